@@ -1,0 +1,157 @@
+"""The errors that cross a service boundary, and how they look on the wire.
+
+    FlotillaError                    500  internal
+    ├── InvalidRequest               422  invalid_request       (carries one entry per offending field)
+    │   └── InvalidSpec              422  invalid_spec
+    ├── NotFound                     404  not_found
+    ├── Unauthorized                 401  unauthorized
+    ├── Conflict                     409  conflict
+    │   ├── ActionNotAllowed         409  action_not_allowed
+    │   ├── IdempotencyMismatch      409  idempotency_mismatch
+    │   └── StalePolicyVersion       409  stale_policy_version
+    ├── Unavailable                  503  unavailable           (retryable)
+    ├── DeadlineExceeded             504  deadline_exceeded     (retryable)
+    ├── ClaimLost                    409  claim_lost
+    ├── DataError                    422  data_error
+    ├── ModelError                   422  model_error
+    ├── GradingFailed                502  grading_failed
+    ├── WeightTransferFailed         502  weight_transfer_failed
+    └── WorkerDied                   500  worker_died
+
+A server sends one as ``application/problem+json`` (RFC 9457); ``shared/client.py`` raises the same class on the
+other side. ``code`` is stable, ``detail`` is for people.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+Scalar = str | int | float | bool | None
+
+
+class FlotillaError(Exception):
+    """Base of all errors that a caller of this project may want to catch by type.
+
+    Args:
+        detail: one sentence for a person: what was wrong and what is allowed.
+        errors: for bad input, one entry per offending field.
+        context: scalar facts that help to find the cause; they travel with the problem.
+    """
+
+    code: ClassVar[str] = "internal"
+    title: ClassVar[str] = "Internal error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, detail: str, *, errors: Sequence[Mapping[str, Scalar]] = (), **context: Scalar) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = [dict(entry) for entry in errors]
+        self.context = context
+
+
+class InvalidRequest(FlotillaError):
+    """The request is malformed: each entry of ``errors`` names a field, the value and what is allowed."""
+
+    code, title, status = "invalid_request", "The request is not valid", 422
+
+
+class InvalidSpec(InvalidRequest):
+    """An experiment spec does not validate."""
+
+    code, title = "invalid_spec", "The experiment spec is not valid"
+
+
+class NotFound(FlotillaError):
+    """The named resource does not exist."""
+
+    code, title, status = "not_found", "Not found", 404
+
+
+class Unauthorized(FlotillaError):
+    """The bearer token is missing or wrong."""
+
+    code, title, status = "unauthorized", "Not authorised", 401
+
+
+class Conflict(FlotillaError):
+    """The request contradicts the present state."""
+
+    code, title, status = "conflict", "Conflict with the present state", 409
+
+
+class ActionNotAllowed(Conflict):
+    """The experiment's state does not allow this action; the detail says which actions it allows."""
+
+    code, title = "action_not_allowed", "The state does not allow this action"
+
+
+class IdempotencyMismatch(Conflict):
+    """An idempotency key was used again with another body."""
+
+    code, title = "idempotency_mismatch", "Idempotency key was used with another body"
+
+
+class StalePolicyVersion(Conflict):
+    """A publication's version is not newer than the current one."""
+
+    code, title = "stale_policy_version", "Policy version is not newer than the current one"
+
+
+class Unavailable(FlotillaError):
+    """A component that is needed does not answer now."""
+
+    code, title, status, retryable = "unavailable", "Temporarily unavailable", 503, True
+
+
+class DeadlineExceeded(FlotillaError):
+    """A call did not finish within its deadline."""
+
+    code, title, status, retryable = "deadline_exceeded", "Deadline exceeded", 504, True
+
+
+class ClaimLost(FlotillaError):
+    """The caller no longer holds the claim, so its result was thrown away."""
+
+    code, title, status = "claim_lost", "The claim is held by another service", 409
+
+
+class DataError(FlotillaError):
+    """A dataset cannot be read as the spec says."""
+
+    code, title, status = "data_error", "The dataset cannot be used", 422
+
+
+class ModelError(FlotillaError):
+    """A model directory cannot be loaded as the spec says."""
+
+    code, title, status = "model_error", "The model cannot be used", 422
+
+
+class GradingFailed(FlotillaError):
+    """A grader did not produce a grade. Never a reward of zero."""
+
+    code, title, status = "grading_failed", "Grading failed", 502
+
+
+class WeightTransferFailed(FlotillaError):
+    """A publication's bytes did not reach this member intact."""
+
+    code, title, status = "weight_transfer_failed", "Weight transfer failed", 502
+
+
+class WorkerDied(FlotillaError):
+    """A worker process ended; the detail carries exit code and last lines."""
+
+    code, title, status = "worker_died", "A worker process ended", 500
+
+
+def _tree(root: type[FlotillaError]) -> dict[str, type[FlotillaError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def error_for_code(code: str) -> type[FlotillaError]:
+    """Find the class that sends ``code``; the base class for a code of a newer server."""
+    return _tree(FlotillaError).get(code, FlotillaError)

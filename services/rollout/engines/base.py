@@ -1,0 +1,143 @@
+"""The engine protocol: what samples tokens, and under which weights.
+
+An engine serves exactly one policy version at any instant and tags every token with it. It never serves half-loaded
+weights. ``generate`` and ``load_weights`` may be called concurrently; what happens to samples in flight when weights
+change is the caller's choice (``OnWeightUpdate``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.config.asynchrony import OnWeightUpdate
+from shared.schemas.trajectory import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How one completion is sampled.
+
+    The recorded log-probability is that of the softmax of ``logits / temperature`` over the whole vocabulary, before
+    top-k and top-p cut it (as SGLang does); greedy decoding records it at temperature 1.
+
+    Attributes:
+        max_new_tokens: at least 1.
+        temperature: above 0; ignored when ``greedy``.
+        top_k: keep this many most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
+        greedy: take the most likely token.
+        stop_token_ids: sampling one of these ends the completion; the token is kept in it.
+        stop: decoded text that ends the completion; its tokens are kept.
+        ignore_eos: do not end at the model's own end-of-sequence tokens (``stop_token_ids`` still end).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt to be completed ``len(seeds)`` times; the prompt is prefilled once.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        prompt_ids: at least one token id.
+        seeds: one 63-bit seed per completion. A token's random number depends on (seed, position in the completion)
+            alone, so a completion does not depend on what else is in the batch, nor on a restart.
+        sampling: how to sample.
+        holds_weights: finish all completions under the version that sampled their first token: a weight update
+            waits for them (evaluation), whatever its mode.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: SamplingParameters
+    holds_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What one sample produced.
+
+    Attributes:
+        token_ids: [N] int32, sampled tokens, the stop token included.
+        log_probs: [N] float32 nats, under the version that sampled the token.
+        versions: run-length ``(start, version)`` over the N sampled tokens.
+        finish_reason: stop, length or aborted; an aborted completion holds the tokens it had.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    log_probs: npt.NDArray[np.float32]
+    versions: tuple[tuple[int, int], ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of how busy an engine is.
+
+    Attributes:
+        version: the policy version that samples now.
+        running: completions in the batch.
+        waiting: completions accepted and not yet in the batch.
+        slots: completions that the batch can hold.
+        generated_tokens: sampled since start.
+        prefilled_tokens: prompt tokens computed since start, re-prefills included.
+    """
+
+    version: int
+    running: int
+    waiting: int
+    slots: int
+    generated_tokens: int
+    prefilled_tokens: int
+
+
+class Engine(Protocol):
+    """Samples completions under versioned weights."""
+
+    async def start(self) -> None:
+        """Load the initial weights; returns when the engine can generate.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+        """
+
+    async def close(self) -> None:
+        """Abort what is in flight and free everything; may be called more than once."""
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """Sample one completion per seed; returns when the last one is finished.
+
+        Raises:
+            InvalidRequest: the prompt and ``max_new_tokens`` do not fit the engine's context.
+            WorkerDied: the engine's process ended.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now: its ``generate`` returns what it has, as aborted. Unknown ids are ignored."""
+
+    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+        """Replace the weights by a weight image (a safetensors file); returns when ``version`` serves.
+
+        ``drain`` lets running samples finish under the old weights and holds new ones back; ``interrupt`` keeps the
+        tokens of running samples and re-computes their prefix under the new weights; ``continue`` keeps their KV
+        cache. The file may change or vanish as soon as this returns.
+
+        Raises:
+            WeightTransferFailed: names, shapes or dtypes do not fit the model; the old version goes on serving.
+        """
+
+    async def load(self) -> EngineLoad:
+        """Take a snapshot of the load."""

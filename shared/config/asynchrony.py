@@ -1,0 +1,69 @@
+"""How far generation may run ahead of training."""
+
+import math
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared.config.base import Config
+
+
+class OnWeightUpdate(StrEnum):
+    """What happens to samples in flight when a new version arrives."""
+
+    DRAIN = "drain"
+    INTERRUPT = "interrupt"
+    CONTINUE = "continue"
+
+
+class AsynchronyConfig(Config):
+    """The admission budget and what it implies: R groups per step, T steps per version, and the surplus η.
+
+    A step trains R = ``optimisation.groups_per_mini_batch * require_batches`` groups. The feeder issues a task only
+    while ``outstanding + consumed since the last publication < R * T * (1 + η)``.
+
+    Source: verl, fully asynchronous policy trainer (its ``async_training`` section).
+    """
+
+    trigger_parameter_sync_step: int = Field(1, ge=1)
+    """T: steps (of R groups each) between two publications."""
+    staleness_threshold: float = Field(0.0, ge=0)
+    """η: how much more than one version's need may be outstanding, as a fraction. 0 is on-policy when T is 1."""
+    require_batches: int = Field(1, ge=1)
+    """Mini-batches of one step: the trainer collects them all, then makes one optimiser update for each."""
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.DRAIN
+    """drain: samples in flight finish under the old weights; interrupt: they keep their tokens and go on under the new
+    weights with a fresh prefix; continue: they go on at once and keep their KV cache."""
+    max_lag: int | None = Field(None, ge=0)
+    """No token older than this many versions is ever trained. Null: the smallest bound that the budget can need,
+    0 when η is 0, else ceil(η) + 1."""
+    on_max_lag: Literal["pace", "drop"] = "pace"
+    """pace: the trainer waits for old groups before it publishes a version that would make them too old;
+    drop: it publishes and drops them, counted with their reason."""
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "AsynchronyConfig":
+        if self.max_lag == 0 and self.staleness_threshold > 0:
+            raise ValueError(
+                f"asynchrony.max_lag 0 would discard everything that asynchrony.staleness_threshold "
+                f"{self.staleness_threshold} lets run ahead: set staleness_threshold to 0, or max_lag to at least 1"
+            )
+        if self.staleness_threshold == 0 and self.on_weight_update is not OnWeightUpdate.DRAIN:
+            raise ValueError(
+                f"asynchrony.on_weight_update {self.on_weight_update} has no effect while "
+                "asynchrony.staleness_threshold is 0, since nothing is in flight at an update: set "
+                "staleness_threshold above 0, or on_weight_update to drain"
+            )
+        return self
+
+    @property
+    def resolved_max_lag(self) -> int:
+        """The bound in force, in versions."""
+        if self.max_lag is not None:
+            return self.max_lag
+        return math.ceil(self.staleness_threshold) + 1 if self.staleness_threshold > 0 else 0
+
+    def budget(self, groups_per_step: int) -> int:
+        """Count the groups that may be outstanding or consumed since the last publication."""
+        return int(groups_per_step * self.trigger_parameter_sync_step * (1 + self.staleness_threshold) + 1e-9)

@@ -1,0 +1,122 @@
+"""A publication: the transfer of one policy version's weights to the rollouts.
+
+What travels is a *weight image*: one contiguous byte range that is itself a complete safetensors file (8-byte header
+length, JSON header, tensor data). Sender and receiver keep it in a shared-memory file, so one checksum covers names,
+shapes, dtypes and data, and a received image can be served, mapped or saved as it is.
+"""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Wire(BaseModel):
+    """Base of the control plane's bodies: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class TensorSpec(Wire):
+    """One tensor of a weight image, under its Hugging Face checkpoint name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Safetensors name of the element type, such as F32 or BF16."""
+    start: int = Field(ge=0)
+    """Offset of its first byte in the image."""
+    end: int = Field(ge=0)
+    """Offset one past its last byte."""
+
+
+class Manifest(Wire):
+    """What a publication will send."""
+
+    version: int = Field(ge=0)
+    image_bytes: int = Field(gt=0)
+    slice_bytes: int = Field(gt=0)
+    """The image is broadcast in slices of this many bytes, the last one shorter."""
+    checksum: str
+    """xxh3-64 of the whole image, 16 hexadecimal digits."""
+    tensors: tuple[TensorSpec, ...]
+
+
+class PublicationPhase(StrEnum):
+    """Where a publication stands. ``committed`` and ``aborted`` are final."""
+
+    PREPARING = "preparing"
+    TRANSFERRING = "transferring"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Rendezvous(Wire):
+    """Where the members of an epoch meet: a TCPStore that the sender opened for this epoch alone."""
+
+    host: str
+    port: int = Field(gt=0, lt=65536)
+    epoch: int = Field(ge=1)
+    world_size: int = Field(ge=1)
+
+
+class Member(Wire):
+    """One receiver of a weight group; rank 0 is the trainer."""
+
+    service_id: str
+    rank: int = Field(ge=1)
+
+
+class PublicationRequest(Wire):
+    """What a trainer sends to announce a version."""
+
+    manifest: Manifest
+    service_id: str
+    """The trainer service that will send."""
+    step: int = Field(ge=0)
+    """Optimiser steps that the version contains."""
+
+
+class Publication(Wire):
+    """A publication as the gateway sees it."""
+
+    experiment_id: str
+    version: int
+    epoch: int
+    phase: PublicationPhase
+    members: tuple[Member, ...]
+    rendezvous: Rendezvous | None = None
+    """None until the sender has opened the epoch's store."""
+    deadline_seconds: float
+    """Time that each phase may take."""
+    reason: str | None = None
+    """Why it was aborted, or why the last epoch was closed."""
+
+
+class PublicationOrder(Wire):
+    """What a member is told to do for a publication, as part of its desired state."""
+
+    version: int
+    epoch: int
+    rank: int
+    phase: PublicationPhase
+    rendezvous: Rendezvous | None
+    manifest: Manifest
+    deadline_seconds: float
+
+
+class ReceiveState(StrEnum):
+    """How far a member is with the publication it was told of."""
+
+    JOINED = "joined"
+    RECEIVED = "received"
+    FAILED = "failed"
+
+
+class PublicationReport(Wire):
+    """What a member says about a publication, as part of its observed state."""
+
+    version: int
+    epoch: int
+    state: ReceiveState
+    checksum: str | None = None
+    detail: str | None = None

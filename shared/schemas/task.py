@@ -1,0 +1,104 @@
+"""A task: one dataset row that a group of trajectories shall answer.
+
+A task is issued once, under a dense integer group id, and keeps that id through every hop and every crash: the id is
+what the ledger, the plans and the checkpoints count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+TASK_SCHEMA = 1
+
+
+class Lane(StrEnum):
+    """Which set of streams a task travels: training and evaluation never mix."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rollout needs to sample one group.
+
+    Attributes:
+        group_id: dense integer in issue order, from 0; unique within an experiment's lane.
+        row: index of the dataset row it was made from.
+        messages: the chat prompt; rendered by the rollout through the model's chat template.
+        label: what the verifier compares with, if the dataset has one.
+        data_source: name that chooses among verifiers, if the dataset has one.
+        metadata: further columns of the row, handed to custom verifiers and graders unchanged.
+        group_size: number of trajectories to sample, at least 1.
+        seed: 63-bit seed; sample ``i`` of the group uses ``sample_seed(seed, i)``.
+        min_version: no token of the group may be sampled by an older policy version.
+        pinned_version: if set, every token is sampled by exactly this version (evaluation).
+        greedy: take the most likely token instead of sampling (evaluation).
+        issued_at: seconds since the epoch.
+    """
+
+    group_id: int
+    row: int
+    messages: tuple[Message, ...]
+    group_size: int
+    seed: int
+    label: str | None = None
+    data_source: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    min_version: int = 0
+    pinned_version: int | None = None
+    greedy: bool = False
+    issued_at: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it, for msgpack."""
+        return {
+            "schema": TASK_SCHEMA,
+            "group_id": self.group_id,
+            "row": self.row,
+            "messages": [[message.role, message.content] for message in self.messages],
+            "group_size": self.group_size,
+            "seed": self.seed,
+            "label": self.label,
+            "data_source": self.data_source,
+            "metadata": dict(self.metadata),
+            "min_version": self.min_version,
+            "pinned_version": self.pinned_version,
+            "greedy": self.greedy,
+            "issued_at": self.issued_at,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Task":
+        """Read what ``to_wire`` made.
+
+        Raises:
+            ValueError: the mapping has another schema version.
+        """
+        if wire.get("schema") != TASK_SCHEMA:
+            raise ValueError(f"task has schema {wire.get('schema')!r}, this version reads {TASK_SCHEMA}")
+        fields = {name: value for name, value in wire.items() if name not in {"schema", "messages"}}
+        messages: Sequence[Sequence[str]] = wire["messages"]
+        return cls(messages=tuple(Message(role, content) for role, content in messages), **fields)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Derive the seed of one sample of a group: the same in every process and after every restart.
+
+    SplitMix64 of ``seed + (index + 1) * golden``, cut to 63 bits so that it fits a signed integer.
+
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (state ^ (state >> 31)) & 0x7FFFFFFFFFFFFFFF

@@ -1,0 +1,20 @@
+"""When training becomes durable."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.config.base import Config
+
+
+class CheckpointConfig(Config):
+    """A checkpoint holds weights, optimiser, schedule, and the ids of every group trained in its lineage."""
+
+    every_steps: int = Field(20, ge=1)
+    """Steps between two checkpoints; the last step is always followed by one."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    durability: Literal["checkpoint", "step"] = "checkpoint"
+    """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
+    step: they count as trained after each step, which needs less Redis memory and loses the steps since the last
+    checkpoint in a crash."""

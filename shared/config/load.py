@@ -1,0 +1,188 @@
+"""Read a spec from YAML, JSON or a mapping, and say exactly what is wrong with it.
+
+A problem is one entry per field: its dotted path, the value, and what is allowed; for an unknown key the nearest valid
+name.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shared.config.base import Config
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec, Scalar
+
+MAX_SHOWN = 80
+
+
+def parse_document(text: str, *, source: str) -> dict[str, Any]:
+    """Read YAML (of which JSON is a part) into a mapping.
+
+    Raises:
+        InvalidSpec: it does not parse, or is no mapping.
+    """
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InvalidSpec(f"{source} is not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+    if not isinstance(document, dict):
+        raise InvalidSpec(f"{source} must hold a mapping of sections, not {type(document).__name__}")
+    return document
+
+
+def apply_overrides(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set dotted keys, as in ``optimisation.steps=10``; values are read as YAML.
+
+    Raises:
+        InvalidSpec: an override is not of the form KEY=VALUE, or reaches into something that is no section.
+    """
+    changed: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise InvalidSpec(f"override {override!r} is not of the form section.key=value")
+        *parents, last = key.strip().split(".")
+        target = changed
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise InvalidSpec(f"override {override!r}: {parent} is a value, not a section")
+        try:
+            target[last] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            target[last] = text
+    return changed
+
+
+def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:
+    """Validate a mapping.
+
+    Raises:
+        InvalidSpec: one entry of ``errors`` per offending field.
+    """
+    try:
+        return ExperimentSpec.model_validate(document)
+    except ValidationError as error:
+        raise invalid_spec(error, ExperimentSpec) from None
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
+    """Read a spec file; relative paths in it are taken from its folder.
+
+    Raises:
+        InvalidSpec: the file is missing, does not parse or does not validate.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpec(f"cannot read {path}: {error}") from None
+    document = apply_overrides(parse_document(text, source=str(path)), overrides)
+    return validate_spec(resolve_paths(document, path.resolve().parent))
+
+
+PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
+
+
+def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the spec's local paths absolute, so that they mean the same in every process.
+
+    A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth.
+    """
+    resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    for section, field in PATH_FIELDS:
+        values = resolved.get(section)
+        if isinstance(values, dict) and isinstance(values.get(field), str) and values[field]:
+            values[field] = str(folder / Path(values[field]).expanduser())
+    _resolve_functions(resolved.get("reward"), folder)
+    return resolved
+
+
+def _resolve_functions(node: Any, folder: Path) -> None:
+    if isinstance(node, dict):
+        function = node.get("function")
+        if isinstance(function, str) and ".py:" in function:
+            file, _, name = function.rpartition(":")
+            node["function"] = f"{folder / Path(file).expanduser()}:{name}"
+        for value in node.values():
+            _resolve_functions(value, folder)
+    elif isinstance(node, list):
+        for value in node:
+            _resolve_functions(value, folder)
+
+
+def invalid_spec(error: ValidationError, root: type[BaseModel]) -> InvalidSpec:
+    """Turn pydantic's report into ours: path, value, what is allowed."""
+    entries = [_entry(dict(item), root) for item in error.errors(include_url=False, include_context=True)]
+    lines = "; ".join(f"{entry['path'] or 'spec'}: {entry['allowed']}" for entry in entries)
+    return InvalidSpec(lines, errors=entries)
+
+
+def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
+    location = [str(part) for part in item["loc"]]
+    path = ".".join(location)
+    value = item.get("input")
+    shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    if isinstance(shown, str) and len(shown) > MAX_SHOWN:
+        shown = shown[:MAX_SHOWN] + "…"
+    if item["type"] == "extra_forbidden":
+        return {"path": path, "value": shown, "allowed": _unknown_key(location, root)}
+    if item["type"] == "missing":
+        return {"path": path, "value": None, "allowed": "this key is required"}
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return {"path": path, "value": shown, "allowed": f"{message}, got {shown!r}" if path else message}
+
+
+def _unknown_key(location: Sequence[str], root: type[BaseModel]) -> str:
+    *parents, key = location
+    section = _section(root, parents)
+    names = sorted(section.model_fields) if section else []
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    elsewhere = _paths_named(root, key)
+    if near:
+        hint = f"did you mean {'.'.join([*parents, near[0]])}?"
+    elif elsewhere:
+        hint = f"did you mean {elsewhere[0]}?"
+    else:
+        hint = f"allowed here: {', '.join(names)}" if names else "not allowed here"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+def _section(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    candidates = [root]
+    for part in path:
+        following = [
+            model
+            for candidate in candidates
+            for name, field in candidate.model_fields.items()
+            if name == part
+            for model in _models(field.annotation)
+        ]
+        tagged = [c for c in candidates if any(part in get_args(f.annotation) for f in c.model_fields.values())]
+        # Discriminated unions put the tag into the location: it narrows the candidates and leads nowhere deeper.
+        candidates = following or tagged or (candidates if part.isdigit() else [])
+    return candidates[0] if candidates else None
+
+
+def _paths_named(root: type[BaseModel], key: str, prefix: str = "", depth: int = 4) -> list[str]:
+    found: list[str] = []
+    for name, field in root.model_fields.items():
+        path = f"{prefix}{name}"
+        if name == key and prefix:
+            found.append(path)
+        for model in _models(field.annotation) if depth else []:
+            if issubclass(model, Config):
+                found += _paths_named(model, key, f"{path}.", depth - 1)
+    return found

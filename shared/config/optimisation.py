@@ -1,0 +1,51 @@
+"""How a batch of groups becomes an update of the weights."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared.config.base import Config
+
+
+class OptimisationConfig(Config):
+    """AdamW with a schedule, on packed micro-batches."""
+
+    steps: int = Field(ge=1)
+    """Training steps; each trains R = groups_per_mini_batch * asynchrony.require_batches groups."""
+    groups_per_mini_batch: int = Field(16, ge=1)
+    """Groups whose gradient makes one optimiser update."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over a step's groups."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: stay, or fall to ``min_learning_rate_ratio`` at the last update."""
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the peak that linear and cosine end at."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; not applied to biases and norms."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the gradient's global norm; null does not clip."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """packed: several sequences per row without padding between them; padded: one sequence per row;
+    auto: whichever computes fewer token positions for the micro-batch."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of the trainer's process on a CPU."""
+    device: str = "cpu"
+    """Torch device, such as cpu or cuda:0."""
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "OptimisationConfig":
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ValueError(
+                "optimisation.min_learning_rate_ratio has no effect while optimisation.schedule is constant: "
+                "choose linear or cosine, or leave the ratio out"
+            )
+        return self

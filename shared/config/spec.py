@@ -1,0 +1,55 @@
+"""The experiment spec: one strict tree, validated where there is no torch."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from shared.config.algorithm import AlgorithmConfig
+from shared.config.asynchrony import AsynchronyConfig
+from shared.config.base import Config
+from shared.config.checkpoint import CheckpointConfig
+from shared.config.data import DataConfig
+from shared.config.evaluation import EvaluationConfig
+from shared.config.model import ModelConfig
+from shared.config.optimisation import OptimisationConfig
+from shared.config.reward import RewardConfig
+from shared.config.rollout import RolloutConfig
+
+
+class ExperimentSpec(Config):
+    """All that defines an experiment."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Letters, digits, dot, dash and underscore; names the run's folder."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seeds the order of rows and every sample."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimisation: OptimisationConfig
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    evaluation: EvaluationConfig | None = None
+    """Null: never evaluated."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def groups_per_step(self) -> int:
+        """R: the groups that one step trains."""
+        return self.optimisation.groups_per_mini_batch * self.asynchrony.require_batches
+
+    @property
+    def admission_budget(self) -> int:
+        """Groups that may be outstanding or consumed since the last publication."""
+        return self.asynchrony.budget(self.groups_per_step)
+
+    @model_validator(mode="after")
+    def _sampling_fits_evaluation(self) -> Self:
+        wanted = self.evaluation.max_new_tokens if self.evaluation else None
+        if wanted is not None and wanted >= self.rollout.engine.context_tokens:
+            raise ValueError(
+                f"evaluation.max_new_tokens {wanted} leaves no room for a prompt in rollout.engine.context_tokens "
+                f"{self.rollout.engine.context_tokens}: lower the first or raise the second"
+            )
+        return self

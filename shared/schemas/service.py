@@ -1,0 +1,136 @@
+"""What a service and the gateway tell each other: registration, observed state, desired state.
+
+The exchange is level-triggered: a service sends all that it observes and gets all that it should do. A lost message
+costs nothing, and either side may restart at any time.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from shared.schemas.publication import PublicationOrder, PublicationReport, Wire
+
+
+class ServiceKind(StrEnum):
+    """The kinds of service that register."""
+
+    ROLLOUT = "rollout"
+    REWARD = "reward"
+    SANDBOX = "sandbox"
+    TRAINER = "trainer"
+
+
+class WorkState(StrEnum):
+    """What a service does, or should do, for the experiment it is assigned to."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Capabilities(Wire):
+    """What a service can offer to a scheduler."""
+
+    device: str = "cpu"
+    engine: str | None = None
+    cores: int = Field(1, ge=1)
+    memory_bytes: int = Field(0, ge=0)
+    transports: tuple[str, ...] = ()
+    """Weight transports that it can receive or send by."""
+
+
+class Registration(Wire):
+    """How a service presents itself."""
+
+    kind: ServiceKind
+    address: str
+    """Base URL of its own HTTP interface."""
+    host: str
+    pid: int = Field(gt=0)
+    capabilities: Capabilities = Capabilities()
+    incarnation: str
+    """Random name of this process: a second registration of the same process gets the same id."""
+
+
+class Registered(Wire):
+    """The gateway's answer to a registration."""
+
+    service_id: str
+    lease_seconds: float
+
+
+class Failure(Wire):
+    """Why a worker cannot go on."""
+
+    component: str
+    cause: str
+    fatal: bool = True
+    """False if the service recovers by itself and only reports what happened."""
+
+
+class ObservedState(Wire):
+    """All that a service says about itself at one instant."""
+
+    acknowledged: str | None = None
+    """Tag of the last desired state that it took in."""
+    experiment_id: str | None = None
+    state: WorkState = WorkState.IDLE
+    policy_version: int | None = None
+    """Version that it serves (rollout) or has last published (trainer)."""
+    step: int | None = None
+    """Steps done (trainer)."""
+    publication: PublicationReport | None = None
+    load: Mapping[str, float] = {}
+    """Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema."""
+    failure: Failure | None = None
+
+
+class Assignment(Wire):
+    """The experiment that a service works for."""
+
+    experiment_id: str
+    revision: int
+    """Grows with each change of the spec; a worker that sees a new one applies it at a version boundary."""
+    spec: Mapping[str, Any]
+    """The resolved experiment spec."""
+    directory: str
+    """Where the experiment keeps its checkpoints and files, as the gateway's data directory has it."""
+    trainer_epoch: int = 0
+    """How often a trainer was assigned; the latest one alone may plan and commit."""
+
+
+class DesiredState(Wire):
+    """All that a service should do at one instant."""
+
+    tag: str
+    """Changes whenever any other field does."""
+    state: WorkState
+    assignment: Assignment | None = None
+    policy_version: int | None = None
+    """The committed version: a rollout that holds it in its spare buffer switches to it."""
+    weights_url: str | None = None
+    """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
+    hold_version: int | None = None
+    """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
+    publication: PublicationOrder | None = None
+
+
+class ServiceView(Wire):
+    """A service as the gateway lists it."""
+
+    service_id: str
+    kind: ServiceKind
+    address: str
+    host: str
+    pid: int
+    capabilities: Capabilities
+    registered_at: str
+    lease_expires_in_seconds: float
+    is_draining: bool
+    observed: ObservedState

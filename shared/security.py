@@ -1,0 +1,36 @@
+"""Tokens and signatures: made from the operating system's randomness, compared in constant time."""
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+
+def new_token() -> str:
+    """Make a bearer token of 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """Write a secret so that no other user can read it at any time (mode 0600 from the start)."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(secret + "\n")
+
+
+def is_same_secret(given: str | None, expected: str) -> bool:
+    """Compare in time that does not depend on where they differ; a missing one is never the same."""
+    return given is not None and hmac.compare_digest(given.encode(), expected.encode())
+
+
+def bearer_of(header: str | None) -> str | None:
+    """Take the token out of an ``Authorization`` header; None if there is none."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+def signature(secret: str, timestamp: str, body: bytes) -> str:
+    """Sign a body for a receiver that shares ``secret``: HMAC-SHA-256 over ``timestamp + "." + body``, hexadecimal."""
+    return hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()

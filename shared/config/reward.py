@@ -1,0 +1,146 @@
+"""How answers are graded: one or several components, whose weighted sum is the reward.
+
+Addresses of our own services and all secrets come from the reward service's settings, not from here. The URL of a
+remote grader is part of the experiment: it says what is optimised.
+"""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shared.config.base import Config
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if groups < 1:
+        raise ValueError("the pattern needs a group (...) around the answer")
+    return pattern
+
+
+AnswerPattern = Annotated[str, AfterValidator(_compiles)]
+"""A regular expression whose first group is the answer; the last match in the text counts."""
+
+
+class ComponentConfig(Config):
+    """What every component has."""
+
+    name: str | None = Field(None, min_length=1)
+    """Name of the component in grades and metrics. Null: its kind."""
+    weight: float = 1.0
+    """Factor of this component in the reward."""
+    data_sources: tuple[str, ...] | None = Field(None, min_length=1)
+    """Grade only samples of these data sources and abstain from others. Null: grade all."""
+
+
+class MatchConfig(ComponentConfig):
+    """A component that tells right from wrong."""
+
+    correct: float = 1.0
+    """Reward of a right answer."""
+    incorrect: float = 0.0
+    """Reward of a wrong answer, or of none."""
+
+
+class ExactConfig(MatchConfig):
+    """The answer equals the label as text."""
+
+    kind: Literal["exact"] = "exact"
+    pattern: AnswerPattern | None = None
+    """Finds the answer in the response. Null: the whole response is the answer."""
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+
+class NumericConfig(MatchConfig):
+    """The answer equals the label as a number."""
+
+    kind: Literal["numeric"] = "numeric"
+    pattern: AnswerPattern = r"####\s*([-+]?\$?\s?[\d.,]*\d(?:[eE][-+]?\d+)?)"
+    """Finds the number in the response, and in the label if it matches there. The default finds ``#### 1,234.5``."""
+    tolerance: float = Field(0.0, ge=0)
+    """Largest absolute difference that still counts as equal."""
+
+
+class MathConfig(MatchConfig):
+    """The answer is mathematically equal to the label, by math-verify in a process that can be killed."""
+
+    kind: Literal["math"] = "math"
+    timeout_seconds: float = Field(10.0, gt=0, le=300)
+    """Time for one sample; a sample that takes longer is an error, never a wrong answer."""
+    processes: int = Field(1, ge=1, le=64)
+    """How many samples are compared at a time, each in a process of its own."""
+
+
+class CustomConfig(ComponentConfig):
+    """A function of the user's, plain or async: ``function(sample)`` returns a number, None (abstain) or a Grade."""
+
+    kind: Literal["custom"] = "custom"
+    path: str = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
+    """``file.py:function``."""
+    timeout_seconds: float = Field(60.0, gt=0, le=3600)
+    """Time for one sample; a sample that takes longer is an error."""
+
+
+class CodeConfig(ComponentConfig):
+    """The program in the response passes the test cases in the label, run by the sandbox."""
+
+    kind: Literal["code"] = "code"
+    language: str = "python"
+    """Language of the program, one that the sandbox offers."""
+    reward: Literal["fraction", "all"] = "fraction"
+    """fraction: share of the test cases that pass; all: 1 if every one passes, else 0."""
+    max_cases: int | None = Field(None, ge=1)
+    """Run only the first cases. Null: all."""
+    compile_timeout_seconds: float = Field(10.0, gt=0, le=300)
+    """Time to compile."""
+    run_timeout_seconds: float = Field(10.0, gt=0, le=300)
+    """Time for one test case."""
+    concurrency: int = Field(8, ge=1, le=1024)
+    """How many test cases are with the sandbox at a time."""
+
+
+class RemoteConfig(ComponentConfig):
+    """A grader behind a URL, in any language, operated by anybody."""
+
+    kind: Literal["remote"] = "remote"
+    url: str = Field(pattern=r"^https?://[^\s/]+")
+    """Where the samples are posted."""
+    dialect: Literal["flotilla", "openrlhf"] = "flotilla"
+    """flotilla: the schema in ``shared/schemas/grading.py``; openrlhf: ``query``, ``prompts``, ``labels``, answered by
+    ``rewards``."""
+    secret_env: str | None = Field(None, min_length=1)
+    """Name of the reward service's environment variable that holds the signing secret. Null: not signed."""
+    deadline_seconds: float = Field(120.0, gt=0, le=86400)
+    """Time for one request with all its retries."""
+    attempt_seconds: float = Field(60.0, gt=0, le=86400)
+    """Time for one attempt."""
+    max_attempts: int = Field(4, ge=1, le=100)
+    """Attempts within the deadline."""
+    allow_private: bool = False
+    """Allow a URL that resolves to a loopback, private or link-local address."""
+
+
+Component = Annotated[
+    ExactConfig | NumericConfig | MathConfig | CustomConfig | CodeConfig | RemoteConfig, Field(discriminator="kind")
+]
+
+
+class RewardConfig(Config):
+    """The reward of a sample: ``sum(weight * reward)`` over the components that scored it."""
+
+    components: tuple[Component, ...] = Field((NumericConfig(),), min_length=1)
+    """What is graded. One that abstains adds nothing; if all abstain the sample is abstained; if one fails it is an
+    error."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [component.name or component.kind for component in self.components]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two components are called {name!r}; give one of them another `name`")
+        return self

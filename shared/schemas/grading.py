@@ -1,0 +1,121 @@
+"""What is graded and what a grade is: the wire schema between the fleet and any grader, ours or somebody else's.
+
+A grade is ``scored`` with a finite reward, ``abstained`` (the grader has no opinion) or ``error`` (it could not tell).
+Neither of the last two ever bears a reward: a failed grade is not a zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+
+from shared.schemas.trajectory import GradeStatus
+
+GRADING_SCHEMA: Final = 1
+"""Version of the request and of the answer; it changes only when a reader of the old form would misread the new one."""
+
+
+class Wire(BaseModel):
+    """A frozen message. A reader ignores fields that it does not know, so that fields can be added."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class GradingMessage(Wire):
+    """One message of the chat prompt."""
+
+    role: str
+    content: str
+
+
+class GradingSample(Wire):
+    """One answer to be graded, with all that a grader may need to know about it."""
+
+    id: str
+    """Names the sample within its experiment, the same at every attempt: ``{group_id}/{index}`` for a trajectory."""
+    prompt: str
+    """The prompt as text, as the model saw it."""
+    messages: tuple[GradingMessage, ...] = ()
+    """The chat prompt that ``prompt`` was rendered from; empty if the task was not a chat."""
+    response: str
+    """What the policy sampled, decoded."""
+    label: str | None = None
+    """What to compare with, if the dataset has it."""
+    data_source: str | None = None
+    """Name of the dataset the task came from, if it has one."""
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further columns of the dataset's row, unchanged."""
+
+
+class Grade(Wire):
+    """How grading of one sample ended."""
+
+    status: Literal[GradeStatus.SCORED, GradeStatus.ABSTAINED, GradeStatus.ERROR]
+    """scored, abstained or error. A sender may leave it out: it is then scored if there is a reward, else abstained."""
+    reward: FiniteFloat | None = None
+    """The scalar to train on; present exactly if ``status`` is scored."""
+    components: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """What the reward was made of, by name."""
+    metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Free numbers for charts; they do not enter the reward."""
+    reason: str | None = None
+    """Why there is no reward; required of an error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_status(cls, given: object) -> object:
+        if isinstance(given, Mapping) and "status" not in given:
+            is_scored = given.get("reward") is not None
+            return {**given, "status": GradeStatus.SCORED if is_scored else GradeStatus.ABSTAINED}
+        return given
+
+    @model_validator(mode="after")
+    def _status_goes_with_reward(self) -> Self:
+        if (self.status is GradeStatus.SCORED) != (self.reward is not None):
+            raise ValueError(f"status {self.status.value} does not go with reward {self.reward}")
+        if self.status is GradeStatus.ERROR and not self.reason:
+            raise ValueError("a grade with status error needs a reason")
+        return self
+
+    @classmethod
+    def scored(cls, reward: float, **fields: Any) -> "Grade":
+        """Make a grade that bears ``reward``; an error grade if the reward is not finite."""
+        if not abs(reward) < float("inf"):
+            return cls.error(f"the reward is {reward}, which is not finite")
+        return cls(status=GradeStatus.SCORED, reward=reward, **fields)
+
+    @classmethod
+    def abstained(cls, reason: str | None = None) -> "Grade":
+        """Make a grade that says that the grader has no opinion."""
+        return cls(status=GradeStatus.ABSTAINED, reason=reason)
+
+    @classmethod
+    def error(cls, reason: str) -> "Grade":
+        """Make a grade that says why grading failed."""
+        return cls(status=GradeStatus.ERROR, reason=reason)
+
+
+class GradingRequest(Wire):
+    """The body of the POST that a grader receives."""
+
+    version: Literal[1] = GRADING_SCHEMA
+    """Schema version of this message."""
+    id: str
+    """Names this request, the same at every retry: a grader that has answered it may answer the same again."""
+    experiment: str
+    """Id of the experiment that asks."""
+    samples: tuple[GradingSample, ...] = Field(min_length=1)
+    """What to grade."""
+    callback_url: str | None = None
+    """Where the answer may be posted later, after a 202. Null: the answer is expected at once."""
+
+
+class GradingResponse(Wire):
+    """A grader's answer: one grade per sample, in the order of the request."""
+
+    version: Literal[1] = GRADING_SCHEMA
+    """Schema version of this message."""
+    id: str | None = None
+    """The request's id. Optional in a direct answer, required in a callback."""
+    grades: tuple[Grade, ...]
+    """As many as there were samples."""

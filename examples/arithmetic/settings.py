@@ -1,0 +1,94 @@
+"""What decides a preparation's result: the presets, and the hash by which a second call recognises the first."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+
+RECIPE = 1
+"""Goes up whenever code changes what the same settings produce."""
+
+
+@dataclass(frozen=True)
+class ProblemSettings:
+    """The distribution that problems are drawn from."""
+
+    operation_weights: dict[int, float] = field(default_factory=lambda: {2: 0.5, 3: 0.5})
+    """Number of operations to its relative frequency."""
+    largest_start: int = 50
+    largest_operand: int = 9
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The shape of the model, in the words of the Qwen3 config."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    mlp_size: int = 256
+    initializer_range: float = 0.08
+    vocab_size: int = 512
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """The two supervised phases: learn to work a problem out, then to answer mostly without doing so."""
+
+    learning_rate: float = 3e-3
+    batch_size: int = 16
+    worked_share: float = 0.95
+    """Part of phase 1's demonstrations that show their working; the rest are bare guesses."""
+    guess_error: int = 9
+    """A guess is off by at most this much, uniformly."""
+    stop_pass_rate: float = 0.6
+    """Phase 1 ends when a solution that is worked out is sampled right this often."""
+    max_steps: int = 2000
+    weak_learning_rate: float = 5e-4
+    weak_worked_share: float = 0.3
+    """Phase 2's share of worked demonstrations; turned up while too few answers are right."""
+    weak_greedy_window: tuple[float, float] = (0.16, 0.28)
+    """Phase 2 ends when the share of right answers, decoding greedily, is between these."""
+    max_weak_steps: int = 400
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the written files depend on."""
+
+    preset: str
+    seed: int
+    problems: ProblemSettings = ProblemSettings()
+    model: ModelSettings = ModelSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    num_train: int = 20_000
+    num_heldout: int = 512
+    max_new_tokens: int = 40
+    """What one completion may take when the start is measured."""
+
+    def fingerprint(self) -> str:
+        """Hash the settings and the recipe's number: equal fingerprints mean equal files."""
+        text = json.dumps({"recipe": RECIPE, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+PRESETS = ("standard", "hard")
+
+
+def settings_of(preset: str, seed: int) -> Settings:
+    """Look up a preset.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if preset == "standard":
+        return Settings(preset, seed)
+    if preset == "hard":
+        return Settings(
+            preset,
+            seed,
+            problems=ProblemSettings(operation_weights={3: 0.5, 4: 0.3, 5: 0.1, 6: 0.06, 8: 0.04}),
+            warm_start=WarmStartSettings(stop_pass_rate=0.5, weak_worked_share=0.3, weak_greedy_window=(0.05, 0.15)),
+            max_new_tokens=96,
+        )
+    raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")

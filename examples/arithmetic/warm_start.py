@@ -1,0 +1,196 @@
+"""Two short supervised phases that leave a model able to work problems out, and mostly not doing it.
+
+Phase 1 shows worked solutions, with a few bare guesses among them, until the model samples a worked one right often
+enough. Phase 2 shows mostly guesses, until greedy answers are right only as often as asked.
+
+Progress is measured without sampling. A problem has one worked solution and one right bare answer, so the probability
+that the model answers right at temperature 1 is the sum of what it gives to these two texts, and greedy decoding is
+right where every token of one of them is the likeliest. Both are lower bounds, tight up to right answers by wrong
+working.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from .problems import Problem, guess_near, terse_answer, training_problems, worked_solution
+from .settings import ProblemSettings, WarmStartSettings
+from .tokenizer import completion_ids, prompt_ids
+
+Report = Callable[[str], None]
+
+WEAK_STEPS_BETWEEN_PROBES = 4
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Prompts with one completion each, right-padded: attention is causal, so the padding needs no mask."""
+
+    input_ids: Tensor
+    """[B, T] int64."""
+    is_completion: Tensor
+    """[B, T - 1] bool, True where the next token belongs to the completion."""
+
+    @property
+    def targets(self) -> Tensor:
+        """[N] int64, the completions' tokens, one sequence after the other."""
+        return self.input_ids[:, 1:][self.is_completion]
+
+    @property
+    def owner(self) -> Tensor:
+        """[N] int64, the sequence that each target belongs to."""
+        return self.is_completion.nonzero()[:, 0]
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """How often the model answers right."""
+
+    sampled: float
+    greedy: float
+    worked: float
+    """How often it begins to work the problem out, when sampling."""
+
+
+def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int) -> Demonstrations:
+    """Pad prompts with their completions into one batch."""
+    length = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
+    input_ids = torch.full((len(prompts), length), pad_id)
+    is_completion = torch.zeros((len(prompts), length - 1), dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor(prompt + completion)
+        is_completion[row, len(prompt) - 1 : end - 1] = True
+    return Demonstrations(input_ids, is_completion)
+
+
+def completion_logits(model: Qwen3ForCausalLM, batch: Demonstrations) -> Tensor:
+    """Compute the logits [N, V] that predict ``batch.targets``, and no others."""
+    hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    logits: Tensor = model.lm_head(hidden[:, :-1][batch.is_completion])
+    return logits
+
+
+def probabilities(target_log_probs: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Multiply tokens' probabilities into those [count] of whole completions."""
+    return torch.zeros(count).index_add_(0, owner, target_log_probs).exp()
+
+
+class Probe:
+    """A fixed set of training problems on which the pass rate is computed."""
+
+    def __init__(self, problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> None:
+        prompts = prompt_ids(tokenizer, [problem.prompt for problem in problems])
+        worked = completion_ids(tokenizer, [worked_solution(problem) for problem in problems])
+        terse = completion_ids(tokenizer, [terse_answer(problem.answer) for problem in problems])
+        self._worked = collate(prompts, worked, tokenizer.pad_token_id)
+        self._terse = collate(prompts, terse, tokenizer.pad_token_id)
+        self._terse_start = terse[0][0]
+        self._first = torch.tensor([0, *torch.tensor([len(ids) for ids in worked]).cumsum(0)[:-1].tolist()])
+        self._count = len(problems)
+
+    @torch.no_grad()
+    def measure(self, model: Qwen3ForCausalLM) -> PassRate:
+        """Compute the rates; they are the model's own, free of sampling noise."""
+        sampled, greedy = torch.zeros(self._count), torch.zeros(self._count)
+        guesses = torch.zeros(self._count)
+        for batch in (self._worked, self._terse):
+            logits = completion_logits(model, batch)
+            log_probs = -functional.cross_entropy(logits, batch.targets, reduction="none")
+            sampled += probabilities(log_probs, batch.owner, self._count)
+            misses = (logits.argmax(-1) != batch.targets).float()
+            greedy += (torch.zeros(self._count).index_add_(0, batch.owner, misses) == 0).float()
+            if batch is self._worked:
+                guesses = logits[self._first].softmax(-1)[:, self._terse_start]
+        return PassRate(sampled.mean().item(), greedy.mean().item(), 1 - guesses.mean().item())
+
+
+class WarmStart:
+    """One model's supervised training on demonstrations that it draws itself."""
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        problems: ProblemSettings,
+        settings: WarmStartSettings,
+        seed: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._rng = random.Random(f"demonstrations {seed}")
+        self._source = training_problems(problems, self._rng)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        )
+
+    def _draw(self, worked_share: float) -> tuple[Demonstrations, Tensor]:
+        """Draw one batch; also tells [B] bool which of it show their working."""
+        problems = list(islice(self._source, self._settings.batch_size))
+        is_worked = [self._rng.random() < worked_share for _ in problems]
+        texts = [
+            worked_solution(problem) if worked else terse_answer(self._guess(problem))
+            for problem, worked in zip(problems, is_worked, strict=True)
+        ]
+        prompts = prompt_ids(self._tokenizer, [problem.prompt for problem in problems])
+        completions = completion_ids(self._tokenizer, texts)
+        return collate(prompts, completions, self._tokenizer.pad_token_id), torch.tensor(is_worked)
+
+    def _guess(self, problem: Problem) -> int:
+        return guess_near(problem, self._settings.guess_error, self._rng)
+
+    def _step(self, batch: Demonstrations, learning_rate: float) -> Tensor:
+        """Train on one batch; returns the probability [B] of each completion before the update."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        log_probs = -functional.cross_entropy(completion_logits(self._model, batch), batch.targets, reduction="none")
+        loss: Tensor = -log_probs.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return probabilities(log_probs.detach(), batch.owner, len(batch.input_ids))
+
+    def learn_to_work(self, report: Report) -> tuple[int, float]:
+        """Phase 1: mostly worked solutions, until they are sampled right; returns the steps and how often they are."""
+        settings = self._settings
+        recent: deque[float] = deque(maxlen=640)
+        rate = 0.0
+        for step in range(1, settings.max_steps + 1):
+            batch, is_worked = self._draw(settings.worked_share)
+            probability = self._step(batch, settings.learning_rate * min(1.0, step / 20))
+            recent.extend(probability[is_worked].tolist())
+            rate = sum(recent) / len(recent) / settings.worked_share
+            report(f"phase 1, learning to work it out: step {step}, right {rate:.0%} of {settings.stop_pass_rate:.0%}")
+            if len(recent) == recent.maxlen and rate >= settings.stop_pass_rate:
+                break
+        return step, rate
+
+    def learn_to_guess(self, probe: Probe, report: Report) -> tuple[int, PassRate]:
+        """Phase 2: more guesses, until greedy answers are right as often as asked; returns the steps and the rates.
+
+        When guessing has gone too far, worked solutions get the upper hand again, so the rate comes back to the window.
+        """
+        settings = self._settings
+        lower, upper = settings.weak_greedy_window
+        rate = probe.measure(self._model)
+        step = 0
+        while not lower <= rate.greedy <= upper and step < settings.max_weak_steps:
+            share = settings.weak_worked_share if rate.greedy > upper else settings.worked_share
+            for _ in range(WEAK_STEPS_BETWEEN_PROBES):
+                self._step(self._draw(share)[0], settings.weak_learning_rate)
+            step += WEAK_STEPS_BETWEEN_PROBES
+            rate = probe.measure(self._model)
+            report(
+                f"phase 2, learning bad habits: step {step}, works it out {rate.worked:.0%}, "
+                f"right {rate.sampled:.0%}, greedy {rate.greedy:.0%} (until {upper:.0%})"
+            )
+        return step, rate

@@ -1,0 +1,148 @@
+"""The HTTP client of the control plane: every call has a deadline, and problems come back as our exceptions.
+
+Every POST carries an idempotency key, so each call may be repeated: what is retryable is retried with growing pauses
+until the caller's deadline.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from shared.clock import Clock, SystemClock
+from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, error_for_code
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+def problem_to_error(status: int, body: bytes) -> FlotillaError:
+    """Make the exception that a problem document stands for."""
+    try:
+        problem = json.loads(body)
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        text = body[:200].decode("utf-8", "replace")
+        kind = Unavailable if status in {502, 503} else DeadlineExceeded if status == 504 else FlotillaError
+        return kind(f"HTTP {status}: {text}")
+    known = {"type", "title", "status", "detail", "code", "errors", "instance"}
+    detail = str(problem.get("detail") or problem.get("title") or f"HTTP {status}")
+    context = {key: value for key, value in problem.items() if key not in known and key != "self"}
+    errors = [entry for entry in problem.get("errors") or [] if isinstance(entry, dict)]
+    return error_for_code(str(problem.get("code", "")))(detail, errors=errors, **context)
+
+
+class GatewayClient:
+    """Calls one gateway. Use it as an async context manager, or ``close`` it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._clock = clock or SystemClock()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url, headers=headers, transport=transport, limits=limits, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, Any] | None = None,
+        deadline_seconds: float = 10.0,
+        attempt_seconds: float | None = None,
+    ) -> Any:
+        """Call and return the decoded JSON answer.
+
+        Args:
+            method: HTTP method.
+            path: path below the base URL, such as ``/v1/services``.
+            body: a pydantic model, or anything that JSON can hold.
+            params: query parameters; those that are None are left out.
+            deadline_seconds: time for all attempts together.
+            attempt_seconds: time for one attempt; by default what remains.
+
+        Raises:
+            FlotillaError: the subclass that the server's problem names.
+            Unavailable: the server could not be reached within the deadline.
+            DeadlineExceeded: the server did not answer within the deadline.
+        """
+        content = _encode(body)
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        if method == "POST":
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        query = {key: value for key, value in (params or {}).items() if value is not None}
+        end = self._clock.monotonic() + deadline_seconds
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            remaining = end - self._clock.monotonic()
+            budget = max(0.001, min(remaining, attempt_seconds or remaining))
+            try:
+                return await self._attempt(method, path, content, headers, query, budget)
+            except FlotillaError as error:
+                if not error.retryable or self._clock.monotonic() + pause >= end:
+                    raise
+                log.debug("call is tried again", extra={"path": path, "error": repr(error)})
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _attempt(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        query: Mapping[str, Any],
+        budget: float,
+    ) -> Any:
+        timeout = httpx.Timeout(budget, connect=min(budget, CONNECT_SECONDS))
+        try:
+            response = await self._http.request(
+                method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{method} {self.base_url}{path} did not answer in {budget:.1f} s") from error
+        except httpx.TransportError as error:
+            raise Unavailable(f"cannot reach {self.base_url}: {error or type(error).__name__}") from error
+        if response.is_success:
+            return response.json() if response.content else None
+        raise problem_to_error(response.status_code, response.content)
+
+
+def _encode(body: Any) -> bytes | None:
+    if body is None:
+        return None
+    if hasattr(body, "model_dump_json"):
+        return str(body.model_dump_json()).encode()
+    return json.dumps(body, allow_nan=False).encode()

@@ -1,0 +1,134 @@
+"""A service's side of the fleet: register, keep the lease, learn what to do.
+
+Two calls take turns. The *poll* waits at the gateway until the desired state changes, and so keeps the lease; the
+*push* sends an observation at once when something worth telling happened. Either answer is the whole desired state,
+so it does not matter which arrives.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from shared.client import GatewayClient
+from shared.errors import FlotillaError, NotFound, Unauthorized
+from shared.schemas.service import DesiredState, ObservedState, Registered, Registration
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 2.0
+LEAVE_SECONDS = 2.0
+
+
+class Membership:
+    """Keeps one service registered and hands each new desired state to ``apply``.
+
+    Args:
+        client: the gateway.
+        registration: how the service presents itself.
+        observe: gives the present observation; ``acknowledged`` is filled in here.
+        apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
+    """
+
+    def __init__(
+        self,
+        client: GatewayClient,
+        registration: Registration,
+        observe: Callable[[], ObservedState],
+        apply: Callable[[DesiredState], Awaitable[None]],
+        *,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self._client = client
+        self._registration = registration
+        self._observe = observe
+        self._apply = apply
+        self._poll_seconds = poll_seconds
+        self._changed = asyncio.Event()
+        self._applying = asyncio.Lock()
+        self._acknowledged: str | None = None
+        self.service_id: str | None = None
+        self.is_connected = False
+
+    def tell(self) -> None:
+        """Send the observed state now instead of at the next poll."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Stay a member until cancelled; a gateway that is away is waited for."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._repeat(self._poll), name="membership poll")
+                tasks.create_task(self._repeat(self._push), name="membership push")
+        finally:
+            await self._leave()
+
+    async def _repeat(self, call: Callable[[str], Awaitable[None]]) -> None:
+        pause = 0.1
+        while True:
+            try:
+                await call(await self._registered())
+                pause = 0.1
+                continue
+            except NotFound:
+                log.info("the gateway does not know this service, it registers again")
+                self.service_id = None
+                self._acknowledged = None
+            except Unauthorized:
+                log.error("the gateway refuses this service's token", extra={"gateway": self._client.base_url})  # noqa: TRY400
+            except FlotillaError as error:
+                log.debug("gateway is away", extra={"error": repr(error)})
+            self.is_connected = False
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _registered(self) -> str:
+        async with self._applying:
+            if self.service_id is None:
+                answer = await self._client.call(
+                    "POST", "/v1/services", body=self._registration, deadline_seconds=5.0, attempt_seconds=2.0
+                )
+                self.service_id = Registered.model_validate(answer).service_id
+                log.info("service is registered", extra={"service_id": self.service_id})
+            return self.service_id
+
+    async def _poll(self, service_id: str) -> None:
+        await self._exchange(service_id, self._poll_seconds)
+
+    async def _push(self, service_id: str) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+        try:
+            await self._exchange(service_id, 0.0)
+        except FlotillaError:
+            self._changed.set()
+            raise
+
+    async def _exchange(self, service_id: str, wait_seconds: float) -> None:
+        observed = self._observe().model_copy(update={"acknowledged": self._acknowledged})
+        answer = await self._client.call(
+            "PUT",
+            f"/v1/services/{service_id}/status",
+            body=observed,
+            params={"wait": wait_seconds},
+            deadline_seconds=wait_seconds + 5.0,
+        )
+        self.is_connected = True
+        desired = DesiredState.model_validate(answer)
+        async with self._applying:
+            if desired.tag != self._acknowledged:
+                await self._apply(desired)
+                self._acknowledged = desired.tag
+                self._changed.set()
+
+    async def _leave(self) -> None:
+        if self.service_id is None:
+            return
+        with contextlib.suppress(FlotillaError):
+            await self._client.call(
+                "DELETE",
+                f"/v1/services/{self.service_id}",
+                deadline_seconds=LEAVE_SECONDS,
+                attempt_seconds=LEAVE_SECONDS,
+            )

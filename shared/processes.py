@@ -1,0 +1,24 @@
+"""Processes that never outlive their owner."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.SIGTERM) -> None:
+    """Ask the kernel to signal this process when its parent ends.
+
+    Without the request (not Linux) nothing happens: the parent then ends its children itself.
+
+    Args:
+        parent_pid: the parent to expect; if it is gone already, this process ends at once.
+        with_signal: the signal to get.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, with_signal, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), with_signal)

@@ -1,0 +1,134 @@
+"""Run an app on a socket that is bound first, so that its address is known before anything starts."""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+
+from shared.errors import FlotillaError, InvalidRequest, NotFound, Unavailable, error_for_code
+
+PROBLEM_JSON = "application/problem+json"
+SHUTDOWN_SECONDS = 3
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a listening socket; port 0 takes a free one.
+
+    Raises:
+        Unavailable: the port is taken, or the address is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Unavailable(f"port {port} on {host} is in use: choose another one, or 0 for any free port") from None
+        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """Base URL of what listens there."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: FastAPI, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened."""
+    asyncio.run(_serve(app, listening))
+
+
+async def _serve(app: FastAPI, listening: socket.socket) -> None:
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    # uvicorn would install handlers of its own that raise the signal again after the shutdown.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    await server.serve(sockets=[listening])
+
+
+def problem_response(error: FlotillaError) -> JSONResponse:
+    """Make the problem document of an error (RFC 9457)."""
+    body: dict[str, Any] = {
+        "type": f"urn:flotilla:problem:{error.code}",
+        "title": error.title,
+        "status": error.status,
+        "code": error.code,
+        "detail": error.detail,
+        **error.context,
+    }
+    if error.errors:
+        body["errors"] = error.errors
+    return JSONResponse(body, status_code=error.status, media_type=PROBLEM_JSON)
+
+
+def add_problem_handlers(app: FastAPI) -> None:
+    """Answer every error of this project, of validation and of routing as a problem document."""
+
+    @app.exception_handler(FlotillaError)
+    async def ours(_request: Request, error: FlotillaError) -> JSONResponse:
+        return problem_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        entries = [
+            {"path": ".".join(str(part) for part in item["loc"]), "allowed": str(item["msg"])}
+            for item in error.errors()
+        ]
+        detail = "; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries)
+        return problem_response(InvalidRequest(detail, errors=entries))
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == NotFound.status:
+            return problem_response(NotFound(f"there is no {request.method} {request.url.path}"))
+        response = problem_response(error_for_code("")(str(error.detail)))
+        response.status_code = error.status_code
+        return response
+
+
+def add_health_routes(
+    app: FastAPI, *, why_not_ready: Callable[[Request], str | None], gauges: Callable[[Request], dict[str, float]]
+) -> None:
+    """Add ``/healthz``, ``/readyz`` (503 with the reason) and ``/metrics`` (Prometheus text)."""
+
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"])
+    async def readyz(request: Request) -> dict[str, str]:
+        reason = why_not_ready(request)
+        if reason is not None:
+            raise Unavailable(reason)
+        return {"status": "ready"}
+
+    @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
+    async def metrics(request: Request) -> str:
+        return "".join(f"flotilla_{name} {value}\n" for name, value in sorted(gauges(request).items()))

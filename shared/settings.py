@@ -1,0 +1,69 @@
+"""What a service reads from its environment; only ``__main__`` modules call this."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import InvalidRequest
+
+DEFAULT_GATEWAY = "http://127.0.0.1:8470"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Addresses and secrets of one service.
+
+    Attributes:
+        gateway_url: where to register.
+        token: bearer token of the fleet.
+        redis_url: the data plane's server.
+        host, port: where its own HTTP interface listens; port 0 takes a free one.
+        data: directory for files that outlive the process.
+        log_level: least severe level that is logged.
+        parent_pid: end when this process ends; None to stay.
+    """
+
+    gateway_url: str
+    token: str
+    redis_url: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    data: Path = Path(".flotilla")
+    log_level: str = "INFO"
+    parent_pid: int | None = None
+
+
+def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
+    """Read ``FLOTILLA_*``.
+
+    Raises:
+        InvalidRequest: a variable is missing or malformed; the detail names it.
+    """
+    values = os.environ if environment is None else environment
+    token = values.get("FLOTILLA_TOKEN", "")
+    token_file = values.get("FLOTILLA_TOKEN_FILE")
+    if not token and token_file:
+        try:
+            token = Path(token_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidRequest(f"FLOTILLA_TOKEN_FILE cannot be read: {error}") from None
+    if not token:
+        raise InvalidRequest("FLOTILLA_TOKEN or FLOTILLA_TOKEN_FILE must be set: no service runs without a token")
+    redis_url = values.get("FLOTILLA_REDIS_URL", "")
+    if not redis_url:
+        raise InvalidRequest("FLOTILLA_REDIS_URL must be set, such as redis://127.0.0.1:6379/0")
+    port = values.get("FLOTILLA_PORT", str(default_port))
+    if not port.isdigit() or int(port) > 65535:
+        raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")
+    parent = values.get("FLOTILLA_PARENT_PID")
+    return ServiceSettings(
+        gateway_url=values.get("FLOTILLA_GATEWAY_URL", DEFAULT_GATEWAY),
+        token=token,
+        redis_url=redis_url,
+        host=values.get("FLOTILLA_HOST", "127.0.0.1"),
+        port=int(port),
+        data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
+        log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
+        parent_pid=int(parent) if parent and parent.isdigit() else None,
+    )

@@ -1,0 +1,61 @@
+"""Which addresses a grader's URL may lead to.
+
+A URL of a spec is somebody's wish that this service connects somewhere. Without ``allow_private`` it must lead to the
+public Internet, or the grader's URL would reach into the fleet's own network. The name is resolved once and the
+connection goes to the address that was checked, so a name cannot mean something else a moment later.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+
+from shared.errors import GradingFailed
+
+IPAddress = IPv4Address | IPv6Address
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+
+NAT64 = IPv6Network("64:ff9b::/96")
+
+
+class AddressRefused(GradingFailed):
+    """The URL leads to an address that the policy does not allow."""
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """List the addresses of a host, as the operating system resolves it."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+def is_public(address: IPAddress) -> bool:
+    """Tell whether an address is one of the public Internet, looking through IPv6 forms that carry an IPv4 address."""
+    if isinstance(address, IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is None and address in NAT64:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address.is_site_local:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved and not address.is_unspecified
+
+
+async def permitted_address(host: str, port: int, *, allow_private: bool, resolver: Resolver = resolve) -> str:
+    """Resolve a host and choose the address to connect to.
+
+    All its addresses must be allowed, not only the chosen one: a name with a private address among them is refused.
+
+    Raises:
+        AddressRefused: the policy forbids one of its addresses.
+        OSError: the name cannot be resolved.
+    """
+    addresses = [text.partition("%")[0] for text in await resolver(host, port)]
+    if not addresses:
+        raise OSError(f"{host} has no address")
+    for text in addresses:
+        if not allow_private and not is_public(ip_address(text)):
+            raise AddressRefused(
+                f"{host} resolves to {text}, which is not a public address; set `allow_private: true` to allow it"
+            )
+    return addresses[0]

@@ -1,0 +1,245 @@
+"""Graders behind a URL.
+
+A grader's outage is an error of the samples, never a reward. One call of ``score`` is one request, repeated under the
+same id until it is answered, refused, or out of time.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+
+from services.reward.address_policy import AddressRefused, Resolver, permitted_address, resolve
+from shared.clock import Clock, SystemClock
+from shared.config.reward import RemoteConfig
+from shared.errors import GradingFailed
+from shared.schemas.grading import Grade, GradingRequest, GradingSample
+from shared.security import signature
+
+RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+FIRST_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class Retryable(GradingFailed):
+    """This attempt failed in a way that the next may not.
+
+    Args:
+        detail: what happened.
+        after_seconds: how long the grader asks to be left alone.
+    """
+
+    def __init__(self, detail: str, after_seconds: float = 0.0) -> None:
+        super().__init__(detail)
+        self.after_seconds = after_seconds
+
+
+def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
+    """Name a request by its content, so that a retry has the same name even from another process."""
+    content = json.dumps([experiment, *(sample.model_dump(mode="json") for sample in samples)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def parse_grades(answer: object, num_samples: int) -> list[Grade]:
+    """Read an answer in our own schema. A bad grade is an error of its sample alone.
+
+    Raises:
+        GradingFailed: the answer as a whole does not say what belongs to which sample.
+    """
+    grades = answer.get("grades") if isinstance(answer, Mapping) else None
+    if not isinstance(grades, list):
+        raise GradingFailed("the answer has no list `grades`")
+    if len(grades) != num_samples:
+        raise GradingFailed(f"the answer has {len(grades)} grades for {num_samples} samples")
+    return [_grade(given) for given in grades]
+
+
+def _grade(given: object) -> Grade:
+    try:
+        return Grade.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "grade"
+        return Grade.error(f"the grader's {where} is not valid: {first['msg']}")
+
+
+def parse_openrlhf(answer: object, num_samples: int) -> list[Grade]:
+    """Read an answer in OpenRLHF's form: lists ``rewards`` and, optionally, ``scores`` and ``extra_logs`` by name.
+
+    A reward of null is an abstention. ``scores`` and ``extra_logs`` become metrics.
+
+    Raises:
+        GradingFailed: a list is missing or has another length than there are samples.
+    """
+    if not isinstance(answer, Mapping):
+        raise GradingFailed("the answer is not an object")
+    logs = answer.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        raise GradingFailed("`extra_logs` is not an object")
+    columns = {str(name): column for name, column in logs.items()}
+    if answer.get("scores") is not None:
+        columns["score"] = answer["scores"]
+    for name, column in {"rewards": answer.get("rewards"), **columns}.items():
+        if not isinstance(column, list) or len(column) != num_samples:
+            length = len(column) if isinstance(column, list) else "no list of"
+            raise GradingFailed(f"the answer has {length} {name} for {num_samples} samples")
+    grades = []
+    for index, reward in enumerate(answer["rewards"]):
+        metrics = {name: float(column[index]) for name, column in columns.items() if _is_finite(column[index])}
+        if reward is None:
+            grades.append(Grade.abstained())
+        elif _is_finite(reward):
+            grades.append(Grade.scored(float(reward), metrics=metrics))
+        else:
+            grades.append(Grade.error(f"the grader's reward is not a finite number: {reward!r}"[:200]))
+    return grades
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _retry_after(header: str | None, now: float) -> float:
+    """Read ``Retry-After`` in seconds or as a date; 0 if it says nothing."""
+    if not header:
+        return 0.0
+    try:
+        seconds = float(header) if header.strip().isdigit() else parsedate_to_datetime(header).timestamp() - now
+    except ValueError:
+        return 0.0
+    return max(0.0, seconds)
+
+
+class RemoteVerifier:
+    """Posts samples to a grader.
+
+    Args:
+        config: the component's section.
+        experiment: id of the experiment that asks.
+        client: closed by this object; must not follow redirects nor use the environment's proxies.
+        secret: signs the requests; None leaves them unsigned.
+        resolver, clock: how names and the time are found.
+        backoff_seconds: the first pause between attempts; it doubles, and a random part of it is taken.
+    """
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        experiment: str,
+        client: httpx.AsyncClient,
+        secret: str | None = None,
+        *,
+        resolver: Resolver = resolve,
+        clock: Clock | None = None,
+        backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+    ) -> None:
+        self._config = config
+        self._experiment = experiment
+        self._client = client
+        self._secret = secret
+        self._resolver = resolver
+        self._clock = clock or SystemClock()
+        self._backoff_seconds = backoff_seconds
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Ask for the samples' grades; a failure of the grader is an error of each."""
+        if not samples:
+            return []
+        body, name = self._body(samples)
+        try:
+            answer = await self._ask(body, name)
+            parse = parse_grades if self._config.dialect == "flotilla" else parse_openrlhf
+            return parse(answer, len(samples))
+        except GradingFailed as error:
+            return [Grade.error(error.detail)] * len(samples)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def _body(self, samples: Sequence[GradingSample]) -> tuple[bytes, str]:
+        name = request_id(self._experiment, samples)
+        if self._config.dialect == "flotilla":
+            request = GradingRequest(id=name, experiment=self._experiment, samples=tuple(samples))
+            return request.model_dump_json().encode(), name
+        lists = {
+            "query": [sample.prompt + sample.response for sample in samples],
+            "prompts": [sample.prompt for sample in samples],
+            "labels": [sample.label or "" for sample in samples],
+        }
+        return json.dumps(lists).encode(), name
+
+    async def _ask(self, body: bytes, name: str) -> object:
+        deadline = self._clock.monotonic() + self._config.deadline_seconds
+        failure = "no attempt was made"
+        for attempt in range(self._config.max_attempts):
+            remaining = deadline - self._clock.monotonic()
+            if remaining <= 0:
+                break
+            try:
+                async with asyncio.timeout(min(self._config.attempt_seconds, remaining)):
+                    return await self._attempt(body, name)
+            except TimeoutError:
+                failure, pause = "no answer in time", 0.0
+            except Retryable as error:
+                failure, pause = error.detail, error.after_seconds
+            pause = max(pause, random.uniform(0.5, 1.0) * min(self._backoff_seconds * 2**attempt, MAX_BACKOFF_SECONDS))
+            if attempt + 1 < self._config.max_attempts:
+                if pause >= deadline - self._clock.monotonic():
+                    break
+                await asyncio.sleep(pause)
+        raise GradingFailed(f"the grader failed {attempt + 1} times, at last: {failure}")
+
+    async def _attempt(self, body: bytes, name: str) -> object:
+        try:
+            request = await self._request(body, name)
+            response = await self._client.send(request, stream=True)
+            try:
+                self._check(response)
+                content = bytearray()
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes")
+            finally:
+                await response.aclose()
+        except AddressRefused:
+            raise
+        except (httpx.HTTPError, OSError) as error:
+            raise Retryable(f"the grader does not answer: {error!r}"[:500]) from error
+        try:
+            answer: object = json.loads(content)
+        except ValueError as error:
+            raise GradingFailed("the grader's answer is not JSON") from error
+        return answer
+
+    async def _request(self, body: bytes, name: str) -> httpx.Request:
+        url = httpx.URL(self._config.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        host = urlsplit(self._config.url).hostname or ""
+        address = await permitted_address(host, port, allow_private=self._config.allow_private, resolver=self._resolver)
+        headers = {"Host": url.netloc.decode(), "Content-Type": "application/json", "Idempotency-Key": name}
+        if self._secret is not None:
+            timestamp = str(int(self._clock.now()))
+            headers["X-Flotilla-Timestamp"] = timestamp
+            headers["X-Flotilla-Signature"] = f"sha256={signature(self._secret, timestamp, body)}"
+        return self._client.build_request(
+            "POST", url.copy_with(host=address), content=body, headers=headers, extensions={"sni_hostname": host}
+        )
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code in RETRIED_STATUSES:
+            after = _retry_after(response.headers.get("Retry-After"), self._clock.now())
+            raise Retryable(f"the grader answered {response.status_code}", after)
+        if response.status_code == 202:
+            raise GradingFailed("the grader answered 202 (later), but it was offered no callback")
+        if response.status_code != 200:
+            raise GradingFailed(f"the grader refused the request with {response.status_code}")

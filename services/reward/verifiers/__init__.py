@@ -1,0 +1,1 @@
+"""Verifiers: each turns answers into grades, and never a failure into a reward."""

@@ -1,0 +1,29 @@
+"""What every verifier is, and how one that only compares text is made of a pure function."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.config.reward import MatchConfig
+from shared.schemas.grading import Grade, GradingSample
+
+
+class Verifier(Protocol):
+    """Grades samples. A failure is a grade with status error, never a reward and never an exception."""
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample.
+
+        Returns:
+            As many grades as samples, in their order.
+        """
+
+    async def aclose(self) -> None:
+        """Release processes and connections. Nothing may be graded afterwards."""
+
+
+NO_LABEL = "the sample has no label to compare with"
+
+
+def verdict(config: MatchConfig, *, is_correct: bool) -> Grade:
+    """Make the grade of a right or a wrong answer."""
+    return Grade.scored(config.correct if is_correct else config.incorrect)

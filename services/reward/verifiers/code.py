@@ -1,0 +1,214 @@
+"""A program that must pass test cases, run by the sandbox.
+
+Only the sandbox runs the program. What goes wrong in the sandbox, or on the way to it, is an error of the sample and
+never a failed test case.
+
+A label is JSON in one of these forms::
+
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}              given on stdin, compared with stdout
+    [{"stdin": "1 2\\n", "stdout": "3\\n"}]                  the same
+    {"assert_case": ["assert add(1, 2) == 3"]}              appended to the program (Python only)
+
+Source: the first and the last form are verl's.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+from pydantic import ValidationError
+
+from services.reward.verifiers.base import NO_LABEL
+from shared.config.reward import CodeConfig
+from shared.errors import GradingFailed
+from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.sandbox import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+ALIASES = {
+    "python": {"python", "py", "python3"},
+    "javascript": {"javascript", "js", "node", "nodejs"},
+    "nodejs": {"javascript", "js", "node", "nodejs"},
+    "cpp": {"cpp", "c++", "cc", "cxx"},
+    "bash": {"bash", "sh", "shell"},
+}
+RETRIED_STATUSES = {429, 502, 503, 504}
+ATTEMPTS = 4
+QUEUE_SECONDS = 60.0
+"""How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: what is appended to the program, its input, and its expected output (None: any)."""
+
+    stdin: str = ""
+    expected: str | None = None
+    appended: str = ""
+
+
+def extract_program(response: str, language: str) -> str | None:
+    """Take the program out of an answer: the last fenced block in ``language``, else the last fenced block."""
+    blocks = FENCE.findall(response)
+    names = ALIASES.get(language, {language})
+    tagged = [body for tag, body in blocks if tag.lower() in names]
+    bodies = tagged or [body for _, body in blocks]
+    return bodies[-1] if bodies else None
+
+
+def parse_cases(label: str, language: str) -> list[Case]:
+    """Read the test cases of a label.
+
+    Raises:
+        ValueError: the label is not JSON in one of the forms that the module names, or has no case.
+    """
+    given = json.loads(label)
+    if isinstance(given, list):
+        cases = [Case(stdin=_text(case, "stdin"), expected=_text(case, "stdout")) for case in given]
+    elif isinstance(given, Mapping) and given.get("fn_name"):
+        raise ValueError("cases that call a function by name (fn_name) are not supported; use assert_case")
+    elif isinstance(given, Mapping) and "assert_case" in given:
+        if language != "python":
+            raise ValueError(f"assert_case is for python, not {language}")
+        cases = [Case(appended=str(line)) for line in given["assert_case"]]
+    elif isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
+        if len(given["inputs"]) != len(given["outputs"]):
+            raise ValueError(f"{len(given['inputs'])} inputs do not go with {len(given['outputs'])} outputs")
+        cases = [
+            Case(str(stdin), str(expected)) for stdin, expected in zip(given["inputs"], given["outputs"], strict=True)
+        ]
+    else:
+        raise ValueError("it has neither inputs and outputs, nor assert_case, nor is it a list of cases")
+    if not cases:
+        raise ValueError("it has no test case")
+    return cases
+
+
+def _text(case: object, key: str) -> str:
+    if not isinstance(case, Mapping) or not isinstance(case.get(key), str):
+        raise ValueError(f"a test case has no text {key!r}")  # noqa: TRY004  the label's content is wrong, not a type
+    return str(case[key])
+
+
+def is_same_output(given: str, expected: str) -> bool:
+    """Compare line by line, without regard to white space at line ends and empty lines at the end."""
+    return _lines(given) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+class CodeVerifier:
+    """Grades programs through the sandbox.
+
+    Args:
+        config: the component's section.
+        client: closed by this object.
+        url: base URL of the sandbox service.
+        token: the sandbox's bearer token; None for a server that takes none, such as SandboxFusion's.
+        backoff_seconds: the first pause between attempts; it doubles.
+    """
+
+    def __init__(
+        self,
+        config: CodeConfig,
+        client: httpx.AsyncClient,
+        url: str,
+        token: str | None,
+        *,
+        backoff_seconds: float = 0.5,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._url = url.rstrip("/") + "/run_code"
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._backoff_seconds = backoff_seconds
+        self._slots = asyncio.Semaphore(config.concurrency)
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample by its test cases; an answer without a fenced program gets 0."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._grade(sample)) for sample in samples]
+        return [task.result() for task in tasks]
+
+    async def aclose(self) -> None:
+        """Close the connections to the sandbox."""
+        await self._client.aclose()
+
+    async def _grade(self, sample: GradingSample) -> Grade:
+        if sample.label is None:
+            return Grade.error(NO_LABEL)
+        try:
+            cases = parse_cases(sample.label, self._config.language)[: self._config.max_cases]
+        except ValueError as error:
+            return Grade.error(f"the label holds no test cases: {error}"[:500])
+        program = extract_program(sample.response, self._config.language)
+        if program is None:
+            return Grade.scored(0.0, metrics={"has_program": 0.0})
+        failures: list[str] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._passes(program, case)) for case in cases]
+        except* GradingFailed as failed:
+            failures = [str(error) for error in failed.exceptions]
+        if failures:
+            return Grade.error(failures[0])
+        passed = sum(task.result() for task in tasks)
+        fraction = passed / len(cases)
+        reward = fraction if self._config.reward == "fraction" else float(passed == len(cases))
+        return Grade.scored(reward, metrics={"has_program": 1.0, "cases_passed": fraction, "cases": float(len(cases))})
+
+    async def _passes(self, program: str, case: Case) -> bool:
+        # A program may end early, before the assertions are reached: success is only what prints this line after them.
+        proof = secrets.token_hex(16) if case.appended else None
+        if proof is not None:
+            program = f"{program}\n\n{case.appended}\nprint('\\n{proof}')\n"
+        async with self._slots:
+            answer = await self._run(program, case.stdin)
+        if answer.status is RunStatus.SANDBOX_ERROR:
+            raise GradingFailed(f"the sandbox failed: {answer.message}"[:500])
+        result = answer.run_result
+        if answer.status is not RunStatus.SUCCESS or result is None or result.status is not CommandStatus.FINISHED:
+            return False
+        stdout = result.stdout or ""
+        if proof is not None:
+            return stdout.endswith(f"\n{proof}\n")
+        return case.expected is None or is_same_output(stdout, case.expected)
+
+    async def _run(self, program: str, stdin: str) -> RunCodeResponse:
+        config = self._config
+        request = RunCodeRequest(
+            code=program,
+            language=config.language,
+            stdin=stdin,
+            compile_timeout=config.compile_timeout_seconds,
+            run_timeout=config.run_timeout_seconds,
+        )
+        body = request.model_dump(mode="json")
+        attempt_seconds = config.compile_timeout_seconds + config.run_timeout_seconds + QUEUE_SECONDS
+        failure = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(self._backoff_seconds * 2 ** (attempt - 1))
+            try:
+                reply = await self._client.post(
+                    self._url, json=body, headers=self._headers, timeout=attempt_seconds, follow_redirects=False
+                )
+            except httpx.HTTPError as error:
+                failure = f"the sandbox does not answer: {error!r}"
+                continue
+            if reply.status_code in RETRIED_STATUSES:
+                failure = f"the sandbox answered {reply.status_code}: {reply.text[:200]}"
+                continue
+            if reply.status_code != 200:
+                raise GradingFailed(f"the sandbox refused the program with {reply.status_code}: {reply.text[:300]}")
+            try:
+                return RunCodeResponse.model_validate_json(reply.content)
+            except ValidationError as error:
+                raise GradingFailed(f"the sandbox's answer cannot be read: {error.errors()[0]['msg']}") from error
+        raise GradingFailed(failure)

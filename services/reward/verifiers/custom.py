@@ -1,0 +1,147 @@
+"""A function of the user's as a verifier. It runs in the reward service's process with its rights: it is trusted."""
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.config.reward import CustomConfig
+from shared.errors import InvalidSpec
+from shared.schemas.grading import Grade, GradingSample
+
+GradingFunction = Callable[[GradingSample], Any]
+
+
+def load_function(reference: str) -> GradingFunction:
+    """Load ``file.py:function``; a relative path starts at the working directory.
+
+    Raises:
+        InvalidSpec: there is no such file, importing it fails, or it has no such function of one argument.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise InvalidSpec(f"custom verifier {reference!r}: there is no file {path}")
+    module_name = f"flotilla_custom_verifier_{abs(hash(str(path))):x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise InvalidSpec(f"custom verifier {reference!r}: importing it failed: {describe(error, path)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        offered = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isfunction(value))) or "none"
+        raise InvalidSpec(f"custom verifier {reference!r}: the file has no function {name!r}; it has: {offered}")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise InvalidSpec(
+            f"custom verifier {reference!r}: it must be callable with one argument, the sample; "
+            f"its signature is {name}{inspect.signature(function)}"
+        ) from error
+    checked: GradingFunction = function
+    return checked
+
+
+def describe(error: BaseException, path: Path | None) -> str:
+    """Name an exception and the innermost line of ``path`` that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if path is not None and frame.filename == str(path)]
+    where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{where}: {error}"[:500]
+
+
+def grade_of(value: object) -> Grade:
+    """Make a grade of what a function returned: a number, None (abstain), a Grade, or a mapping with Grade's fields."""
+    if value is None:
+        return Grade.abstained()
+    if isinstance(value, Grade):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return Grade.model_validate(dict(value))
+        except ValidationError as error:
+            first = error.errors()[0]
+            return Grade.error(f"the function returned a bad grade: {'.'.join(map(str, first['loc']))} {first['msg']}")
+    try:
+        return Grade.scored(float(value))  # type: ignore[arg-type]  # numbers of numpy and the like included
+    except (TypeError, ValueError, OverflowError):
+        return Grade.error(f"the function returned {type(value).__name__}; return a number, None or a Grade")
+
+
+class CustomVerifier:
+    """Calls the function once per sample, all samples at once.
+
+    A plain function runs in a daemon thread of its own. One that exceeds its time gives an error; its thread cannot be
+    stopped and goes on, so a function that may hang should limit itself.
+    """
+
+    def __init__(self, config: CustomConfig) -> None:
+        self._timeout_seconds = config.timeout_seconds
+        self._function = load_function(config.path)
+        self._path = Path(config.path.rpartition(":")[0]).expanduser().resolve()
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample by what the function returns; an exception is an error that names its type and line."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._grade(sample)) for sample in samples]
+        return [task.result() for task in tasks]
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+    async def _grade(self, sample: GradingSample) -> Grade:
+        scope = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with scope:
+                return grade_of(await self._call(sample))
+        except Exception as error:  # whatever the user's function raises is this sample's error
+            if isinstance(error, TimeoutError) and scope.expired():
+                return Grade.error(f"the function took longer than {self._timeout_seconds:g} s")
+            return Grade.error(describe(error, self._path))
+
+    async def _call(self, sample: GradingSample) -> object:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(sample)
+        value = await _in_thread(self._function, sample)
+        return await value if inspect.isawaitable(value) else value
+
+
+def _in_thread(function: GradingFunction, sample: GradingSample) -> "asyncio.Future[object]":
+    # Not an executor: its threads are joined at exit, where a function that hangs would keep the service from ending.
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[object] = loop.create_future()
+
+    def settle(value: object, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        value: object = None
+        failure: BaseException | None = None
+        try:
+            value = function(sample)
+        except StopIteration as error:  # a future refuses this one
+            failure = RuntimeError(f"StopIteration: {error}")
+        except BaseException as error:  # SystemExit too: it must not end the thread in silence
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=work, name="custom verifier", daemon=True).start()
+    return future

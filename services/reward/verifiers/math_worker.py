@@ -1,0 +1,56 @@
+"""The child process that compares mathematics. Run by path; it imports nothing of ours.
+
+It reads one JSON object per line (``response``, ``label``) and answers one line (``verdict`` or ``error``). It sets no
+time limit of its own: sympy can hang beyond the reach of any signal handler, so the parent kills the process.
+"""
+
+import json
+import logging
+import sys
+from typing import Any
+
+
+def parse_label(label: str) -> list[Any]:
+    """Read the expected answer. One without any LaTeX environment is taken as the inside of a box."""
+    from math_verify import parse
+
+    is_marked = "$" in label or "\\boxed" in label or "\\(" in label or "\\[" in label
+    text = label if is_marked else f"\\boxed{{{label}}}"
+    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return found
+
+
+def compare(response: str, label: str) -> dict[str, Any]:
+    """Tell whether the response's final expression equals the label."""
+    from math_verify import parse, verify
+
+    gold = parse_label(label)
+    if not gold:
+        return {"error": f"the label is not mathematics: {label[:80]!r}"}
+    answer = parse(response, parsing_timeout=None, raise_on_error=True)
+    if not answer:
+        return {"verdict": False}
+    return {"verdict": bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    import math_verify  # noqa: F401  the slow import is over before the first time limit starts
+
+    logging.disable(logging.CRITICAL)
+    replies = sys.stdout
+    sys.stdout = sys.stderr
+    replies.write("ready\n")
+    replies.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = compare(request["response"], request["label"])
+        except Exception as error:  # whatever sympy raises is the answer "could not tell"
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

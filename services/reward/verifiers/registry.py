@@ -1,0 +1,154 @@
+"""From the reward section of a spec to one verifier that grades by all its components."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import httpx
+
+from services.reward.remote import RemoteVerifier
+from services.reward.verifiers.base import Verifier
+from services.reward.verifiers.code import CodeVerifier
+from services.reward.verifiers.custom import CustomVerifier
+from services.reward.verifiers.exact import ExactVerifier
+from services.reward.verifiers.math import MathVerifier
+from services.reward.verifiers.numeric import NumericVerifier
+from shared.config.reward import (
+    CodeConfig,
+    Component,
+    CustomConfig,
+    ExactConfig,
+    MathConfig,
+    NumericConfig,
+    RemoteConfig,
+    RewardConfig,
+)
+from shared.errors import InvalidSpec
+from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.trajectory import GradeStatus
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What verifiers need and a spec does not hold.
+
+    Attributes:
+        experiment: id of the experiment, told to remote graders.
+        sandbox_url: base URL of a sandbox service; None if the fleet has none.
+        sandbox_token: its bearer token.
+        secrets: environment variables by name, for ``secret_env``.
+    """
+
+    experiment: str
+    sandbox_url: str | None = None
+    sandbox_token: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def new_client() -> httpx.AsyncClient:
+    """Make the client that verifiers use: no redirects, no proxies of the environment."""
+    return httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)  # noqa: S113  callers set deadlines
+
+
+def build_component(config: Component, surroundings: Surroundings) -> Verifier:
+    """Make the verifier of one component.
+
+    Raises:
+        InvalidSpec: a custom file cannot be loaded, a secret is not set, or there is no sandbox to run code.
+    """
+    match config:
+        case ExactConfig():
+            return ExactVerifier(config)
+        case NumericConfig():
+            return NumericVerifier(config)
+        case MathConfig():
+            return MathVerifier(config)
+        case CustomConfig():
+            return CustomVerifier(config)
+        case CodeConfig():
+            if surroundings.sandbox_url is None:
+                raise InvalidSpec("a reward component of kind code needs a sandbox service, and the fleet has none")
+            return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
+        case RemoteConfig():
+            return RemoteVerifier(config, surroundings.experiment, new_client(), _secret(config, surroundings))
+
+
+def _secret(config: RemoteConfig, surroundings: Surroundings) -> str | None:
+    if config.secret_env is None:
+        return None
+    secret = surroundings.secrets.get(config.secret_env)
+    if not secret:
+        raise InvalidSpec(f"the environment variable {config.secret_env!r} (secret_env) is not set for this service")
+    return secret
+
+
+def build_verifier(config: RewardConfig, surroundings: Surroundings) -> "CombinedVerifier":
+    """Make the verifier of a whole reward section.
+
+    Raises:
+        InvalidSpec: see ``build_component``.
+    """
+    return CombinedVerifier([(component, build_component(component, surroundings)) for component in config.components])
+
+
+class CombinedVerifier:
+    """Grades by several components; the reward is the weighted sum over those that scored the sample."""
+
+    def __init__(self, parts: Sequence[tuple[Component, Verifier]]) -> None:
+        self._parts = list(parts)
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample by every component at once."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_score_routed(config, part, samples)) for config, part in self._parts]
+        columns = [task.result() for task in tasks]
+        configs = [config for config, _ in self._parts]
+        return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
+
+    async def aclose(self) -> None:
+        """Release what the components hold, every one even if another fails."""
+        async with AsyncExitStack() as stack:
+            for _, verifier in self._parts:
+                stack.push_async_callback(verifier.aclose)
+
+
+async def _score_routed(config: Component, verifier: Verifier, samples: Sequence[GradingSample]) -> list[Grade]:
+    """Grade the samples whose data source the component is for; abstain from the others."""
+    chosen = [
+        index
+        for index, sample in enumerate(samples)
+        if config.data_sources is None or sample.data_source in config.data_sources
+    ]
+    grades = [Grade.abstained("the component is for other data sources")] * len(samples)
+    for index, grade in zip(chosen, await verifier.score([samples[index] for index in chosen]), strict=True):
+        grades[index] = grade
+    return grades
+
+
+def combine(parts: Sequence[tuple[Component, Grade]]) -> Grade:
+    """Join one sample's grades.
+
+    Returns:
+        An error if any component failed; abstained if all abstained; else scored with ``sum(weight * reward)`` over
+        those that scored. ``components`` holds their unweighted rewards by name, nested ones as ``name/inner``;
+        metrics are called ``name/metric``.
+    """
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    total = 0.0
+    reasons = []
+    for config, grade in parts:
+        name = config.name or config.kind
+        if grade.status is GradeStatus.ERROR:
+            return Grade.error(f"{name}: {grade.reason}")
+        if grade.reward is None:
+            reasons.append(f"{name}: {grade.reason or 'abstained'}")
+            continue
+        total += config.weight * grade.reward
+        rewards[name] = grade.reward
+        rewards |= {f"{name}/{inner}": value for inner, value in grade.components.items()}
+        metrics |= {f"{name}/{metric}": value for metric, value in grade.metrics.items()}
+    if not rewards:
+        return Grade.abstained("; ".join(reasons))
+    return Grade.scored(total, components=rewards, metrics=metrics)

@@ -1,0 +1,137 @@
+"""The wire schema of the sandbox's ``POST /run_code``, in the shape that clients of SandboxFusion know.
+
+Source: SandboxFusion's REST interface. ``isolation`` in the answer is ours; ``args`` must be empty, for there is no
+pytest runner here.
+"""
+
+import base64
+import binascii
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MAX_TIMEOUT_SECONDS = 300.0
+
+
+class IsolationLevel(StrEnum):
+    """How well a program is shut in; A is the best.
+
+    A: bwrap, rlimits, control group. B: bwrap and rlimits. C: own uid or signal scope, Landlock, seccomp, rlimits.
+    D: rlimits only, which is no isolation.
+    """
+
+    A = "A"
+    B = "B"
+    C = "C"
+    D = "D"
+
+
+class RunStatus(StrEnum):
+    """How the whole call ended."""
+
+    SUCCESS = "Success"
+    FAILED = "Failed"
+    SANDBOX_ERROR = "SandboxError"
+
+
+class CommandStatus(StrEnum):
+    """How one command, the compiler or the program, ended."""
+
+    FINISHED = "Finished"
+    ERROR = "Error"
+    TIME_LIMIT_EXCEEDED = "TimeLimitExceeded"
+
+
+def check_relative_path(path: str) -> str:
+    """Accept a path that stays inside the working directory.
+
+    Raises:
+        ValueError: it is empty, absolute, climbs with ``..``, or holds a NUL.
+    """
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path or len(path) > 1024:
+        raise ValueError(f"{path[:100]!r} is not a relative path inside the working directory")
+    return path
+
+
+def _check_base64(text: str) -> str:
+    try:
+        base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"the content is not base64: {error}") from error
+    return text
+
+
+RelativePath = Annotated[str, AfterValidator(check_relative_path)]
+Base64 = Annotated[str, AfterValidator(_check_base64)]
+
+
+class RunCodeRequest(BaseModel):
+    """A program to be run once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    code: str
+    """Source text."""
+    language: str
+    """One of the languages that ``GET /healthz`` lists."""
+    stdin: str | None = None
+    """Given to the program as its input; null is empty."""
+    compile_timeout: float = Field(10.0, gt=0, le=MAX_TIMEOUT_SECONDS)
+    """Seconds for the compiler, in languages that have one."""
+    run_timeout: float = Field(10.0, gt=0, le=MAX_TIMEOUT_SECONDS)
+    """Seconds for the program."""
+    memory_limit_MB: int = Field(-1, ge=-1)  # noqa: N815  the name is SandboxFusion's
+    """Megabytes for the program; -1, and anything above it, is the service's own limit."""
+    files: dict[RelativePath, Base64 | None] = Field(default_factory=dict)
+    """Files to put beside the program, base64, by relative path; one with a null content is left out."""
+    fetch_files: tuple[RelativePath, ...] = ()
+    """Files to return; one that does not exist is left out of the answer."""
+    args: tuple[str, ...] = Field((), max_length=0)
+    """Present for clients that send it; must be empty."""
+
+
+class CommandResult(BaseModel):
+    """What one command did."""
+
+    status: CommandStatus
+    execution_time: float | None = None
+    """Seconds of wall time."""
+    return_code: int | None = None
+    """Exit code; the negative signal number if a signal ended it; null if it was stopped for its time."""
+    stdout: str | None = None
+    """Output, undecodable bytes replaced, cut at the service's limit with a note at the end."""
+    stderr: str | None = None
+    """Error output, likewise."""
+
+
+class RunCodeResponse(BaseModel):
+    """The answer. ``SandboxError`` says nothing about the program."""
+
+    status: RunStatus
+    message: str = ""
+    """Which limit stopped the program, or what failed in the sandbox."""
+    compile_result: CommandResult | None = None
+    """Null if the language has no compiler."""
+    run_result: CommandResult | None = None
+    """Null if compiling failed."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """The fetched files, base64."""
+    isolation: IsolationLevel | None = None
+    """Under which level the program ran. Null only from a server that is not ours."""
+
+
+class SandboxHealth(BaseModel):
+    """The answer of ``GET /healthz``."""
+
+    status: Literal["ok"] = "ok"
+    isolation: IsolationLevel
+    """The level that programs run under."""
+    unavailable: dict[IsolationLevel, str]
+    """Why each better level is not used."""
+    languages: dict[str, str]
+    """What can be run, with the program that runs or compiles it."""
+    concurrency: int
+    """How many programs run at a time."""

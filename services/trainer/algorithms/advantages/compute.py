@@ -1,0 +1,282 @@
+"""From a batch's rewards to its advantages, in the configured order.
+
+Order: KL in the reward (before or after the baseline) -> baseline per sequence or reward-to-go -> whitening -> clip.
+The batch is everything that one plan of the trainer holds: groups must be complete in it.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.advantages import agentic, groups, returns
+from services.trainer.algorithms.advantages.agentic import EnvironmentSteps
+from services.trainer.algorithms.advantages.groups import Groups
+from services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline
+from services.trainer.algorithms.advantages.whitening import AllSum, on_one_rank, whiten
+from services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
+from services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
+from services.trainer.algorithms.sequences import PackedSequences, suffix_sum
+from shared.config import advantage as configs
+from shared.config.advantage import AdvantageConfig
+from shared.config.algorithm import KlRewardConfig
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """A batch of S sequences in T packed tokens; what an estimator does not use may stay None.
+
+    Args:
+        sequences: the layout.
+        scores: [S] rewards.
+        group_index: [S] group ids, in any order.
+        token_rewards: [T] rewards per token; absent, each score sits on its sequence's last sampled token.
+        values: [T] of the critic (gae).
+        old_log_probs: [T] nats (KL in the reward, optimal token baseline).
+        ref_log_probs: [T] nats (KL in the reward).
+        sum_pi_squared: [T] (optimal token baseline).
+        importance_weights: [T] (optimal token baseline, off-policy).
+        component_scores: [S, K] (gdpo).
+        baselines: [S] rewards of greedy answers (remax).
+        steps: the environment's steps (gigpo, step_reinforce).
+    """
+
+    sequences: PackedSequences
+    scores: Tensor
+    group_index: Tensor | None = None
+    token_rewards: Tensor | None = None
+    values: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    importance_weights: Tensor | None = None
+    component_scores: Tensor | None = None
+    baselines: Tensor | None = None
+    steps: EnvironmentSteps | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Advantages:
+    """What the losses need.
+
+    Args:
+        advantages: [T], 0 where the mask is False.
+        returns: [T] the critic's targets or reward-to-go, before whitening; None for estimators without.
+        observed_kl: scalar, mean KL per token and sequence for the adaptive controller; None without KL in the reward.
+        metrics: advantage statistics.
+    """
+
+    advantages: Tensor
+    returns: Tensor | None
+    observed_kl: Tensor | None
+    metrics: Metrics
+
+
+def compute_advantages(
+    config: AdvantageConfig,
+    inputs: AdvantageInputs,
+    *,
+    kl: KlRewardConfig | None = None,
+    kl_coefficient: float | None = None,
+    all_sum: AllSum = on_one_rank,
+) -> Advantages:
+    """Compute the configured advantages of a batch.
+
+    Args:
+        config: the estimator.
+        inputs: the batch.
+        kl: KL in the reward, if any.
+        kl_coefficient: the controller's present value; absent, the config's.
+        all_sum: sums a tensor across ranks, where ranks hold different groups; used by whitening.
+
+    Raises:
+        ValueError: the estimator needs an input that is None.
+    """
+    token_kl, coefficient, observed = None, 0.0, None
+    if kl is not None:
+        token_kl, observed = _token_kl(kl, inputs)
+        coefficient = kl.coefficient if kl_coefficient is None else kl_coefficient
+    charge = None if token_kl is None else coefficient * token_kl
+    order = "before_baseline" if kl is None else kl.order
+    raw, targets = _estimate(config, inputs, charge, order)
+    mask = inputs.sequences.response_mask
+    advantages = torch.where(mask, raw, 0.0)
+    if config.whiten is not None:
+        advantages = whiten(advantages, mask, config.whiten, all_sum)
+    metrics = _metrics(raw, inputs)
+    if config.clip is not None:
+        metrics["advantage_clip_fraction"] = share(advantages.abs() > config.clip, mask)
+        advantages = advantages.clamp(-config.clip, config.clip)
+    return Advantages(advantages, targets, observed, metrics)
+
+
+def _token_kl(kl: KlRewardConfig, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    value = kl_estimate(
+        _given(inputs.old_log_probs, "old_log_probs").detach(),
+        _given(inputs.ref_log_probs, "ref_log_probs"),
+        estimator=kl.estimator,
+        log_ratio_bounds=kl.log_ratio_bounds,
+        value_clamp=kl.value_clamp,
+    )
+    value = torch.where(inputs.sequences.response_mask, value, 0.0)
+    _, observed = subtract_kl_from_rewards(torch.zeros_like(value), value, inputs.sequences, 0.0)
+    return value, observed
+
+
+def _estimate(
+    config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str
+) -> tuple[Tensor, Tensor | None]:
+    match config:
+        case configs.GaeConfig():
+            return returns.gae(
+                _token_rewards(inputs, inputs.scores, charge),
+                _given(inputs.values, "values"),
+                inputs.sequences,
+                gamma=config.gamma,
+                lam=config.lam,
+                masked_tokens=config.masked_tokens,
+            )
+        case configs.ReinforceConfig() | configs.ReinforcePlusPlusConfig():
+            rewards = _token_rewards(inputs, _less_batch_mean(config, inputs, charge, order), charge)
+            to_go = returns.discounted_returns(
+                rewards, inputs.sequences, gamma=config.gamma, masked_tokens=config.masked_tokens
+            )
+            return to_go, to_go
+        case configs.TurnReinforceConfig():
+            rewards = _token_rewards(inputs, inputs.scores, _charge_at_turn_ends(inputs, charge))
+            to_go = returns.turn_returns(rewards, inputs.sequences, gamma=config.gamma)
+            return to_go, to_go
+        case configs.RemaxConfig():
+            rewards = _token_rewards(inputs, inputs.scores, charge)
+            return returns.remax(rewards, _given(inputs.baselines, "baselines"), inputs.sequences)
+        case configs.TokenBaselineConfig():
+            return optimal_token_baseline(
+                _token_rewards(inputs, inputs.scores, charge),
+                _given(inputs.old_log_probs, "old_log_probs"),
+                _given(inputs.sum_pi_squared, "sum_pi_squared"),
+                inputs.sequences,
+                Groups.of(_given(inputs.group_index, "group_index")),
+                positions=config.positions,
+                drop_tail=config.drop_tail,
+                epsilon=config.epsilon,
+                importance_weights=inputs.importance_weights,
+            )
+        case _:
+            return _outcome(config, inputs, charge, order), None
+
+
+def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
+    """Compare whole sequences, then give each token its sequence's advantage."""
+    sequences, scores = inputs.sequences, inputs.scores.float()
+    if inputs.token_rewards is not None:
+        # Rewards per token count wherever they sit, sampled tokens or not, as the environment gave them.
+        scores = sequences.with_mask(torch.ones_like(sequences.response_mask)).sum(inputs.token_rewards.float())
+    if charge is not None and order == "before_baseline":
+        scores = scores - sequences.sum(charge)
+    shaped = _compare(config, scores, inputs)
+    if charge is None or order == "before_baseline":
+        return sequences.spread(shaped) * sequences.response_mask
+    rewards = returns.rewards_at_last_token(shaped, sequences) - charge
+    return suffix_sum(rewards, sequences) * sequences.response_mask
+
+
+def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    group_index = _given(inputs.group_index, "group_index")
+    members = Groups.of(group_index)
+    match config:
+        case configs.GrpoConfig():
+            if not config.normalise_by_std:
+                return groups.centred(scores, members, group_of_one=config.group_of_one)
+            return groups.grpo(scores, members, epsilon=config.epsilon, group_of_one=config.group_of_one)
+        case configs.DrGrpoConfig() | configs.ReinforceBaselineConfig():
+            return groups.centred(scores, members, group_of_one=config.group_of_one)
+        case configs.PassAtKConfig():
+            return groups.grpo_passk(scores, members, normalise_by_std=config.normalise_by_std, epsilon=config.epsilon)
+        case configs.RlooConfig():
+            return groups.rloo(scores, members, group_of_one=config.group_of_one)
+        case configs.OpoConfig():
+            return groups.opo(scores, inputs.sequences.lengths, members, group_of_one=config.group_of_one)
+        case configs.GpgConfig():
+            return groups.gpg(scores, members, divisor=config.divisor, group_of_one=config.group_of_one)
+        case configs.GdpoConfig():
+            components = _given(inputs.component_scores, "component_scores")
+            weights = None if config.weights is None else components.new_tensor(config.weights)
+            return groups.gdpo(
+                components, members, weights=weights, epsilon=config.epsilon, group_of_one=config.group_of_one
+            )
+        case configs.StepReinforceConfig():
+            return agentic.step_reinforce(
+                _given(inputs.steps, "steps"),
+                group_index,
+                gamma=config.gamma,
+                divide_by_std=config.divide_by_std,
+                epsilon=config.epsilon,
+            )
+        case configs.GigpoConfig():
+            return agentic.gigpo(
+                _given(inputs.steps, "steps"),
+                group_index,
+                gamma=config.gamma,
+                episode_weight=config.episode_weight,
+                step_weight=config.step_weight,
+                divide_by_std=config.divide_by_std,
+                epsilon=config.epsilon,
+            )
+        case _:
+            raise AssertionError(f"{config.kind} is not an estimator of whole sequences")
+
+
+def _less_batch_mean(
+    config: configs.ReinforceConfig | configs.ReinforcePlusPlusConfig,
+    inputs: AdvantageInputs,
+    charge: Tensor | None,
+    order: str,
+) -> Tensor:
+    scores = inputs.scores.float()
+    if config.baseline == "none":
+        return scores
+    compared = scores
+    if charge is not None and order == "before_baseline":
+        compared = scores - inputs.sequences.sum(charge)
+    return scores - compared.mean()
+
+
+def _token_rewards(inputs: AdvantageInputs, scores: Tensor, charge: Tensor | None) -> Tensor:
+    rewards = inputs.token_rewards
+    if rewards is None:
+        rewards = returns.rewards_at_last_token(scores, inputs.sequences)
+    return rewards if charge is None else rewards - charge
+
+
+def _charge_at_turn_ends(inputs: AdvantageInputs, charge: Tensor | None) -> Tensor | None:
+    """Move each turn's KL to its last token, the only one whose reward a turn reads."""
+    if charge is None:
+        return None
+    turns = inputs.sequences.segments
+    return torch.where(turns.is_last_sampled, turns.spread(turns.sum(charge)), 0.0)
+
+
+def _metrics(advantages: Tensor, inputs: AdvantageInputs) -> Metrics:
+    mask, scores = inputs.sequences.response_mask, inputs.scores
+    metrics: Metrics = {
+        "advantage": mean_over(advantages, mask),
+        "advantage_squared": mean_over(advantages.square(), mask),
+        "score": mean_over(scores, torch.ones_like(scores, dtype=torch.bool)),
+    }
+    if inputs.group_index is not None:
+        members = Groups.of(inputs.group_index)
+        # Each member contributes 1/size, so that a group counts once whatever its size.
+        share_of_group = 1 / members.sizes
+        flat = (members.std(scores) == 0).float()
+        metrics["flat_group_fraction"] = Tally((flat * share_of_group).sum(), share_of_group.sum())
+        metrics["group_std"] = Tally((members.std(scores) * share_of_group).sum(), share_of_group.sum())
+    return metrics
+
+
+def _given(value: Value | None, name: str) -> Value:
+    if value is None:
+        raise ValueError(f"the advantage estimator needs {name}, which was not given")
+    return value

@@ -1,0 +1,85 @@
+"""The baseline that minimises the gradient's variance, for every position of a group's answers."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.advantages.groups import Groups
+from services.trainer.algorithms.sequences import PackedSequences, scatter_sum, suffix_recurrence, suffix_sum
+
+
+def optimal_token_baseline(
+    token_rewards: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    sequences: PackedSequences,
+    groups: Groups,
+    *,
+    positions: Literal["all", "sampled"] = "all",
+    drop_tail: bool = True,
+    epsilon: float = 1e-8,
+    importance_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Subtract from reward-to-go the group's mean at the same position, weighted by accumulated score-function energy.
+
+    With pi the taken token's probability, ``w = 1 - 2 pi + sum pi^2`` (the squared norm of the logits' gradient),
+    times squared importance weights if given; W its running sum; per position ``b = sum_i G_i W_i / sum_i W_i``.
+
+    Args:
+        token_rewards: [T].
+        old_log_probs: [T] nats.
+        sum_pi_squared: [T], sum over the vocabulary of p^2.
+        sequences: layout.
+        groups: of the sequences.
+        positions: count every token from the first sampled one, or sampled ones only.
+        drop_tail: no baseline beyond the second-longest member, where the longest one is alone.
+        epsilon: keeps the weighted mean finite.
+        importance_weights: [T].
+
+    Returns:
+        [T] advantages and [T] reward-to-go, 0 where the mask is False. A group of one has no baseline.
+    """
+    mask = sequences.response_mask
+    returns = suffix_sum(torch.where(mask, token_rewards.float(), 0.0), sequences)
+    energy = 1 - 2 * old_log_probs.float().exp() + sum_pi_squared
+    if importance_weights is not None:
+        energy = energy * importance_weights.square()
+    weight = _running_sum(torch.where(mask, energy, 0.0), sequences)
+    position = _positions(sequences, positions)
+    # Positions before the first sampled token are masked; they share bin 0 with weight 0.
+    width = int(position.max()) + 1 if position.numel() else 1
+    bins = groups.index[sequences.index] * width + position
+    weight = torch.where(mask, weight, 0.0)
+    num_bins = groups.count * width
+    baseline = scatter_sum(returns * weight, bins, num_bins) / (scatter_sum(weight, bins, num_bins) + epsilon)
+    baseline = baseline[bins]
+    if drop_tail:
+        baseline = torch.where(_is_alone(position, sequences, groups), 0.0, baseline)
+    baseline = torch.where(sequences.spread(groups.sizes) > 1, baseline, 0.0)
+    return (returns - baseline) * mask, returns * mask
+
+
+def _running_sum(values: Tensor, sequences: PackedSequences) -> Tensor:
+    starts = torch.ones_like(sequences.response_mask)
+    starts[1:] = sequences.index[1:] != sequences.index[:-1]
+    return suffix_recurrence((~starts).float().flip(0), values.flip(0)).flip(0)
+
+
+def _positions(sequences: PackedSequences, which: Literal["all", "sampled"]) -> Tensor:
+    mask = sequences.response_mask
+    sampled = _running_sum(mask.float(), sequences)
+    counted = sampled if which == "sampled" else _running_sum((sampled > 0).float(), sequences)
+    return (counted.long() - 1).clamp(min=0)
+
+
+def _is_alone(position: Tensor, sequences: PackedSequences, groups: Groups) -> Tensor:
+    """Mark tokens [T] beyond the second-longest member of their group."""
+    ends = torch.zeros(sequences.count, dtype=torch.long, device=position.device)
+    reach = torch.where(sequences.response_mask, position + 1, 0)
+    ends = ends.index_reduce(0, sequences.index, reach, "amax").float()
+    longest = groups.max(ends)
+    is_longest = ends == longest
+    is_tied = groups.sum(is_longest.float()) > 1
+    second = torch.where(is_tied, longest, groups.max(torch.where(is_longest, -torch.inf, ends)))
+    return position >= sequences.spread(second)

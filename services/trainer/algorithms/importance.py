@@ -1,0 +1,229 @@
+"""Correction for the gap between the policy that sampled and the one the loss takes as old.
+
+Everything here is without gradient. x = numerator - rollout_log_probs per token; masked tokens never count.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.aggregation import Denominators
+from services.trainer.algorithms.metrics import Metrics, mean_over, share
+from services.trainer.algorithms.sequences import PackedSequences
+from shared.config.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
+
+SMALLEST_PROBABILITY = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What a correction does to a micro-batch.
+
+    Args:
+        weights: [T] float32, multiplies the token loss; 0 where the original mask is False.
+        response_mask: [T] bool, what rejection left of the mask.
+        metrics: reject fractions, weight statistics and KL estimates.
+        keeps_denominators: whether rejected tokens stay in every mean, with loss 0.
+    """
+
+    weights: Tensor
+    response_mask: Tensor
+    metrics: Metrics
+    keeps_denominators: bool = False
+
+
+def log_ratios(x: Tensor, sequences: PackedSequences, level: str) -> Tensor:
+    """Share x [T] at a level: as it is, its mean over a segment or sequence (geometric), or its sum over a sequence."""
+    match level:
+        case "token":
+            return x
+        case "segment":
+            return sequences.segments.spread(sequences.segments.mean(x))
+        case "geometric":
+            return sequences.spread(sequences.mean(x))
+        case "sequence":
+            return sequences.spread(sequences.sum(x))
+        case _:
+            raise ValueError(f"level must be token, segment, geometric or sequence, got {level!r}")
+
+
+def importance_weights(
+    x: Tensor, sequences: PackedSequences, config: WeightConfig, *, log_ratio_clamp: float | None = 20.0
+) -> Tensor:
+    """Compute exp(x) at the config's level, bounded.
+
+    Args:
+        x: [T] nats, numerator's less sampler's log-prob.
+        sequences: which tokens count.
+        config: level and bounds; ``batch_normalise`` is applied by the caller, who knows the whole mini-batch.
+        log_ratio_clamp: bound on the shared |x| before the exponential.
+
+    Returns:
+        [T] float32 without gradient; 0 where the mask is False.
+
+    Source: Ionides, Truncated Importance Sampling, JCGS 17(2), 2008; IcePop: Ling team, 2025.
+    """
+    ratio = log_ratios(x.detach().float(), sequences, config.level)
+    ratio = (ratio if log_ratio_clamp is None else ratio.clamp(-log_ratio_clamp, log_ratio_clamp)).exp()
+    if config.outside == "zero":
+        ratio = torch.where(_within(ratio, config.lower, config.upper), ratio, 0.0)
+    elif config.lower is not None or config.upper is not None:
+        ratio = ratio.clamp(min=config.lower, max=config.upper)
+    return torch.where(sequences.response_mask, ratio, 0.0)
+
+
+def kept_by(
+    rejection: RejectionConfig,
+    numerator_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    sequences: PackedSequences,
+    *,
+    log_ratio_clamp: float | None = 20.0,
+) -> Tensor:
+    """Say which tokens [T] pass one rejection test; tokens outside the mask do not influence it."""
+    x = numerator_log_probs.detach().float() - rollout_log_probs.float()
+    x = x if log_ratio_clamp is None else x.clamp(-log_ratio_clamp, log_ratio_clamp)
+    statistic = _statistic(rejection.statistic, x, numerator_log_probs.detach().float(), rollout_log_probs.float())
+    if rejection.scope != "token":
+        spans = sequences if rejection.scope == "sequence" else sequences.segments
+        statistic = spans.spread(_reduced(statistic, spans, rejection.reduce))
+    if rejection.statistic == "ratio":
+        statistic = statistic if log_ratio_clamp is None else statistic.clamp(-log_ratio_clamp, log_ratio_clamp)
+        statistic = statistic.exp()
+    return _within(statistic, rejection.lower, rejection.upper)
+
+
+def kept_by_veto(veto: VetoConfig, x: Tensor, sequences: PackedSequences) -> Tensor:
+    """Say which tokens [T] belong to sequences none of whose sampled tokens lies outside the veto's band."""
+    bad = sequences.response_mask & ~_within(x.detach().float().exp(), veto.lower, veto.upper)
+    return sequences.spread(sequences.sum(bad.float())) == 0
+
+
+def correct(
+    config: CorrectionConfig, numerator_log_probs: Tensor, rollout_log_probs: Tensor, sequences: PackedSequences
+) -> Correction:
+    """Weigh, reject and veto: weights from the original mask, tests on the original mask, combined by AND.
+
+    Args:
+        config: the correction section.
+        numerator_log_probs: [T] nats, of the old or the current policy; detached here.
+        rollout_log_probs: [T] nats, recorded when the token was sampled.
+        sequences: the original mask and layout.
+
+    Returns:
+        Weights before batch normalisation, the surviving mask, metrics under ``correction/``.
+    """
+    mask = sequences.response_mask
+    x = torch.where(mask, numerator_log_probs.detach().float() - rollout_log_probs.float(), 0.0)
+    surviving = mask
+    for rejection in config.rejections:
+        surviving = surviving & kept_by(
+            rejection, numerator_log_probs, rollout_log_probs, sequences, log_ratio_clamp=config.log_ratio_clamp
+        )
+    if config.veto is not None:
+        surviving = surviving & kept_by_veto(config.veto, x, sequences)
+    metrics = mismatch_metrics(x, sequences) | {
+        "correction/rejected_fraction": share(~surviving, mask),
+        "correction/rejected_sequence_fraction": share(
+            sequences.with_mask(surviving).lengths < sequences.lengths, sequences.is_nonempty
+        ),
+    }
+    weights = mask.float()
+    if config.weight is not None:
+        weights = importance_weights(x, sequences, config.weight, log_ratio_clamp=config.log_ratio_clamp)
+        metrics |= _weight_metrics(weights, x, sequences, config)
+    return Correction(weights, surviving, metrics, config.denominators == "original")
+
+
+def mismatch_metrics(x: Tensor, sequences: PackedSequences) -> Metrics:
+    """Tally how far numerator and sampler are apart: KL(sampler || numerator) by k1 and k3, and chi-square."""
+    mask, clamped = sequences.response_mask, x.clamp(-20.0, 20.0)
+    return {
+        "correction/kl": mean_over(-x, mask),
+        "correction/k3_kl": mean_over(clamped.exp() - 1 - clamped, mask),
+        "correction/chi2_token": mean_over((2 * clamped).exp() - 1, mask),
+    }
+
+
+def normaliser_parts(
+    correction: Correction, sequences: PackedSequences, weight: WeightConfig | None
+) -> tuple[Tensor, Tensor]:
+    """Sum and count the weights whose mean batch normalisation divides by, for one micro-batch."""
+    if weight is None or not weight.batch_normalise:
+        zero = torch.zeros((), device=sequences.index.device)
+        return zero, zero
+    if weight.level in ("token", "segment"):
+        return correction.weights.sum(), sequences.response_mask.sum().float()
+    return sequences.mean(correction.weights).sum(), sequences.is_nonempty.sum().float()
+
+
+def normalised(weights: Tensor, denominators: Denominators) -> Tensor:
+    """Divide weights by their mini-batch mean; unchanged where that is not positive."""
+    mean = denominators.weight_sum / denominators.weight_count.clamp(min=1)
+    return torch.where(mean > 1e-8, weights / mean, weights)
+
+
+def _within(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    inside = torch.ones_like(values, dtype=torch.bool)
+    if lower is not None:
+        inside = inside & (values >= lower)
+    if upper is not None:
+        inside = inside & (values <= upper)
+    return inside
+
+
+def _statistic(name: str, x: Tensor, numerator: Tensor, rollout: Tensor) -> Tensor:
+    match name:
+        case "ratio":
+            return x
+        case "k1":
+            return -x
+        case "k2":
+            return 0.5 * x.square()
+        case "k3":
+            return x.exp() - 1 - x
+        case "probability_difference":
+            return numerator.exp() - rollout.exp()
+        case "tv":
+            return (numerator.exp() - rollout.exp()).abs()
+        case "binary_kl":
+            return binary_kl(rollout, numerator)
+        case _:
+            raise ValueError(f"unknown rejection statistic {name!r}")
+
+
+def binary_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """Compute KL(p || q) [T] of two coins, taken or not taken, from the taken token's log-probabilities [T]."""
+    p = log_probs.exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
+    q = other_log_probs.exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
+    return p * (p.log() - q.log()) + (1 - p) * ((1 - p).log() - (1 - q).log())
+
+
+def _reduced(statistic: Tensor, spans: PackedSequences, reduce: str) -> Tensor:
+    match reduce:
+        case "mean":
+            return spans.mean(statistic)
+        case "sum":
+            return spans.sum(statistic)
+        case _:
+            lowest = torch.full((spans.count,), -torch.inf, device=statistic.device)
+            masked = torch.where(spans.response_mask, statistic, -torch.inf)
+            return lowest.index_reduce(0, spans.index, masked, "amax")
+
+
+def _weight_metrics(weights: Tensor, x: Tensor, sequences: PackedSequences, config: CorrectionConfig) -> Metrics:
+    assert config.weight is not None
+    raw = importance_weights(
+        x,
+        sequences,
+        WeightConfig(level=config.weight.level, upper=None),
+        log_ratio_clamp=config.log_ratio_clamp,
+    )
+    mask, bounds = sequences.response_mask, config.weight
+    return {
+        "correction/weight": mean_over(weights, mask),
+        "correction/weight_squared": mean_over(weights.square(), mask),
+        "correction/above_fraction": share(~_within(raw, None, bounds.upper), mask),
+        "correction/below_fraction": share(~_within(raw, bounds.lower, None), mask),
+    }

@@ -1,0 +1,222 @@
+"""One micro-batch's loss and metrics: correction, policy loss, entropy, KL and supervised term, put together.
+
+Losses and metrics of micro-batches and ranks add up (see ``aggregation`` and ``metrics``): the trainer counts
+``denominators_of`` over the whole mini-batch first, sums them across ranks, then calls ``policy_objective`` per
+micro-batch and lets gradients accumulate.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
+from services.trainer.algorithms.importance import Correction, correct, normalised, normaliser_parts
+from services.trainer.algorithms.kl import kl_loss
+from services.trainer.algorithms.losses import TokenLoss, policy_loss
+from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
+from services.trainer.algorithms.sequences import PackedSequences
+from services.trainer.algorithms.value import value_loss
+from shared.config.algorithm import AlgorithmConfig, KlLossConfig, ValueLossConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A micro-batch's share.
+
+    Args:
+        loss: scalar with gradient; shares of all micro-batches and ranks add up to the mini-batch's loss.
+        metrics: sums and counts, to be combined over micro-batches and ranks before dividing.
+    """
+
+    loss: Tensor
+    metrics: Metrics
+
+
+def denominators_of(
+    config: AlgorithmConfig,
+    *,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int | None = None,
+) -> Denominators:
+    """Count what one micro-batch adds to its mini-batch's denominators, after rejection; no forward pass is needed.
+
+    Args:
+        config: the algorithm section.
+        old_log_probs: [T] nats, the ratio's denominator.
+        rollout_log_probs: [T] nats of the sampler.
+        response_mask: [T] bool.
+        sequence_index: [T] int64.
+        num_sequences: S; absent, read from ``sequence_index``.
+
+    Returns:
+        This micro-batch's part: ``Denominators.total`` adds parts, ``as_tensor`` is for summing across ranks.
+    """
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    correction = config.resolved_correction
+    if correction is None or correction.numerator == "current":
+        return count_sampled(sequences)
+    corrected = correct(correction, old_log_probs, rollout_log_probs, sequences)
+    survivors = sequences.with_mask(corrected.response_mask) if correction.denominators == "surviving" else sequences
+    counted = count_sampled(survivors)
+    weight_sum, weight_count = normaliser_parts(corrected, sequences, correction.weight)
+    return Denominators(counted.num_tokens, counted.num_sequences, weight_sum, weight_count)
+
+
+def policy_objective(
+    config: AlgorithmConfig,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    sequence_index: Tensor,
+    denominators: Denominators,
+    ref_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    scores: Tensor | None = None,
+    sequence_weights: Tensor | None = None,
+    num_sequences: int | None = None,
+    kl_coefficient: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Objective:
+    """Compute a micro-batch's share of ``L_policy - c_H H + c_KL KL + c_S L_supervised``.
+
+    Args:
+        config: the algorithm section.
+        log_probs: [T] nats with gradient, packed.
+        old_log_probs: [T] nats, what ``config.old_log_probs`` says.
+        rollout_log_probs: [T] nats of the sampler.
+        advantages: [T].
+        response_mask: [T] bool, True where the policy sampled the token.
+        sequence_index: [T] int64, a token's sequence within this micro-batch.
+        denominators: of the whole mini-batch.
+        ref_log_probs: [T] nats of the reference; needed if the KL is in the loss.
+        entropy: [T] nats; needed, with gradient, if ``entropy_coefficient`` is above 0, else only reported.
+        scores: [S] rewards; needed by topr and by the supervised term.
+        sequence_weights: [S] loss weights (see ``sample_weights``); absent, 1.
+        num_sequences: S; absent, read from ``sequence_index``.
+        kl_coefficient: the controller's present value; absent, the config's.
+        generator: draws for clip_cov.
+
+    Returns:
+        Loss and metrics. Positions where the mask is False get gradient 0, whatever they hold.
+
+    Raises:
+        ValueError: an input that the config needs is missing.
+    """
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    mask = sequences.response_mask
+    # Padding may hold anything: a NaN there would come back through the gradient of an exponential.
+    log_probs, old_log_probs, rollout_log_probs, advantages = (
+        torch.where(mask, values, 0.0) for values in (log_probs, old_log_probs, rollout_log_probs, advantages)
+    )
+    correction = _correction(config, log_probs, old_log_probs, rollout_log_probs, sequences, denominators)
+    survivors = sequences
+    if correction is not None and not correction.keeps_denominators:
+        survivors = sequences.with_mask(correction.response_mask)
+    metrics: Metrics = {} if correction is None else dict(correction.metrics)
+
+    token_loss = policy_loss(
+        config.policy_loss, log_probs, old_log_probs, advantages, survivors, scores=scores, generator=generator
+    )
+    weights = _loss_weights(token_loss, correction, survivors, sequence_weights)
+    values = token_loss.values if weights is None else token_loss.values * weights
+    loss = aggregate(values, survivors, denominators, config.aggregation)
+    metrics |= _policy_metrics(token_loss, log_probs, old_log_probs, survivors.response_mask)
+    metrics["policy_loss"] = once(loss)
+
+    if entropy is not None:
+        metrics["entropy"] = mean_over(entropy, mask)
+    if config.entropy_coefficient:
+        share_of_entropy = aggregate(_given(entropy, "entropy"), survivors, denominators, config.aggregation)
+        loss = loss - config.entropy_coefficient * share_of_entropy
+    if isinstance(config.kl, KlLossConfig):
+        reference = torch.where(mask, _given(ref_log_probs, "ref_log_probs"), 0.0)
+        kl = kl_loss(log_probs, reference, config.kl, old_log_probs)
+        share_of_kl = aggregate(kl, survivors, denominators, config.aggregation)
+        loss = loss + (config.kl.coefficient if kl_coefficient is None else kl_coefficient) * share_of_kl
+        metrics |= {"kl_loss": once(share_of_kl), "kl": mean_over(kl, mask)}
+    if config.supervised is not None:
+        is_positive = survivors.spread(_given(scores, "scores")) > 0
+        supervised = aggregate(torch.where(is_positive, -log_probs, 0.0), survivors, denominators, config.aggregation)
+        loss = loss + config.supervised.coefficient * supervised
+        metrics["supervised_loss"] = once(supervised)
+    metrics["loss"] = once(loss)
+    return Objective(loss, metrics)
+
+
+def value_objective(
+    config: ValueLossConfig,
+    *,
+    value_preds: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    sequence_index: Tensor,
+    denominators: Denominators,
+    num_sequences: int | None = None,
+) -> Objective:
+    """Compute a micro-batch's share of the critic's loss; arguments as in ``policy_objective``."""
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    mask = sequences.response_mask
+    value_preds, old_values, returns = (torch.where(mask, v, 0.0) for v in (value_preds, old_values, returns))
+    token_loss = value_loss(value_preds, old_values, returns, clip=config.clip)
+    loss = aggregate(token_loss.values, sequences, denominators, config.aggregation)
+    metrics: Metrics = {"value_loss": once(loss), "value": mean_over(value_preds, mask)}
+    if token_loss.clipped is not None:
+        metrics["value_clip_fraction"] = share(token_loss.clipped, mask)
+    return Objective(loss, metrics)
+
+
+def _correction(
+    config: AlgorithmConfig,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    sequences: PackedSequences,
+    denominators: Denominators,
+) -> Correction | None:
+    correction = config.resolved_correction
+    if correction is None:
+        return None
+    numerator = log_probs if correction.numerator == "current" else old_log_probs
+    corrected = correct(correction, numerator, rollout_log_probs, sequences)
+    if correction.weight is None or not correction.weight.batch_normalise:
+        return corrected
+    return replace(corrected, weights=normalised(corrected.weights, denominators))
+
+
+def _loss_weights(
+    token_loss: TokenLoss, correction: Correction | None, sequences: PackedSequences, sequence_weights: Tensor | None
+) -> Tensor | None:
+    """Join importance and sample weights [T]; a loss per sequence takes the geometric mean of its tokens' weights."""
+    weights = None if correction is None else correction.weights
+    if weights is not None and token_loss.per_sequence:
+        weights = sequences.spread(sequences.mean((weights + 1e-10).log()).exp())
+    if weights is not None and correction is not None and correction.keeps_denominators:
+        weights = torch.where(correction.response_mask, weights, 0.0)
+    if sequence_weights is None:
+        return weights
+    spread = sequences.spread(sequence_weights)
+    return spread if weights is None else spread * weights
+
+
+def _policy_metrics(token_loss: TokenLoss, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Metrics:
+    x = log_probs.detach().float() - old_log_probs.float()
+    metrics: Metrics = {"approx_kl": mean_over(-x, mask), "ratio": mean_over(x.clamp(-20, 20).exp(), mask)}
+    if token_loss.clipped is not None:
+        metrics["clip_fraction"] = share(token_loss.clipped, mask)
+    if token_loss.clipped_lower is not None:
+        metrics["clip_fraction_lower"] = share(token_loss.clipped_lower, mask)
+    return metrics
+
+
+def _given(value: Tensor | None, name: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"the config needs {name}, which was not given")
+    return value

@@ -1,0 +1,229 @@
+"""The ``algorithm`` section: how rewards become a gradient."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shared.config.advantage import AdvantageConfig, GaeConfig, GrpoConfig, WhitenConfig
+from shared.config.base import Config
+from shared.config.correction import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
+from shared.config.policy_loss import GspoConfig, PolicyGradientConfig, PolicyLossConfig, PpoConfig
+
+__all__ = [
+    "AdvantageConfig",
+    "AggregationConfig",
+    "AlgorithmConfig",
+    "CorrectionConfig",
+    "GaeConfig",
+    "GrpoConfig",
+    "GspoConfig",
+    "KlConfig",
+    "KlLossConfig",
+    "KlRewardConfig",
+    "OldLogProbs",
+    "PolicyGradientConfig",
+    "PolicyLossConfig",
+    "PpoConfig",
+    "RejectionConfig",
+    "SupervisedConfig",
+    "ValueLossConfig",
+    "VetoConfig",
+    "WeightConfig",
+    "WhitenConfig",
+]
+
+OldLogProbs = Literal["rollout", "recompute", "recompute_at_version"]
+"""What the policy ratio is taken against: the sampler's log-probs as recorded; the trainer's own before the step; the
+trainer's own under the weights of the version that sampled each token."""
+
+
+class AggregationConfig(Config):
+    """How token losses become one number. All denominators are those of the whole mini-batch."""
+
+    mode: Literal[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "token-sum-norm",
+    ] = "token-mean"
+    """token-mean: every token weighs the same. seq-mean-token-mean: every sequence does. seq-mean-token-sum: sequences
+    weigh by length. The two -norm modes divide the sum by fixed_length, with (verl) or without (ROLL) the number of
+    sequences. Sequences without a sampled token do not count."""
+    fixed_length: int | None = Field(None, ge=1)
+    """Tokens; the constant of the -norm modes (Dr. GRPO). Usually the largest response length."""
+
+    @model_validator(mode="after")
+    def _length_belongs_to_norm(self) -> "AggregationConfig":
+        is_norm = self.mode.endswith("-norm")
+        if is_norm and self.fixed_length is None:
+            raise ValueError(
+                f"aggregation.mode {self.mode} divides by aggregation.fixed_length, which is not set: set it (a width "
+                "taken from the batch would make the loss depend on padding)"
+            )
+        if not is_norm and self.fixed_length is not None:
+            raise ValueError(
+                f"aggregation.fixed_length has no effect while aggregation.mode is {self.mode}: remove it, or use "
+                "seq-mean-token-sum-norm"
+            )
+        return self
+
+
+class _Kl(Config):
+    """Divergence from the reference policy, d = log_probs - ref_log_probs."""
+
+    coefficient: float = Field(0.001, gt=0)
+    """Strength (the initial one, if ``target`` is set)."""
+    target: float | None = Field(None, gt=0)
+    """Nats per token; adapts the coefficient so that the observed KL approaches it. Null: the coefficient is fixed."""
+    horizon: int = Field(10_000, ge=1)
+    """Sequences over which an error of 20 % changes the coefficient by 20 %."""
+    value_clamp: float | None = Field(10.0, gt=0)
+    """Bound on the absolute value of the estimate per token; null for none."""
+    log_ratio_bounds: tuple[float | None, float | None] = (-20.0, 20.0)
+    """Bounds on d inside k3's exponential (verl +-20; OpenRLHF -10 and none; ROLL none)."""
+
+    @model_validator(mode="after")
+    def _horizon_belongs_to_target(self) -> "_Kl":
+        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+            raise ValueError("kl.horizon has no effect while kl.target is not set: set target, or remove horizon")
+        return self
+
+
+class KlLossConfig(_Kl):
+    """KL as a term of the loss."""
+
+    placement: Literal["loss"] = "loss"
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Value per token: d, |d|, d^2/2, exp(-d)-1+d (Schulman 2020)."""
+    gradient: Literal["estimator", "k2", "weighted_k2"] = "estimator"
+    """``estimator``: of the value itself. ``k2``: straight-through, the gradient of d^2/2, whose expectation is the
+    KL's (verl's + suffix). ``weighted_k2``: that times min(pi/pi_old, 10) (OpenRLHF unbiased_gradient)."""
+
+    @model_validator(mode="after")
+    def _k1_has_a_useless_gradient(self) -> "KlLossConfig":
+        if self.estimator == "k1" and self.gradient == "estimator":
+            raise ValueError(
+                "kl.estimator k1 in the loss has an expected gradient of 0: set kl.gradient to k2, kl.estimator to k2 "
+                "or k3, or kl.placement to reward"
+            )
+        return self
+
+
+class KlRewardConfig(_Kl):
+    """KL subtracted from the reward of every token."""
+
+    placement: Literal["reward"] = "reward"
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Value per token: d, |d|, d^2/2, exp(-d)-1+d, where d is that of the old policy."""
+    order: Literal["before_baseline", "after_baseline"] = "before_baseline"
+    """Whether a sequence's KL is part of the reward that its group is compared by (verl), or is subtracted token by
+    token from what the baseline left (OpenRLHF)."""
+
+
+KlConfig = Annotated[KlLossConfig | KlRewardConfig, Field(discriminator="placement")]
+"""Where the KL enters, and how."""
+
+
+class SupervisedConfig(Config):
+    """Adds -log_prob on the sequences whose reward is positive."""
+
+    coefficient: float = Field(0.1, gt=0)
+    """Weight of the term, aggregated like the policy loss."""
+
+
+class ValueLossConfig(Config):
+    """The critic's loss: 0.5 max((v-R)^2, (clip(v, v_old +- clip) - R)^2)."""
+
+    clip: float | None = Field(0.5, gt=0)
+    """How far a value may move in one mini-batch and still count (verl, OpenRLHF 0.5; ROLL none); null for none."""
+    aggregation: AggregationConfig = AggregationConfig()
+    """How token errors become one number."""
+    whiten_returns: bool = False
+    """Scale returns to mean 0 and variance 1 over the batch; the critic then predicts whitened returns."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps in which only the critic learns."""
+
+
+class AlgorithmConfig(Config):
+    """How rewards become a gradient; the defaults are GRPO with DAPO's clip and token mean."""
+
+    advantage: AdvantageConfig = GrpoConfig()
+    """From rewards to one number per token."""
+    policy_loss: PolicyLossConfig = PpoConfig()
+    """From that number to a loss per token."""
+    aggregation: AggregationConfig = AggregationConfig()
+    """From losses per token to one."""
+    kl: KlConfig | None = None
+    """Pull to the reference policy; null for none, and no reference model is loaded."""
+    old_log_probs: OldLogProbs = "rollout"
+    """The ratio's denominator. ``rollout`` costs no forward pass and lets the loss's own clip see staleness."""
+    correction: CorrectionConfig | Literal["auto"] | None = "auto"
+    """``auto``: token weights truncated at 2 wherever the loss itself does not correct for the sampler: always, except
+    when its ratio is taken against the sampler. Null for none."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    supervised: SupervisedConfig | None = None
+    """Likelihood term on sequences with a positive reward; null for none."""
+    value_loss: ValueLossConfig | None = None
+    """The critic's loss; null for its defaults where there is a critic."""
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "AlgorithmConfig":
+        if self.value_loss is not None and not self.needs_critic:
+            raise ValueError(
+                f"algorithm.value_loss has no effect while algorithm.advantage.kind is {self.advantage.kind}, which "
+                "has no critic: remove value_loss, or use gae"
+            )
+        if isinstance(self.correction, CorrectionConfig):
+            if self.old_log_probs == "rollout" and self.correction.numerator == "old":
+                raise ValueError(
+                    "algorithm.correction has no effect while algorithm.old_log_probs is rollout, since old and "
+                    "rollout log-probs are then the same: set old_log_probs to recompute, correction.numerator to "
+                    "current, or correction to null"
+                )
+            if self.correction.numerator == "current" and not self._loss_has_no_ratio and self.correction.weight:
+                raise ValueError(
+                    f"algorithm.correction.numerator current would count the ratio of algorithm.policy_loss.kind "
+                    f"{self.policy_loss.kind} twice: set numerator to old, or correction.weight to null"
+                )
+        if self.old_log_probs != "rollout" and self._loss_has_no_ratio and not self._old_policy_is_used:
+            raise ValueError(
+                f"algorithm.old_log_probs {self.old_log_probs} has no effect while algorithm.policy_loss.kind is "
+                f"{self.policy_loss.kind} and nothing else uses old log-probs: set old_log_probs to rollout"
+            )
+        return self
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages need values."""
+        return isinstance(self.advantage, GaeConfig)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probs are needed."""
+        return self.kl is not None
+
+    @property
+    def resolved_correction(self) -> CorrectionConfig | None:
+        """The correction with ``auto`` filled in."""
+        if self.correction != "auto":
+            return self.correction
+        if self.old_log_probs != "rollout":
+            return CorrectionConfig()
+        return CorrectionConfig(numerator="current") if self._loss_has_no_ratio else None
+
+    @property
+    def _loss_has_no_ratio(self) -> bool:
+        return isinstance(self.policy_loss, PolicyGradientConfig)
+
+    @property
+    def _old_policy_is_used(self) -> bool:
+        uses_kl = isinstance(self.kl, KlRewardConfig) or (
+            isinstance(self.kl, KlLossConfig) and self.kl.gradient == "weighted_k2"
+        )
+        corrects = self.correction == "auto" or (
+            isinstance(self.correction, CorrectionConfig) and self.correction.numerator == "old"
+        )
+        return uses_kl or corrects or self.advantage.kind == "optimal_token_baseline"

@@ -106,10 +106,10 @@ def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _resolve_functions(node: Any, folder: Path) -> None:
     if isinstance(node, dict):
-        function = node.get("function")
+        function = node.get("path")
         if isinstance(function, str) and ".py:" in function:
             file, _, name = function.rpartition(":")
-            node["function"] = f"{folder / Path(file).expanduser()}:{name}"
+            node["path"] = f"{folder / Path(file).expanduser()}:{name}"
         for value in node.values():
             _resolve_functions(value, folder)
     elif isinstance(node, list):

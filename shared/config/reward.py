@@ -136,6 +136,11 @@ class RewardConfig(Config):
     components: tuple[Component, ...] = Field((NumericConfig(),), min_length=1)
     """What is graded. One that abstains adds nothing; if all abstain the sample is abstained; if one fails it is an
     error."""
+    filter_zero_spread: bool = False
+    """Filter groups whose rewards are all equal, since they teach a group-relative method nothing; the feeder issues
+    others in their place (DAPO's dynamic sampling)."""
+    max_consecutive_failures: int = Field(32, ge=1)
+    """The experiment fails, with the grader's own words, when this many groups in a row could not be graded."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

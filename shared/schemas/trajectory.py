@@ -86,7 +86,8 @@ class Trajectory:
 
     def sampled_versions(self) -> npt.NDArray[np.int64]:
         """Give the version of each sampled token."""
-        return self.token_versions()[self.loss_mask.astype(bool)]
+        sampled: npt.NDArray[np.int64] = self.token_versions()[self.loss_mask.astype(bool)]
+        return sampled
 
     def graded(self, status: GradeStatus, reward: float | None, **grade: Any) -> "Trajectory":
         """Make a copy that bears a grade.
@@ -135,10 +136,17 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """A task and the trajectories that answer it, compared with each other."""
+    """A task and the trajectories that answer it, compared with each other.
+
+    Attributes:
+        task: what was asked.
+        trajectories: its answers, in the order of their seeds.
+        prompt: the prompt as the model saw it, for graders and people; never re-tokenised.
+    """
 
     task: Task
     trajectories: tuple[Trajectory, ...]
+    prompt: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -166,6 +174,7 @@ class Group:
         return {
             "schema": GROUP_SCHEMA,
             "task": self.task.to_wire(),
+            "prompt": self.prompt,
             "trajectories": [trajectory.to_wire() for trajectory in self.trajectories],
         }
 
@@ -178,4 +187,5 @@ class Group:
         """
         if wire.get("schema") != GROUP_SCHEMA:
             raise ValueError(f"group has schema {wire.get('schema')!r}, this version reads {GROUP_SCHEMA}")
-        return cls(Task.from_wire(wire["task"]), tuple(Trajectory.from_wire(each) for each in wire["trajectories"]))
+        trajectories = tuple(Trajectory.from_wire(each) for each in wire["trajectories"])
+        return cls(Task.from_wire(wire["task"]), trajectories, wire["prompt"])

@@ -1,0 +1,158 @@
+"""Follows the desired state: grades for one experiment at a time."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from services.reward.worker import RewardWorker
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError
+from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.telemetry.logging import experiment_id as logged_experiment
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+DRAIN_SECONDS = 30.0
+WATCH_SECONDS = 0.5
+
+
+class Crew(Protocol):
+    """All that works for one experiment."""
+
+    worker: RewardWorker
+
+    async def close(self) -> None:
+        """End the verifiers' processes and connections."""
+
+
+OpenCrew = Callable[[ExperimentSpec, Assignment], Awaitable[Crew]]
+
+
+class RewardService:
+    """Makes what is observed follow what is desired.
+
+    Args:
+        open_crew: makes verifier and worker for an experiment.
+    """
+
+    def __init__(self, open_crew: OpenCrew) -> None:
+        self._open_crew = open_crew
+        self._desired: DesiredState | None = None
+        self._changed = asyncio.Event()
+        self._state = WorkState.IDLE
+        self._assignment: Assignment | None = None
+        self._crew: Crew | None = None
+        self._working: asyncio.Task[None] | None = None
+        self._failure: Failure | None = None
+        self.tell: Callable[[], None] = lambda: None
+
+    def observe(self) -> ObservedState:
+        """Say what is going on."""
+        worker = self._crew.worker if self._crew else None
+        load = {}
+        if worker is not None:
+            load = {
+                "groups_in_work": float(worker.in_work),
+                "graded_samples": float(worker.graded_samples),
+                "failed_samples": float(worker.failed_samples),
+            }
+        return ObservedState(
+            experiment_id=self._assignment.experiment_id if self._assignment else None,
+            state=self._state,
+            load=load,
+            failure=self._failure,
+        )
+
+    async def apply(self, desired: DesiredState) -> None:
+        """Take a desired state in; the work of following it is done by ``run``."""
+        self._desired = desired
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the desired state until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_failures(), name="grading failures")
+            try:
+                while True:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    if self._desired is not None:
+                        await self._follow(self._desired)
+            finally:
+                await asyncio.shield(self._dismiss())
+
+    async def _follow(self, desired: DesiredState) -> None:
+        assignment = desired.assignment
+        if assignment is None or self._is_another(assignment):
+            await self._dismiss()
+            self._failure = None
+        if assignment is None or desired.state is WorkState.IDLE:
+            await self._dismiss()
+            self._become(WorkState.IDLE)
+            return
+        if self._crew is None and self._failure is None:
+            await self._hire(assignment)
+        if self._crew is None:
+            return
+        if desired.state is WorkState.RUNNING:
+            self._crew.worker.resume()
+            self._become(WorkState.RUNNING)
+        elif desired.state is WorkState.PAUSED:
+            self._crew.worker.pause()
+            self._become(WorkState.PAUSED)
+        elif desired.state is WorkState.DRAINING:
+            self._crew.worker.pause()
+            self._become(WorkState.DRAINING)
+
+    def _is_another(self, assignment: Assignment) -> bool:
+        return self._assignment is not None and self._assignment.experiment_id != assignment.experiment_id
+
+    def _become(self, state: WorkState) -> None:
+        if self._state is not state:
+            self._state = state
+            log.info("state changed", extra={"state": state.value})
+            self.tell()
+
+    async def _hire(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        logged_experiment.set(assignment.experiment_id)
+        self._become(WorkState.STARTING)
+        try:
+            self._crew = await self._open_crew(ExperimentSpec.model_validate(assignment.spec), assignment)
+        except FlotillaError as error:
+            log.error("grading cannot start", extra={"error": error.detail})  # noqa: TRY400  the detail says it all
+            self._fail(error.detail)
+            return
+        self._working = asyncio.create_task(self._crew.worker.run(), name="reward worker")
+        self._working.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the reward worker ended", exc_info=task.exception())
+            self._fail(f"the worker ended: {task.exception()!r}")
+
+    def _fail(self, cause: str) -> None:
+        self._failure = Failure(component="reward", cause=cause)
+        self._become(WorkState.FAILED)
+
+    async def _watch_failures(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._crew is None or self._failure is not None:
+                continue
+            reason = self._crew.worker.why_hopeless
+            if reason is not None:
+                self._crew.worker.pause()
+                self._fail(reason)
+
+    async def _dismiss(self) -> None:
+        crew, working = self._crew, self._working
+        self._crew = self._working = None
+        self._assignment = None
+        if working is not None:
+            working.cancel()
+            await asyncio.wait([working], timeout=STOP_SECONDS)
+        if crew is not None:
+            await crew.close()

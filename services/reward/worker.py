@@ -1,0 +1,211 @@
+"""Claims generated groups, grades their samples and forwards them to the trainer.
+
+A failed grade is never a reward: the sample stays in its group with status error and no reward, and the trainer leaves
+it out. A group none of whose samples could be graded fails; one that teaches nothing may be filtered, and the feeder
+issues another in its place.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.reward.verifiers.base import Verifier
+from shared.config.reward import RewardConfig
+from shared.errors import FlotillaError
+from shared.schemas.grading import Grade, GradingMessage, GradingSample
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.streams.hop import Claim, Hop, Resolution
+
+log = logging.getLogger(__name__)
+
+CLAIM_WAIT_SECONDS = 1.0
+HAND_BACK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLane:
+    """One lane that is graded.
+
+    Attributes:
+        name: for logs.
+        hop: where generated groups come from.
+        is_filtered: whether groups that teach nothing are filtered (never in evaluation).
+    """
+
+    name: str
+    hop: Hop
+    is_filtered: bool
+
+
+def grading_samples(group: Group) -> list[GradingSample]:
+    """Make what a verifier sees of each trajectory."""
+    messages = tuple(GradingMessage(role=each.role, content=each.content) for each in group.task.messages)
+    return [
+        GradingSample(
+            id=f"{group.task.group_id}/{index}",
+            prompt=group.prompt,
+            messages=messages,
+            response=trajectory.text,
+            label=group.task.label,
+            data_source=group.task.data_source,
+            metadata=dict(group.task.metadata),
+        )
+        for index, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def with_grades(group: Group, grades: Sequence[Grade], seconds: float) -> Group:
+    """Write each grade onto its trajectory.
+
+    Raises:
+        ValueError: there are not as many grades as trajectories.
+    """
+    graded = []
+    for trajectory, grade in zip(group.trajectories, grades, strict=True):
+        graded.append(
+            trajectory.graded(
+                grade.status,
+                grade.reward,
+                components=dict(grade.components),
+                reason=grade.reason,
+                timings={**trajectory.timings, "grading_seconds": seconds},
+            )
+        )
+    return Group(group.task, tuple(graded), group.prompt)
+
+
+def is_gradable(trajectory: Trajectory) -> bool:
+    """Whether the policy finished it: an aborted one says nothing about the policy."""
+    return trajectory.finish_reason is not FinishReason.ABORTED
+
+
+def why_filtered(group: Group, config: RewardConfig) -> str | None:
+    """Say why a graded group is not worth training on, if so."""
+    rewards = group.rewards()
+    if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
+        return "zero_spread"
+    return None
+
+
+class RewardWorker:
+    """Grades the groups of one experiment.
+
+    Args:
+        lanes: where groups come from.
+        verifier: what grades.
+        config: what is filtered.
+        concurrency: groups graded at the same time in each lane.
+    """
+
+    def __init__(self, lanes: Sequence[RewardLane], verifier: Verifier, config: RewardConfig, concurrency: int) -> None:
+        self._lanes = lanes
+        self._verifier = verifier
+        self._config = config
+        self._concurrency = concurrency
+        self._claiming = asyncio.Event()
+        self.in_work = 0
+        self.graded_samples = 0
+        self.failed_samples = 0
+        self.failures_in_a_row = 0
+        self.last_error: str | None = None
+
+    @property
+    def why_hopeless(self) -> str | None:
+        """Say why grading will not recover by itself, once too many groups in a row could not be graded."""
+        if self.failures_in_a_row < self._config.max_consecutive_failures:
+            return None
+        return f"{self.failures_in_a_row} groups in a row could not be graded; the last error: {self.last_error}"
+
+    def resume(self) -> None:
+        """Claim groups."""
+        self._claiming.set()
+
+    def pause(self) -> None:
+        """Claim no more groups; those in work are finished."""
+        self._claiming.clear()
+
+    async def run(self) -> None:
+        """Work until cancelled; what is in work is then handed back."""
+        async with asyncio.TaskGroup() as tasks:
+            for lane in self._lanes:
+                tasks.create_task(self._dispatch(lane, tasks), name=f"{lane.name} dispatcher")
+
+    async def _dispatch(self, lane: RewardLane, tasks: asyncio.TaskGroup) -> None:
+        room = asyncio.Semaphore(self._concurrency)
+        while True:
+            await self._claiming.wait()
+            await room.acquire()
+            claims: list[Claim] = []
+            try:
+                claims = await lane.hop.claim(count=1, wait_seconds=CLAIM_WAIT_SECONDS)
+            except FlotillaError as error:
+                log.warning("groups cannot be claimed", extra={"lane": lane.name, "error": repr(error)})
+                await asyncio.sleep(CLAIM_WAIT_SECONDS)
+            finally:
+                if not claims:
+                    room.release()
+            for claim in claims:
+                answer = tasks.create_task(self._grade(lane, claim), name=f"grade {claim.entry_id}")
+                answer.add_done_callback(lambda _: room.release())
+
+    async def _grade(self, lane: RewardLane, claim: Claim) -> None:
+        self.in_work += 1
+        try:
+            async with lane.hop.renewing(claim):
+                group = await self._graded(claim.group())
+            await self._send_on(lane, claim, group)
+        except FlotillaError as error:
+            log.warning("group is handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
+            await self._give_up(lane.hop, claim)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._give_up(lane.hop, claim))
+            raise
+        finally:
+            self.in_work -= 1
+
+    async def _graded(self, group: Group) -> Group:
+        started = time.perf_counter()
+        samples = grading_samples(group)
+        wanted = [index for index, trajectory in enumerate(group.trajectories) if is_gradable(trajectory)]
+        grades = [Grade.abstained("the completion was aborted") for _ in samples]
+        if wanted:
+            scored = await self._verifier.score([samples[index] for index in wanted])
+            for index, grade in zip(wanted, scored, strict=True):
+                grades[index] = grade
+        for grade in grades:
+            if grade.status is GradeStatus.ERROR:
+                self.failed_samples += 1
+                self.last_error = grade.reason
+            else:
+                self.graded_samples += 1
+        return with_grades(group, grades, time.perf_counter() - started)
+
+    async def _send_on(self, lane: RewardLane, claim: Claim, group: Group) -> None:
+        if not lane.is_filtered:
+            await lane.hop.forward(claim, group)
+            return
+        statuses = {trajectory.status for trajectory in group.trajectories}
+        if GradeStatus.SCORED not in statuses:
+            if GradeStatus.ERROR in statuses:
+                self.failures_in_a_row += 1
+                log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
+                await lane.hop.resolve(claim, Resolution.FAILED, "grading_error")
+            else:
+                await lane.hop.resolve(claim, Resolution.FILTERED, "all_abstained")
+            return
+        self.failures_in_a_row = 0
+        reason = why_filtered(group, self._config)
+        if reason is not None:
+            await lane.hop.resolve(claim, Resolution.FILTERED, reason)
+        else:
+            await lane.hop.forward(claim, group)
+
+    async def _give_up(self, hop: Hop, claim: Claim) -> None:
+        # If this fails too, the lease ends and somebody else takes the claim over.
+        try:
+            async with asyncio.timeout(HAND_BACK_SECONDS):
+                await hop.hand_back(claim)
+        except (FlotillaError, TimeoutError) as error:
+            log.warning("claim could not be handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})

@@ -1,0 +1,255 @@
+"""Takes publications in: joins weight groups, receives into a spare image, switches the engine when told to.
+
+The engine serves the old version until the whole new image is here, its checksum is right and the gateway has
+committed it. A member that cannot follow a broadcast says so and catches up by pulling the committed version.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.rollout.engines.base import Engine
+from services.rollout.version import VersionGate
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
+from shared.schemas.publication import (
+    Manifest,
+    PublicationOrder,
+    PublicationPhase,
+    PublicationReport,
+    ReceiveState,
+    Rendezvous,
+)
+from shared.schemas.service import DesiredState
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 3
+PULL_SECONDS = 60.0
+PULL_PAUSE_SECONDS = 0.2
+
+
+class GroupEndpoint(Protocol):
+    """The process that owns this service's side of a weight group."""
+
+    async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout: float) -> None:
+        """Start to form the group of an epoch."""
+
+    async def joined(self, epoch: int, timeout: float) -> None:
+        """Wait until the group is formed."""
+
+    async def receive(self, epoch: int, path: Path, manifest: Manifest, deadline: float) -> str:
+        """Receive an image into a file and give its checksum."""
+
+    async def close_epoch(self, epoch: int) -> None:
+        """Leave the group at once, whatever it is doing."""
+
+
+class Puller(Protocol):
+    """Fetches a committed version over HTTP."""
+
+    async def __call__(self, url: str, version: int, path: Path, deadline_seconds: float) -> None:
+        """Write the verified image to ``path``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A complete image that waits to be served."""
+
+    version: int
+    path: Path
+
+
+class WeightReceiver:
+    """Keeps one engine at the version that the gateway wants.
+
+    Args:
+        engine: what serves.
+        gate: learns each version that serves.
+        endpoint: joins weight groups.
+        pull: fetches versions that were missed.
+        directory: where spare images are kept, best in shared memory.
+        on_update: what happens to samples in flight.
+        tell: called when there is something new to report.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        gate: VersionGate,
+        endpoint: GroupEndpoint,
+        pull: Puller,
+        directory: Path,
+        on_update: OnWeightUpdate,
+        tell: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._endpoint = endpoint
+        self._pull = pull
+        self._slots = [directory / f"spare-{number}.safetensors" for number in range(NUM_SLOTS)]
+        self._on_update = on_update
+        self._tell = tell
+        self._desired: DesiredState | None = None
+        self._order_due = asyncio.Event()
+        self._switch_due = asyncio.Event()
+        self._spare: Spare | None = None
+        self._in_use: set[Path] = set()
+        self._epoch: int | None = None
+        self._receiving: tuple[PublicationOrder, asyncio.Task[None]] | None = None
+        self.report: PublicationReport | None = None
+        self.switches = 0
+
+    def take(self, desired: DesiredState) -> None:
+        """Learn what is wanted now."""
+        self._desired = desired
+        self._order_due.set()
+        self._switch_due.set()
+
+    async def run(self) -> None:
+        """Follow what is wanted until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._switch_when_due(), name="weight switch")
+            while True:
+                await self._order_due.wait()
+                self._order_due.clear()
+                if self._desired is not None:
+                    await self._follow_order(self._desired.publication, tasks)
+
+    async def close(self) -> None:
+        """Leave the group and delete the spare images."""
+        if self._epoch is not None:
+            with contextlib.suppress(FlotillaError):
+                await self._endpoint.close_epoch(self._epoch)
+        for path in self._slots:
+            path.unlink(missing_ok=True)
+
+    async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
+        if order is None or order.phase not in {PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING}:
+            return
+        if order.rendezvous is None:
+            return
+        if self._receiving is not None:
+            current, task = self._receiving
+            if (current.version, current.epoch) == (order.version, order.epoch):
+                return
+            task.cancel()
+            await asyncio.wait([task])
+        self._receiving = (order, tasks.create_task(self._receive(order), name=f"receive version {order.version}"))
+
+    async def _receive(self, order: PublicationOrder) -> None:
+        try:
+            await self._join(order)
+            self._say(order, ReceiveState.JOINED)
+            slot = self._free_slot()
+            self._in_use.add(slot)
+            try:
+                deadline = 2 * order.deadline_seconds
+                checksum = await self._endpoint.receive(order.epoch, slot, order.manifest, deadline)
+            finally:
+                self._in_use.discard(slot)
+            if checksum != order.manifest.checksum:
+                raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {order.manifest.checksum}")
+            self._spare = Spare(order.version, slot)
+            self._say(order, ReceiveState.RECEIVED, checksum=checksum)
+            self._switch_due.set()
+        except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
+            log.warning("publication was not received", extra={"version": order.version, "error": error.detail})
+            await self._leave(order.epoch)
+            self._say(order, ReceiveState.FAILED, detail=error.detail)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._leave(order.epoch))
+            raise
+
+    async def _join(self, order: PublicationOrder) -> None:
+        if self._epoch == order.epoch:
+            return
+        if self._epoch is not None:
+            await self._leave(self._epoch)
+        assert order.rendezvous is not None
+        self._epoch = order.epoch
+        await self._endpoint.open_receiver(order.rendezvous, order.rank, order.deadline_seconds)
+        await self._endpoint.joined(order.epoch, order.deadline_seconds)
+
+    async def _leave(self, epoch: int) -> None:
+        if self._epoch == epoch:
+            self._epoch = None
+        with contextlib.suppress(FlotillaError):
+            await self._endpoint.close_epoch(epoch)
+
+    def _say(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
+        self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
+        self._tell()
+
+    def _free_slot(self) -> Path:
+        kept = {self._spare.path} if self._spare else set()
+        return next(path for path in self._slots if path not in kept | self._in_use)
+
+    async def _switch_when_due(self) -> None:
+        while True:
+            await self._switch_due.wait()
+            self._switch_due.clear()
+            target = self._target()
+            if target is None:
+                continue
+            try:
+                await self._serve(target)
+            except NotFound as error:
+                log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
+                await self._again_later()
+            except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
+                log.warning("version cannot be served", extra={"version": target, "error": error.detail})
+                await self._again_later()
+
+    def _target(self) -> int | None:
+        if self._desired is None or self._desired.policy_version is None:
+            return None
+        wanted = self._desired.policy_version
+        serving = self._gate.version
+        if serving is not None and wanted <= serving:
+            return None
+        hold = self._desired.hold_version
+        if hold is not None and serving is not None and wanted > hold:
+            return None
+        return wanted
+
+    async def _image_of(self, version: int) -> Spare:
+        if self._spare is not None and self._spare.version == version:
+            return self._spare
+        url = self._desired.weights_url if self._desired else None
+        if url is None:
+            raise NotFound(f"nobody serves version {version} now")
+        slot = self._free_slot()
+        self._in_use.add(slot)
+        try:
+            await self._pull(url, version, slot, PULL_SECONDS)
+        finally:
+            self._in_use.discard(slot)
+        self._spare = Spare(version, slot)
+        return self._spare
+
+    async def _serve(self, version: int) -> None:
+        if version == 0:
+            # The engine started with the initial weights.
+            await self._gate.set(0)
+            self._tell()
+            return
+        image = await self._image_of(version)
+        self._in_use.add(image.path)
+        try:
+            await self._engine.load_weights(image.path, image.version, self._on_update)
+        finally:
+            self._in_use.discard(image.path)
+        await self._gate.set(image.version)
+        self.switches += 1
+        self._tell()
+        # A newer version may have become due meanwhile.
+        self._switch_due.set()
+
+    async def _again_later(self) -> None:
+        await asyncio.sleep(PULL_PAUSE_SECONDS)
+        self._switch_due.set()

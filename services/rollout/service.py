@@ -1,0 +1,243 @@
+"""Follows the desired state: one experiment at a time, with an engine of its own.
+
+    idle -> starting (engine loads, catches up with the current version) -> running <-> paused
+         -> draining (nothing new, work in hand is finished) -> idle
+
+The engine's process may die: its tasks are handed back, a new one is started, and only when that keeps happening does
+the experiment fail.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from services.rollout.engines.base import Engine
+from services.rollout.receiver import WeightReceiver
+from services.rollout.version import VersionGate
+from services.rollout.worker import RolloutWorker
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError, WorkerDied
+from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.telemetry.logging import experiment_id as logged_experiment
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+DEATH_WINDOW_SECONDS = 120.0
+DRAIN_SECONDS = 30.0
+STOP_SECONDS = 10.0
+
+
+class Crew(Protocol):
+    """All that works for one experiment."""
+
+    engine: Engine
+    gate: VersionGate
+    worker: RolloutWorker
+    receiver: WeightReceiver
+
+    async def close(self) -> None:
+        """End the engine and free everything."""
+
+
+OpenCrew = Callable[[ExperimentSpec, Assignment, Callable[[], None], Callable[[WorkerDied], None]], Awaitable[Crew]]
+
+
+class RolloutService:
+    """Makes what is observed follow what is desired.
+
+    Args:
+        open_crew: starts engine, worker and receiver for an experiment.
+    """
+
+    def __init__(self, open_crew: OpenCrew) -> None:
+        self._open_crew = open_crew
+        self._desired: DesiredState | None = None
+        self._changed = asyncio.Event()
+        self._state = WorkState.IDLE
+        self._crew: Crew | None = None
+        self._working: list[asyncio.Task[None]] = []
+        self._assignment: Assignment | None = None
+        self._failure: Failure | None = None
+        self._engine_died: WorkerDied | None = None
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._load: dict[str, float] = {}
+        self.tell: Callable[[], None] = lambda: None
+
+    def observe(self) -> ObservedState:
+        """Say what is going on."""
+        crew = self._crew
+        return ObservedState(
+            experiment_id=self._assignment.experiment_id if self._assignment else None,
+            state=self._state,
+            policy_version=crew.gate.version if crew else None,
+            publication=crew.receiver.report if crew else None,
+            load=self._load,
+            failure=self._failure,
+        )
+
+    async def apply(self, desired: DesiredState) -> None:
+        """Take a desired state in; the work of following it is done by ``run``."""
+        self._desired = desired
+        if self._crew is not None and self._is_same_experiment(desired):
+            self._crew.receiver.take(desired)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the desired state until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_load(), name="load")
+            try:
+                while True:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    await self._follow()
+            finally:
+                await asyncio.shield(self._dismiss())
+
+    async def _follow(self) -> None:
+        desired = self._desired
+        if desired is None:
+            return
+        if self._engine_died is not None:
+            await self._after_engine_death(self._engine_died)
+        assignment = desired.assignment
+        if assignment is None or not self._is_same_experiment(desired):
+            if self._crew is not None or self._assignment is not None:
+                await self._dismiss()
+                self._failure = None
+                self._deaths.clear()
+            if assignment is None:
+                self._become(WorkState.IDLE)
+                return
+        if self._crew is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
+            assert assignment is not None
+            await self._hire(assignment)
+        if self._crew is None:
+            return
+        self._crew.receiver.take(desired)
+        if desired.state is WorkState.RUNNING:
+            self._crew.worker.resume()
+            self._become(WorkState.RUNNING)
+        elif desired.state is WorkState.PAUSED:
+            self._crew.worker.pause()
+            self._become(WorkState.PAUSED)
+        elif desired.state is WorkState.DRAINING:
+            await self._drain()
+        else:
+            await self._dismiss()
+            self._become(WorkState.IDLE)
+
+    def _is_same_experiment(self, desired: DesiredState) -> bool:
+        mine, theirs = self._assignment, desired.assignment
+        return mine is not None and theirs is not None and mine.experiment_id == theirs.experiment_id
+
+    def _become(self, state: WorkState) -> None:
+        if self._state is not state:
+            self._state = state
+            log.info("state changed", extra={"state": state.value})
+            self.tell()
+
+    async def _hire(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        logged_experiment.set(assignment.experiment_id)
+        self._become(WorkState.STARTING)
+        try:
+            spec = ExperimentSpec.model_validate(assignment.spec)
+            self._crew = await self._open_crew(spec, assignment, self.tell, self._on_engine_death)
+        except FlotillaError as error:
+            log.error("the engine cannot start", extra={"error": error.detail})  # noqa: TRY400
+            self._failure = Failure(component="rollout", cause=error.detail, fatal=not error.retryable)
+            self._become(WorkState.FAILED)
+            return
+        self._working = [
+            asyncio.create_task(self._crew.receiver.run(), name="weight receiver"),
+            asyncio.create_task(self._crew.worker.run(), name="rollout worker"),
+        ]
+        for task in self._working:
+            task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        log.error("%s ended", task.get_name(), exc_info=error)
+        self._failure = Failure(component="rollout", cause=f"{task.get_name()} ended: {error!r}")
+        self._become(WorkState.FAILED)
+        self.tell()
+
+    def _on_engine_death(self, error: WorkerDied) -> None:
+        if self._engine_died is None:
+            self._engine_died = error
+            self._changed.set()
+
+    async def _after_engine_death(self, error: WorkerDied) -> None:
+        self._engine_died = None
+        now = time.monotonic()
+        self._deaths.append(now)
+        repeated = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATH_WINDOW_SECONDS
+        log.error("the engine's process ended", extra={"cause": error.detail, "again": not repeated})
+        assignment = self._assignment
+        await self._dismiss()
+        self._failure = Failure(component="rollout engine", cause=error.detail, fatal=repeated)
+        self.tell()
+        if repeated:
+            self._assignment = assignment
+            self._become(WorkState.FAILED)
+            return
+        await asyncio.sleep(0)
+        self._failure = None
+
+    async def _drain(self) -> None:
+        assert self._crew is not None
+        self._become(WorkState.DRAINING)
+        self._crew.worker.pause()
+        end = time.monotonic() + DRAIN_SECONDS
+        while self._crew.worker.in_work and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+            if self._changed.is_set():
+                return
+        await self._dismiss(keep_assignment=True)
+        self._become(WorkState.FINISHED)
+
+    async def _dismiss(self, *, keep_assignment: bool = False) -> None:
+        crew, working = self._crew, self._working
+        self._crew, self._working = None, []
+        for task in working:
+            task.cancel()
+        if working:
+            await asyncio.wait(working, timeout=STOP_SECONDS)
+        if crew is not None:
+            await crew.close()
+        if not keep_assignment:
+            self._assignment = None
+
+    async def _watch_load(self) -> None:
+        last_tokens, last_time = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(1.0)
+            crew = self._crew
+            if crew is None:
+                self._load = {}
+                last_tokens = 0
+                continue
+            with contextlib.suppress(FlotillaError):
+                load = await crew.engine.load()
+                now = time.monotonic()
+                rate = max(0, load.generated_tokens - last_tokens) / (now - last_time)
+                last_tokens, last_time = load.generated_tokens, now
+                self._load = {
+                    "running": load.running,
+                    "waiting": load.waiting,
+                    "slots": load.slots,
+                    "generated_tokens": load.generated_tokens,
+                    "prefilled_tokens": load.prefilled_tokens,
+                    "tokens_per_second": rate,
+                    "groups_in_work": crew.worker.in_work,
+                    "groups_answered": crew.worker.answered,
+                    "weight_switches": crew.receiver.switches,
+                }

@@ -1,0 +1,33 @@
+"""The version that an engine serves, as something that can be waited for."""
+
+import asyncio
+
+
+class VersionGate:
+    """Holds the serving version; ``None`` while the engine has no weights that may be sampled from."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def version(self) -> int | None:
+        """The version that serves now."""
+        return self._version
+
+    async def set(self, version: int | None) -> None:
+        """Say that ``version`` serves from now on."""
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    async def at_least(self, version: int, wait_seconds: float) -> int:
+        """Wait until ``version`` or a newer one serves, and say which.
+
+        Raises:
+            TimeoutError: it did not come within ``wait_seconds``.
+        """
+        async with asyncio.timeout(wait_seconds), self._changed:
+            await self._changed.wait_for(lambda: self._version is not None and self._version >= version)
+            assert self._version is not None
+            return self._version

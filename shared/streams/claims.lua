@@ -1,0 +1,29 @@
+-- What several scripts share; put before each of them.
+-- Scripts are not rolled back when they fail, so each checks everything before its first write. A server whose memory
+-- is full refuses a script's first write if it needs memory, and later ones never: so a script that frees memory
+-- begins with that, and runs, and one that needs memory is refused before it has changed anything.
+
+local GROUP, HANDED_BACK, PLANNED = 'hop', 'handed-back', 'planned'
+
+local function is_no_group(answer)
+  return type(answer) == 'table' and answer.err and string.find(answer.err, 'NOGROUP', 1, true)
+end
+
+-- Is the entry pending for this consumer, at this delivery count?
+local function holds(stream, entry, consumer, deliveries)
+  local rows = redis.pcall('XPENDING', stream, GROUP, entry, entry, 1)
+  if is_no_group(rows) then return false end
+  if rows.err then error(rows.err) end
+  return #rows == 1 and rows[1][2] == consumer and rows[1][4] == tonumber(deliveries)
+end
+
+local function remove(stream, entry)
+  redis.call('XACK', stream, GROUP, entry)
+  redis.call('XDEL', stream, entry)
+end
+
+-- Give a pending entry to a reserved consumer; the delivery that ends so does not count.
+local function put_aside(stream, consumer, entry, deliveries)
+  redis.call('XCLAIM', stream, GROUP, consumer, 0, entry,
+    'RETRYCOUNT', math.max(0, tonumber(deliveries) - 1), 'JUSTID')
+end

@@ -1,0 +1,131 @@
+"""Tasks and groups as the two fields of a stream entry: a small header and a payload, both msgpack.
+
+The header can be read without the payload, by dashboards and by the server's scripts. Both bear a schema number; a
+reader refuses a payload of another schema and ignores header fields that it does not know.
+"""
+
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shared.schemas.task import TASK_SCHEMA, Task
+from shared.schemas.trajectory import GROUP_SCHEMA, Group
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """What an entry says about its payload.
+
+    Attributes:
+        schema: schema number of the payload.
+        group_id: the group that the payload is, or will be.
+        size: number of trajectories, made or wanted.
+        token_count: tokens of all trajectories, prompts included; 0 for a task.
+        oldest_version, newest_version: policy versions that sampled a token; the version at issue for a task.
+        reward_mean: mean of the scored trajectories' rewards; None if none is scored.
+        reward_spread: their population standard deviation; None if none is scored.
+        created_at: when the entry was made, seconds since the epoch.
+    """
+
+    schema: int
+    group_id: int
+    size: int
+    token_count: int
+    oldest_version: int
+    newest_version: int
+    reward_mean: float | None
+    reward_spread: float | None
+    created_at: float
+
+    def to_bytes(self) -> bytes:
+        """Encode it as a msgpack mapping."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> "EntryHeader":
+        """Read what ``to_bytes`` made, ignoring unknown fields.
+
+        Raises:
+            ValueError: a field is missing.
+        """
+        wire = msgpack.unpackb(encoded)
+        missing = [name for name in HEADER_FIELDS if name not in wire]
+        if missing:
+            raise ValueError(f"entry header lacks {', '.join(missing)}")
+        return cls(**{name: wire[name] for name in HEADER_FIELDS})
+
+
+HEADER_FIELDS = tuple(each.name for each in fields(EntryHeader))
+
+
+def task_header(task: Task, created_at: float | None = None) -> EntryHeader:
+    """Describe a task; ``created_at`` defaults to now."""
+    return EntryHeader(
+        schema=TASK_SCHEMA,
+        group_id=task.group_id,
+        size=task.group_size,
+        token_count=0,
+        oldest_version=task.min_version,
+        newest_version=task.min_version,
+        reward_mean=None,
+        reward_spread=None,
+        created_at=time.time() if created_at is None else created_at,
+    )
+
+
+def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
+    """Describe a group; ``created_at`` defaults to now."""
+    oldest, newest = group.version_range()
+    rewards = group.rewards()
+    return EntryHeader(
+        schema=GROUP_SCHEMA,
+        group_id=group.task.group_id,
+        size=len(group.trajectories),
+        token_count=group.num_tokens,
+        oldest_version=oldest,
+        newest_version=newest,
+        reward_mean=float(np.mean(rewards)) if rewards else None,
+        reward_spread=float(np.std(rewards)) if rewards else None,
+        created_at=time.time() if created_at is None else created_at,
+    )
+
+
+def encode_task(task: Task) -> bytes:
+    """Encode a task as a payload."""
+    packed: bytes = msgpack.packb(task.to_wire())
+    return packed
+
+
+def encode_group(group: Group) -> bytes:
+    """Encode a group as a payload."""
+    packed: bytes = msgpack.packb(group.to_wire())
+    return packed
+
+
+def decode_task(payload: bytes) -> Task:
+    """Read a task.
+
+    Raises:
+        ValueError: the payload has another schema; the message names both numbers.
+    """
+    return Task.from_wire(_unpack(payload))
+
+
+def decode_group(payload: bytes) -> Group:
+    """Read a group; its arrays are read-only.
+
+    Raises:
+        ValueError: the payload has another schema; the message names both numbers.
+    """
+    return Group.from_wire(_unpack(payload))
+
+
+def _unpack(payload: bytes) -> dict[str, Any]:
+    unpacked = msgpack.unpackb(payload, strict_map_key=False)
+    if not isinstance(unpacked, dict):
+        raise ValueError(f"a payload is a mapping, got {type(unpacked).__name__}")  # noqa: TRY004
+    return unpacked

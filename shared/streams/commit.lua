@@ -1,0 +1,20 @@
+-- Resolve the plans of steps as trained. KEYS: scored stream, ledger, state, plans, lineage. ARGV: consumer, step ...
+-- Returns the number of plans that were resolved now, or -1 if a later trainer took over.
+local stream, ledger, state, plans, lineage = unpack(KEYS)
+if redis.call('HGET', state, 'trainer_owner') ~= ARGV[1] then return -1 end
+local resolved = 0
+for index = 2, #ARGV do
+  local encoded = redis.call('HGET', plans, ARGV[index])
+  if encoded then
+    local plan = cmsgpack.unpack(encoded)
+    for _, entry in ipairs(plan.entry_ids) do remove(stream, entry) end
+    redis.call('HINCRBY', ledger, 'planned', string.format('%d', -#plan.entry_ids))
+    redis.call('HINCRBY', ledger, 'trained', string.format('%d', #plan.entry_ids))
+    redis.call('HINCRBY', ledger, 'tokens:trained', string.format('%d', plan.token_count))
+    plan.entry_ids = nil
+    redis.call('HSET', lineage, ARGV[index], cmsgpack.pack(plan))
+    redis.call('HDEL', plans, ARGV[index])
+    resolved = resolved + 1
+  end
+end
+return resolved

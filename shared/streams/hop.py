@@ -1,0 +1,201 @@
+"""The one hop abstraction: claim an entry under a lease, then forward, resolve or hand it back.
+
+Delivery is at least once, effect exactly once: an entry leaves its stream only through the holder of its claim, in the
+same atomic step that appends the result to the next stream or counts the resolution. A holder that lost its claim is
+told so, and throws its result away.
+
+A claim is held while its entry is pending for the same consumer with the same delivery count. Consumer names are
+unique to one incarnation of a process, so a restarted process never passes for its predecessor.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from shared.errors import Unavailable
+from shared.schemas.task import Task
+from shared.schemas.trajectory import Group
+from shared.streams.codec import EntryHeader, decode_group, decode_task
+from shared.streams.keys import HopName
+
+log = logging.getLogger(__name__)
+
+TOO_MANY_DELIVERIES = "too_many_deliveries"
+FENCED = "a later trainer took over this experiment"
+
+
+class Resolution(StrEnum):
+    """How a group ends other than by travelling on."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """A stream entry held under a lease.
+
+    Attributes:
+        hop: the stream it was claimed from.
+        entry_id: its id in that stream.
+        header: what it says about its payload.
+        payload: msgpack, decoded by ``task`` or ``group``.
+        deliveries: how often the entry was delivered, this time included; 0 for a replayed one, which nobody holds.
+        consumer: who claimed it.
+        token: random; names this very claim, so that repeating a forward whose answer was lost is safe.
+    """
+
+    hop: HopName
+    entry_id: str
+    header: EntryHeader
+    payload: bytes
+    deliveries: int
+    consumer: str
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def task(self) -> Task:
+        """Decode the task; from a later hop, the task of the group.
+
+        Raises:
+            ValueError: the payload has another schema.
+        """
+        return decode_task(self.payload) if self.hop is HopName.TASKS else self.group().task
+
+    def group(self) -> Group:
+        """Decode the group.
+
+        Raises:
+            ValueError: the payload has another schema, or is a task.
+        """
+        if self.hop is HopName.TASKS:
+            raise ValueError(f"entry {self.entry_id} of the hop {self.hop.value} is a task, not a group")
+        return decode_group(self.payload)
+
+
+class Renewal:
+    """What the renewal of some claims has found out so far."""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+        """Set once any of the claims is held no more: the holder should stop its work."""
+        self.lost_claims: list[Claim] = []
+
+
+class Hop(Protocol):
+    """One stream of a lane, as one process sees it. Every call may raise ``Unavailable`` after its deadline."""
+
+    name: HopName
+    consumer: str
+    lease_seconds: float
+
+    async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
+        """Claim up to ``count`` entries, waiting up to ``wait_seconds`` for the first.
+
+        Entries that were handed back, or whose holder's lease ended, come first; both are seen within half a second
+        while waiting. Empty when nothing came.
+
+        Raises:
+            ClaimLost: a trainer's hop, after a later trainer took over.
+        """
+        ...
+
+    async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Start the leases anew, and return those claims that are held no more."""
+        ...
+
+    def renewing(self, *claims: Claim) -> AbstractAsyncContextManager[Renewal]:
+        """Renew in the background at a third of the lease, while the block runs."""
+        ...
+
+    async def forward(self, claim: Claim, group: Group) -> bool:
+        """Append the result to the next stream and remove the entry; False if the claim was lost.
+
+        Raises:
+            ValueError: the last hop has no next stream, or the group is not the claimed one.
+        """
+        ...
+
+    async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
+        """Forward several, in few round trips; each stands alone."""
+        ...
+
+    async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
+        """End the group's way, counted under the resolution and its reason; False if the claim was lost."""
+        ...
+
+    async def hand_back(self, claim: Claim) -> bool:
+        """Give the claim up at once, so that anyone claims the entry next; this delivery does not count."""
+        ...
+
+
+def consumer_name(service_id: str) -> str:
+    """Make a consumer name that no other process, and no later incarnation of this one, has."""
+    return f"{service_id}-{secrets.token_hex(6)}"
+
+
+def counter_of(resolution: Resolution, reason: str) -> str:
+    """Name the ledger's counter for a resolution.
+
+    Raises:
+        ValueError: the reason is empty or holds a colon.
+    """
+    if not reason or ":" in reason:
+        raise ValueError(f"a reason is a short phrase without a colon, got {reason!r}")
+    return resolution.value if resolution is Resolution.TRAINED else f"{resolution.value}:{reason}"
+
+
+def next_hop(claim: Claim, group: Group) -> HopName:
+    """Find where a claim's result goes.
+
+    Raises:
+        ValueError: the last hop has no next stream, or the group is not the claimed one.
+    """
+    destination = claim.hop.next
+    if destination is None:
+        raise ValueError(f"nothing follows the hop {claim.hop.value}: plan or resolve its claims")
+    if group.task.group_id != claim.header.group_id:
+        raise ValueError(f"claim of group {claim.header.group_id} cannot forward group {group.task.group_id}")
+    return destination
+
+
+@asynccontextmanager
+async def renewing(hop: Hop, claims: Sequence[Claim]) -> AsyncIterator[Renewal]:
+    """Renew ``claims`` at a third of the hop's lease while the block runs.
+
+    While the server does not answer, the claims count as held until their lease has passed.
+    """
+    renewal = Renewal()
+    task = asyncio.create_task(_keep_renewing(hop, list(claims), renewal), name=f"renew {hop.name.value}")
+    try:
+        yield renewal
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
+    renewed_at = time.monotonic()
+    while held:
+        await asyncio.sleep(hop.lease_seconds / 3)
+        try:
+            lost = await hop.renew(held)
+            renewed_at = time.monotonic()
+        except Unavailable:
+            lost = held if time.monotonic() - renewed_at > hop.lease_seconds else []
+        except Exception:
+            # Nobody awaits this task before the block ends: say it now, and let the holder stop.
+            log.exception("renewal ended", extra={"hop": hop.name.value})
+            lost = held
+        if lost:
+            log.warning("claims lost", extra={"hop": hop.name.value, "entries": [each.entry_id for each in lost]})
+            renewal.lost_claims.extend(lost)
+            renewal.lost.set()
+            held = [claim for claim in held if claim not in lost]

@@ -1,0 +1,111 @@
+"""The ledger: where every issued group is, in exact integers.
+
+Counters change only inside the scripts that move the entries; what waits or is claimed is read from the streams in
+the same instant. So the balance is a check of one against the other, not an identity.
+"""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from shared.streams.keys import HopName
+
+REASONED = ("filtered", "dropped", "failed")
+
+
+class HopCounts(BaseModel):
+    """One number for each hop, in groups."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: int = 0
+    generated: int = 0
+    scored: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum over the hops."""
+        return self.tasks + self.generated + self.scored
+
+
+class TokenCounts(BaseModel):
+    """Tokens, prompts included, that passed so far."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generated: int = 0
+    scored: int = 0
+    trained: int = 0
+
+
+class Ledger(BaseModel):
+    """A snapshot of one lane, taken atomically. All numbers are groups unless said otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    issued: int = 0
+    waiting: HopCounts = HopCounts()
+    """In a stream, not claimed or handed back."""
+    claimed: HopCounts = HopCounts()
+    """Held by a service. Planned groups are not among them."""
+    planned: int = 0
+    """Consumed by a step whose checkpoint is pending."""
+    trained: int = 0
+    """In a durable checkpoint; in the evaluation lane: its result is recorded."""
+    filtered: dict[str, int] = Field(default_factory=dict)
+    dropped: dict[str, int] = Field(default_factory=dict)
+    failed: dict[str, int] = Field(default_factory=dict)
+    outstanding: int = 0
+    """Issued, and neither planned nor resolved: what the admission budget bounds."""
+    consumed_since_publication: int = 0
+    """Planned under a version that no publication has followed yet."""
+    tokens: TokenCounts = TokenCounts()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def balanced(self) -> bool:
+        """Whether every issued group is in exactly one place, and the budget's count agrees with the streams."""
+        resolved = self.trained + sum(sum(getattr(self, kind).values()) for kind in REASONED)
+        travelling = self.waiting.total + self.claimed.total
+        counts = (*_values(self.waiting), *_values(self.claimed), self.planned, resolved)
+        return (
+            min(counts) >= 0 and self.issued == travelling + self.planned + resolved and self.outstanding == travelling
+        )
+
+    @classmethod
+    def from_counters(
+        cls,
+        counters: Mapping[str, int],
+        depths: Mapping[HopName, tuple[int, int]],
+        *,
+        outstanding: int,
+        consumed: int,
+    ) -> "Ledger":
+        """Build a snapshot.
+
+        Args:
+            counters: the ledger hash; reasons are fields such as ``failed:timeout``.
+            depths: for each hop, entries that wait and entries that are claimed.
+            outstanding: members of the outstanding set.
+            consumed: groups planned since the last publication.
+        """
+        reasons: dict[str, dict[str, int]] = {kind: {} for kind in REASONED}
+        for name, value in counters.items():
+            kind, colon, reason = name.partition(":")
+            if colon and kind in reasons:
+                reasons[kind][reason] = value
+        return cls(
+            issued=counters.get("issued", 0),
+            waiting=HopCounts(**{hop.value: waiting for hop, (waiting, _) in depths.items()}),
+            claimed=HopCounts(**{hop.value: claimed for hop, (_, claimed) in depths.items()}),
+            planned=counters.get("planned", 0),
+            trained=counters.get("trained", 0),
+            outstanding=outstanding,
+            consumed_since_publication=consumed,
+            tokens=TokenCounts(**{name: counters.get(f"tokens:{name}", 0) for name in TokenCounts.model_fields}),
+            **reasons,
+        )
+
+
+def _values(counts: HopCounts) -> tuple[int, int, int]:
+    return counts.tasks, counts.generated, counts.scored

@@ -1,0 +1,164 @@
+"""Streams in memory with the server's semantics, for the in-memory twin of the data plane."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from shared.streams.codec import EntryHeader
+from shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from shared.streams.ledger import Ledger
+from shared.streams.plans import Plan
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a stream."""
+
+    entry_id: str
+    header: EntryHeader
+    payload: bytes
+
+
+@dataclass(slots=True)
+class Pending:
+    """Who holds a delivered entry, since when, and after how many deliveries."""
+
+    consumer: str
+    since: float
+    deliveries: int
+
+
+class MemoryStream:
+    """Entries in order, and those of them that were delivered."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next_number = 1
+        self.entries: dict[str, Entry] = {}
+        self.undelivered: dict[str, None] = {}
+        self.pending: dict[str, Pending] = {}
+
+    def append(self, header: EntryHeader, payload: bytes) -> None:
+        """Add an entry at the end."""
+        entry = Entry(f"{self._next_number}-0", header, payload)
+        self._next_number += 1
+        self.entries[entry.entry_id] = entry
+        self.undelivered[entry.entry_id] = None
+
+    def deliver(self, consumer: str) -> str | None:
+        """Deliver the first entry that never was; None if there is none."""
+        entry_id = next(iter(self.undelivered), None)
+        if entry_id is not None:
+            del self.undelivered[entry_id]
+            self.pending[entry_id] = Pending(consumer, self._clock(), 1)
+        return entry_id
+
+    def holds(self, entry_id: str, consumer: str, deliveries: int) -> bool:
+        """Tell whether the entry is pending for this consumer at this delivery count."""
+        held = self.pending.get(entry_id)
+        return held is not None and held.consumer == consumer and held.deliveries == deliveries
+
+    def give(self, entry_id: str, consumer: str, *, deliveries: int) -> None:
+        """Make a pending entry another consumer's, with a fresh idle time."""
+        self.pending[entry_id] = Pending(consumer, self._clock(), deliveries)
+
+    def put_aside(self, entry_id: str) -> None:
+        """Hand a pending entry back; the delivery that ends so does not count."""
+        self.give(entry_id, HANDED_BACK, deliveries=max(0, self.pending[entry_id].deliveries - 1))
+
+    def held_by(self, consumer: str) -> list[str]:
+        """List a consumer's pending entries in stream order."""
+        return [entry_id for entry_id, held in self.in_order() if held.consumer == consumer]
+
+    def idle_for(self, seconds: float) -> list[str]:
+        """List pending entries, but planned ones, that were not renewed for so long."""
+        now = self._clock()
+        return [
+            entry_id for entry_id, held in self.in_order() if now - held.since >= seconds and held.consumer != PLANNED
+        ]
+
+    def remove(self, entry_id: str) -> None:
+        """Acknowledge and delete an entry."""
+        self.pending.pop(entry_id, None)
+        del self.entries[entry_id]
+
+    def clear(self) -> None:
+        """Forget all entries, but no id."""
+        self.entries.clear()
+        self.undelivered.clear()
+        self.pending.clear()
+
+    def depths(self) -> tuple[int, int]:
+        """Count what waits and what is claimed; planned entries are neither."""
+        handed_back = len(self.held_by(HANDED_BACK))
+        planned = len(self.held_by(PLANNED))
+        pending = len(self.pending)
+        return len(self.entries) - pending + handed_back, pending - handed_back - planned
+
+    def in_order(self) -> Iterator[tuple[str, Pending]]:
+        """Go through pending entries in stream order."""
+        return iter(sorted(self.pending.items(), key=lambda item: int(item[0].partition("-")[0])))
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """All that one lane keeps, as the server would."""
+
+    clock: Clock
+    counters: dict[str, int] = field(default_factory=dict)
+    outstanding: dict[int, int] = field(default_factory=dict)
+    consumed: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    lineage: dict[int, Plan] = field(default_factory=dict)
+    done: dict[str, str] = field(default_factory=dict)
+    next_group_id: int = 0
+    published_version: int | None = None
+    trainer_incarnation: int = 0
+    trainer_owner: str | None = None
+    streams: dict[HopName, MemoryStream] = field(default_factory=dict)
+
+    _changed: "asyncio.Future[None] | None" = None
+
+    def __post_init__(self) -> None:
+        self.streams = {hop: MemoryStream(self.clock) for hop in HopName}
+
+    @property
+    def changed(self) -> "asyncio.Future[None]":
+        """A future that ends at the next change that may free or add an entry."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def wake(self) -> None:
+        """End ``changed``."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    def clear(self) -> None:
+        """Forget everything; hops that are open see empty streams."""
+        for container in (self.counters, self.outstanding, self.consumed, self.plans, self.lineage, self.done):
+            container.clear()
+        for stream in self.streams.values():
+            stream.clear()
+        self.next_group_id, self.published_version = 0, None
+        self.trainer_incarnation, self.trainer_owner = 0, None
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Change a counter."""
+        self.counters[counter] = self.counters.get(counter, 0) + amount
+
+    def used(self) -> int:
+        """Count what the budget bounds."""
+        return len(self.outstanding) + sum(self.consumed.values())
+
+    def ledger(self) -> Ledger:
+        """Take a snapshot."""
+        return Ledger.from_counters(
+            self.counters,
+            {hop: stream.depths() for hop, stream in self.streams.items()},
+            outstanding=len(self.outstanding),
+            consumed=sum(self.consumed.values()),
+        )

@@ -1,0 +1,31 @@
+"""Everything that one lane of one experiment keeps in its data plane, behind one protocol with two twins."""
+
+from typing import Protocol
+
+from shared.streams.admission import Admission
+from shared.streams.hop import Hop
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+from shared.streams.plans import TrainerQueue
+
+
+class DataPlane(Protocol):
+    """One lane of one experiment."""
+
+    admission: Admission
+
+    def hop(self, name: HopName, service_id: str) -> Hop:
+        """Open a hop as a consumer of its own; the train lane's scored hop belongs to the trainer."""
+        ...
+
+    def trainer(self, service_id: str) -> TrainerQueue:
+        """Open the trainer's queue; ``take_over`` makes it the only one."""
+        ...
+
+    async def ledger(self) -> Ledger:
+        """Take a snapshot of the ledger in one atomic step."""
+        ...
+
+    async def remove(self) -> None:
+        """Delete everything of the lane. For experiments that are deleted."""
+        ...

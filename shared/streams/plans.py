@@ -1,0 +1,142 @@
+"""The trainer's side: a step's plan is written before it is trained, and committed with the checkpoint that holds it.
+
+Planned entries stay in the scored stream under a reserved consumer, so a trainer that comes back from an older
+checkpoint reads the very same groups again, in the same order. Only the latest incarnation of the trainer may claim,
+plan and commit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import msgpack
+
+from shared.streams.hop import Claim, Hop
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The groups of one step, in training order.
+
+    Attributes:
+        step: the optimiser step that trains them.
+        version: the policy version that the step trains.
+        group_ids: in order.
+        entry_ids: their entries in the scored stream; empty once the step is committed.
+        oldest_version, newest_version: policy versions that sampled a token of them.
+        token_count: tokens of them all, prompts included.
+    """
+
+    step: int
+    version: int
+    group_ids: tuple[int, ...]
+    entry_ids: tuple[str, ...]
+    oldest_version: int
+    newest_version: int
+    token_count: int
+
+    @classmethod
+    def of(cls, step: int, claims: Sequence[Claim], version: int) -> "Plan":
+        """Plan claims in their order.
+
+        Raises:
+            ValueError: there is none, a group appears twice, or one is not of the scored hop.
+        """
+        group_ids = tuple(claim.header.group_id for claim in claims)
+        if not group_ids or len(set(group_ids)) != len(group_ids):
+            raise ValueError(f"a plan holds at least one group, and none twice; got {list(group_ids)}")
+        if any(claim.hop.next is not None for claim in claims):
+            raise ValueError("only claims of the scored hop can be planned")
+        return cls(
+            step=step,
+            version=version,
+            group_ids=group_ids,
+            entry_ids=tuple(claim.entry_id for claim in claims),
+            oldest_version=min(claim.header.oldest_version for claim in claims),
+            newest_version=max(claim.header.newest_version for claim in claims),
+            token_count=sum(claim.header.token_count for claim in claims),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Encode it as a msgpack mapping."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> "Plan":
+        """Read what ``to_bytes`` made."""
+        wire = msgpack.unpackb(encoded, use_list=False)
+        return cls(**(wire | {"entry_ids": tuple(wire.get("entry_ids") or ())}))
+
+
+class TrainerQueue(Protocol):
+    """The scored hop for the one trainer of an experiment. Every call may raise ``Unavailable``."""
+
+    hop: Hop
+    """Claims of it last until a later trainer takes over: they need no renewal."""
+
+    async def take_over(self, incarnation: int | None = None) -> int:
+        """Become the trainer, and return the number of this incarnation.
+
+        Whatever an earlier trainer had claimed and not planned waits again; its planned entries stay planned.
+        Call it once, before anything else here.
+
+        Args:
+            incarnation: a number that rises from trainer to trainer; None for one more than the last.
+
+        Raises:
+            ClaimLost: a trainer with this number or a later one has taken over already.
+        """
+        ...
+
+    async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
+        """Write the plan of ``step``; True if it stands, also when this very plan stood already.
+
+        False, without effect, if another plan of the step exists, or one of the claims is held no more.
+
+        Args:
+            version: the policy version that the step trains.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+            ValueError: no claim, a group twice, or a claim of another hop.
+        """
+        ...
+
+    async def load_plan(self, step: int) -> Plan | None:
+        """Read the plan of a step that is not committed."""
+        ...
+
+    async def plans_from(self, step: int) -> list[Plan]:
+        """Read the plans of this step and later ones that are not committed, in order of their steps."""
+        ...
+
+    async def replay(self, step: int) -> list[Claim]:
+        """Read the entries of a step's plan again, in its order. They cannot be forwarded or resolved.
+
+        Raises:
+            NotFound: the step has no plan, or an entry of it is gone.
+        """
+        ...
+
+    async def commit(self, steps: Sequence[int]) -> int:
+        """Count the groups of these steps as trained and remove their entries: their checkpoint is durable.
+
+        Steps without a plan, such as committed ones, are passed over. What remains is the lineage. Returns the
+        number of steps committed by this call; after a repetition that followed a lost answer, it may be 0.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        ...
+
+    async def resolve_already_trained(self, claim: Claim) -> bool:
+        """Count a group as trained that a durable checkpoint contains already, without training it.
+
+        It appears when the server came back from its log at an earlier state. False if the claim was lost.
+        """
+        ...
+
+    async def lineage(self, step: int) -> Plan | None:
+        """Read what a committed step trained; without entry ids."""
+        ...

@@ -1,0 +1,198 @@
+"""Hops over Redis streams. Everything that changes the ledger is one script, so it happens wholly or not at all."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from shared.errors import ClaimLost
+from shared.schemas.trajectory import Group
+from shared.streams.codec import EntryHeader, encode_group, group_header
+from shared.streams.hop import FENCED, Claim, Renewal, Resolution, counter_of, next_hop, renewing
+from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from shared.streams.scripts import Argument, Call, ScriptRunner
+from shared.streams.settings import StreamsConfig
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 0.5
+"""Longest time after which a waiting claimer looks for entries that are free again."""
+MARKER_SECONDS = 120
+"""How long a forward may be repeated after its answer was lost. Far above any deadline of a call."""
+
+
+class RedisHop:
+    """One stream of a lane, read by one consumer.
+
+    A forward is safe to repeat: the script leaves a short-lived key named after the claim's random token, and answers
+    yes when it finds the claim gone but its key there. So an answer lost with a connection costs a repetition only.
+    """
+
+    def __init__(
+        self, runner: ScriptRunner, keys: StreamKeys, name: HopName, consumer: str, config: StreamsConfig
+    ) -> None:
+        self.name = name
+        self.consumer = consumer
+        self.lease_seconds = config.lease_seconds
+        self._runner = runner
+        self._keys = keys
+        self._stream = keys.stream(name)
+        self._max_deliveries = config.max_deliveries
+        self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
+        self._next_sweep = 0.0
+
+    async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
+        """See ``Hop.claim``."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_seconds
+        while True:
+            if clock() >= self._next_sweep:
+                self._next_sweep = clock() + self._sweep_seconds
+                if claims := await self._sweep(count):
+                    # There may be more: do not wait for the next time.
+                    self._next_sweep = clock()
+                    return claims
+            claims = await self._read(count, min(deadline, self._next_sweep) - clock())
+            if claims or clock() >= deadline:
+                return claims
+
+    async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See ``Hop.renew``."""
+        if not claims:
+            return []
+        tokens = [part for claim in claims for part in (claim.entry_id, claim.deliveries)]
+        lost = await self._runner.run("renew", [self._stream], [self.consumer, *tokens])
+        return [claims[position - 1] for position in lost]
+
+    def renewing(self, *claims: Claim) -> AbstractAsyncContextManager[Renewal]:
+        """See ``Hop.renewing``."""
+        return renewing(self, claims)
+
+    async def forward(self, claim: Claim, group: Group) -> bool:
+        """See ``Hop.forward``."""
+        return (await self.forward_many([(claim, group)]))[0]
+
+    async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
+        """See ``Hop.forward_many``."""
+        calls = []
+        for claim, group in results:
+            destination = next_hop(claim, group)
+            header = group_header(group)
+            counted: list[Argument] = [f"tokens:{destination.value}", header.token_count]
+            entry = [header.to_bytes(), encode_group(group)]
+            calls.append(self._finish(claim, counted, entry, [self._keys.stream(destination)]))
+        return [bool(answer) for answer in await self._runner.run_many("finish", calls)]
+
+    async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
+        """See ``Hop.resolve``."""
+        call = self._finish(claim, [counter_of(resolution, reason), 1])
+        return bool(await self._runner.run("finish", call.keys, call.arguments))
+
+    async def hand_back(self, claim: Claim) -> bool:
+        """See ``Hop.hand_back``."""
+        arguments: list[Argument] = [claim.entry_id, claim.consumer, claim.deliveries]
+        return bool(await self._runner.run("hand_back", [self._stream], arguments))
+
+    def _finish(
+        self, claim: Claim, counted: Sequence[Argument], entry: Sequence[bytes] = (), onward: Sequence[str] = ()
+    ) -> Call:
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.marker(claim.token), *onward]
+        held: list[Argument] = [claim.entry_id, claim.consumer, claim.deliveries, MARKER_SECONDS * 1000]
+        return Call(keys, [*held, *counted, claim.header.group_id, *entry])
+
+    async def _sweep(self, count: int) -> list[Claim]:
+        lease_ms = max(1, round(self.lease_seconds * 1000))
+        return await self._run_sweep(count, str(lease_ms))
+
+    async def _run_sweep(self, count: int, *mode: str) -> list[Claim]:
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state]
+        answer = await self._runner.run("sweep", keys, [self.consumer, count, self._max_deliveries, *mode])
+        if answer == b"fenced":
+            raise ClaimLost(FENCED)
+        taken, given_up = answer
+        if given_up:
+            log.warning("entries given up after too many deliveries", extra={"hop": self.name.value, "count": given_up})
+        return [
+            self._claim(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)
+            for entry_id, deliveries, fields in taken
+        ]
+
+    async def _read(self, count: int, block_seconds: float) -> list[Claim]:
+        command: list[Any] = ["XREADGROUP", "GROUP", CONSUMER_GROUP, self.consumer, "COUNT", count]
+        if block_seconds > 0:
+            command += ["BLOCK", max(1, round(block_seconds * 1000))]
+        command += ["STREAMS", self._stream, ">"]
+
+        # An answer that is lost leaves entries pending that nobody knows of; their lease ends, and they come again.
+        try:
+            answer = await self._runner.command(*command)
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self._runner.run("create_group", [self._stream, self._keys.plans])
+            answer = await self._runner.command(*command)
+        return [self._claim(entry_id, fields, 1) for _, entries in answer or () for entry_id, fields in entries]
+
+    def _claim(self, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> Claim:
+        header = EntryHeader.from_bytes(fields[b"header"])
+        return Claim(self.name, entry_id.decode(), header, fields[b"payload"], deliveries, self.consumer)
+
+
+class TrainerHop(RedisHop):
+    """The scored hop of the trainer: its claims last until a later trainer takes over.
+
+    No lease ends here, so an entry whose delivery never arrived is found by comparing the server's list with what is
+    held, after any call that failed or was cancelled.
+    """
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys, consumer: str, config: StreamsConfig) -> None:
+        super().__init__(runner, keys, HopName.SCORED, consumer, config)
+        self._held: set[str] = set()
+        self._is_delivery_lost = False
+        self._one_at_a_time = asyncio.Lock()
+
+    def release(self, entry_ids: Iterable[str]) -> None:
+        """Forget claims that were planned."""
+        self._held.difference_update(entry_ids)
+
+    async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
+        """See ``Hop.claim``."""
+        async with self._one_at_a_time:
+            return await super().claim(count, wait_seconds=wait_seconds)
+
+    async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
+        """See ``Hop.resolve``."""
+        is_resolved = await super().resolve(claim, resolution, reason)
+        self._held.discard(claim.entry_id)
+        return is_resolved
+
+    async def hand_back(self, claim: Claim) -> bool:
+        """See ``Hop.hand_back``."""
+        is_handed_back = await super().hand_back(claim)
+        self._held.discard(claim.entry_id)
+        return is_handed_back
+
+    async def _sweep(self, count: int) -> list[Claim]:
+        strays = ["-", *self._held] if self._is_delivery_lost else []
+        self._is_delivery_lost = False
+        claims = await self._delivered(self._run_sweep(count, "trainer", *strays))
+        if strays and len(claims) == count:
+            self._is_delivery_lost = True  # there may be more
+        return claims
+
+    async def _read(self, count: int, block_seconds: float) -> list[Claim]:
+        return await self._delivered(super()._read(count, block_seconds))
+
+    async def _delivered(self, call: Awaitable[list[Claim]]) -> list[Claim]:
+        failures = self._runner.failures
+        has_arrived = False
+        try:
+            claims = await call
+            has_arrived = self._runner.failures == failures
+        finally:
+            self._is_delivery_lost |= not has_arrived
+        self._held.update(claim.entry_id for claim in claims)
+        return claims

@@ -1,0 +1,70 @@
+"""Admission over Redis."""
+
+from collections.abc import Sequence
+
+from shared.schemas.task import Task
+from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive
+from shared.streams.codec import encode_task, task_header
+from shared.streams.keys import HopName, StreamKeys
+from shared.streams.scripts import Argument, ScriptRunner
+
+
+class RedisAdmission:
+    """Issues tasks in one script; see ``Admission``."""
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
+        self._runner = runner
+        self._keys = keys
+
+    async def issue(self, task: Task, *, limit: int) -> IssueResult:
+        """See ``Admission.issue``."""
+        return await self.issue_many([task], limit=limit)
+
+    async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
+        """See ``Admission.issue_many``."""
+        check_consecutive(tasks)
+        if not tasks:
+            return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
+        keys = self._keys
+        arguments: list[Argument] = [tasks[0].group_id, limit]
+        for task in tasks:
+            arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
+        count, next_id = await self._runner.run(
+            "issue", [keys.stream(HopName.TASKS), keys.ledger, keys.outstanding, keys.state, keys.consumed], arguments
+        )
+        if count == len(tasks):
+            outcome = IssueOutcome.ISSUED
+        elif next_id == tasks[0].group_id + count:
+            outcome = IssueOutcome.BUDGET_FULL
+        else:
+            outcome = IssueOutcome.CURSOR_MOVED
+        return IssueResult(outcome, count, next_id)
+
+    async def next_group_id(self) -> int:
+        """See ``Admission.next_group_id``."""
+        return int(await self._state("next_group_id") or 0)
+
+    async def published(self, version: int) -> bool:
+        """See ``Admission.published``."""
+        return bool(await self._runner.run("published", [self._keys.state, self._keys.consumed], [version]))
+
+    async def published_version(self) -> int | None:
+        """See ``Admission.published_version``."""
+        recorded = await self._state("published_version")
+        return None if recorded is None else int(recorded)
+
+    async def oldest_outstanding_version(self) -> int | None:
+        """See ``Admission.oldest_outstanding_version``."""
+        first = await self._runner.command("ZRANGE", self._keys.outstanding, 0, 0, "WITHSCORES")
+        # Pairs or a flat list, by the client's version.
+        return None if not first else int(float(first[0][1] if isinstance(first[0], list | tuple) else first[1]))
+
+    async def outstanding_older_than(self, version: int) -> list[int]:
+        """See ``Admission.outstanding_older_than``."""
+        return sorted(
+            map(int, await self._runner.command("ZRANGEBYSCORE", self._keys.outstanding, "-inf", f"({version}"))
+        )
+
+    async def _state(self, field: str) -> bytes | None:
+        value: bytes | None = await self._runner.command("HGET", self._keys.state, field)
+        return value

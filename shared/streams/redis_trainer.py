@@ -1,0 +1,105 @@
+"""The trainer's queue over Redis."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shared.errors import ClaimLost, NotFound
+from shared.streams.codec import EntryHeader
+from shared.streams.connection import retried
+from shared.streams.hop import FENCED, Claim, Resolution
+from shared.streams.keys import PLANNED, HopName, StreamKeys
+from shared.streams.plans import Plan
+from shared.streams.redis import TrainerHop
+from shared.streams.scripts import ScriptRunner
+
+REPLAY_ENTRIES = 16
+"""Entries read per round trip; a large group is a megabyte."""
+
+
+class RedisTrainerQueue:
+    """Plans and commits steps; see ``TrainerQueue``."""
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys, hop: TrainerHop) -> None:
+        self.hop = hop
+        self._runner = runner
+        self._keys = keys
+        self._stream = keys.stream(HopName.SCORED)
+
+    async def take_over(self, incarnation: int | None = None) -> int:
+        """See ``TrainerQueue.take_over``."""
+        wanted = "" if incarnation is None else incarnation
+        number = await self._runner.run("take_over", [self._stream, self._keys.state], [self.hop.consumer, wanted])
+        if number < 0:
+            raise ClaimLost(f"{FENCED}: incarnation {incarnation} is not newer", incarnation=incarnation)
+        return int(number)
+
+    async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
+        """See ``TrainerQueue.plan``."""
+        plan = Plan.of(step, claims, version)
+        keys = self._keys
+        held = [part for claim in claims for part in (claim.entry_id, claim.deliveries, claim.header.group_id)]
+        answer = await self._runner.run(
+            "plan",
+            [self._stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.plans],
+            [self.hop.consumer, step, version, plan.to_bytes(), *held],
+        )
+        if answer == b"fenced":
+            raise ClaimLost(FENCED)
+        if answer == b"planned":
+            self.hop.release(plan.entry_ids)
+        return bool(answer == b"planned")
+
+    async def load_plan(self, step: int) -> Plan | None:
+        """See ``TrainerQueue.load_plan``."""
+        encoded = await self._runner.command("HGET", self._keys.plans, step)
+        return None if encoded is None else Plan.from_bytes(encoded)
+
+    async def plans_from(self, step: int) -> list[Plan]:
+        """See ``TrainerQueue.plans_from``."""
+        plans = [Plan.from_bytes(encoded) for encoded in await self._runner.command("HVALS", self._keys.plans)]
+        return sorted((plan for plan in plans if plan.step >= step), key=lambda plan: plan.step)
+
+    async def replay(self, step: int) -> list[Claim]:
+        """See ``TrainerQueue.replay``."""
+        plan = await self.load_plan(step)
+        if plan is None:
+            raise NotFound(f"step {step} has no plan", step=step)
+        claims: list[Claim] = []
+        for start in range(0, len(plan.entry_ids), REPLAY_ENTRIES):
+            claims += await self._read(plan.entry_ids[start : start + REPLAY_ENTRIES], step)
+        return claims
+
+    async def commit(self, steps: Sequence[int]) -> int:
+        """See ``TrainerQueue.commit``."""
+        keys = [self._stream, self._keys.ledger, self._keys.state, self._keys.plans, self._keys.lineage]
+        resolved = await self._runner.run("commit", keys, [self.hop.consumer, *steps])
+        if resolved < 0:
+            raise ClaimLost(FENCED)
+        return int(resolved)
+
+    async def resolve_already_trained(self, claim: Claim) -> bool:
+        """See ``TrainerQueue.resolve_already_trained``."""
+        return await self.hop.resolve(claim, Resolution.TRAINED, "already_trained")
+
+    async def lineage(self, step: int) -> Plan | None:
+        """See ``TrainerQueue.lineage``."""
+        encoded = await self._runner.command("HGET", self._keys.lineage, step)
+        return None if encoded is None else Plan.from_bytes(encoded)
+
+    async def _read(self, entry_ids: Sequence[str], step: int) -> list[Claim]:
+        async def once() -> list[Any]:
+            async with self._runner.redis.pipeline(transaction=False) as pipeline:
+                for entry_id in entry_ids:
+                    pipeline.xrange(self._stream, entry_id, entry_id)
+                found: list[Any] = await pipeline.execute()
+            return found
+
+        found = await retried(once, deadline_seconds=self._runner.deadline_seconds)
+        claims = []
+        for entry_id, entries in zip(entry_ids, found, strict=True):
+            if not entries:
+                raise NotFound(f"entry {entry_id} of the plan of step {step} is gone", step=step)
+            fields = entries[0][1]
+            header = EntryHeader.from_bytes(fields[b"header"])
+            claims.append(Claim(HopName.SCORED, entry_id, header, fields[b"payload"], 0, PLANNED))
+        return claims

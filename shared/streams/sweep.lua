@@ -1,0 +1,68 @@
+-- Claim entries that were delivered before and are free again.
+-- KEYS: stream, ledger, outstanding, state
+-- ARGV: consumer, count, most deliveries, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
+--   lease: entries handed back, then entries idle for longer than the lease.
+--   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
+-- Returns {entries as {id, deliveries, fields}, number of entries given up}, or 'fenced'.
+local stream, ledger, outstanding, state = unpack(KEYS)
+local consumer, count, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local taken, given_up = {}, 0
+
+local function give_up(entry)
+  local found = redis.call('XRANGE', stream, entry, entry)
+  remove(stream, entry)
+  if #found == 1 then
+    local header = cmsgpack.unpack(found[1][2][2])
+    redis.call('HINCRBY', ledger, 'failed:too_many_deliveries', 1)
+    redis.call('ZREM', outstanding, string.format('%d', header.group_id))
+  end
+  given_up = given_up + 1
+end
+
+local function take(rows)
+  for _, row in ipairs(rows) do
+    local entry, holder, deliveries = row[1], row[2], row[4]
+    if holder == PLANNED then
+      -- Belongs to a step.
+    elseif deliveries >= most then
+      give_up(entry)
+    else
+      local claimed = redis.call('XCLAIM', stream, GROUP, consumer, 0, entry)
+      if claimed[1] then
+        taken[#taken + 1] = {entry, deliveries + 1, claimed[1][2]}
+      else
+        redis.call('XACK', stream, GROUP, entry)
+      end
+    end
+  end
+end
+
+if lease ~= 'trainer' then
+  local rows = redis.pcall('XPENDING', stream, GROUP, '-', '+', count, HANDED_BACK)
+  if is_no_group(rows) then return {taken, given_up} end
+  take(rows)
+  if #taken < count then
+    take(redis.call('XPENDING', stream, GROUP, 'IDLE', lease, '-', '+', count - #taken))
+  end
+  return {taken, given_up}
+end
+
+if redis.call('HGET', state, 'trainer_owner') ~= consumer then return 'fenced' end
+local summary = redis.pcall('XPENDING', stream, GROUP)
+if is_no_group(summary) then return {taken, given_up} end
+for _, holder in ipairs(summary[4] or {}) do
+  if holder[1] ~= consumer and holder[1] ~= PLANNED and #taken < count then
+    take(redis.call('XPENDING', stream, GROUP, '-', '+', count - #taken, holder[1]))
+  end
+end
+if ARGV[5] and #taken < count then
+  local held = {}
+  for index = 5, #ARGV do held[ARGV[index]] = true end
+  for _, each in ipairs(taken) do held[each[1]] = true end
+  local strays = {}
+  for _, row in ipairs(redis.call('XPENDING', stream, GROUP, '-', '+', 1000000, consumer)) do
+    if not held[row[1]] and #strays < count - #taken then strays[#strays + 1] = row end
+  end
+  take(strays)
+end
+return {taken, given_up}

@@ -1,0 +1,148 @@
+"""A module's parameters in one flat buffer per dtype, so that a snapshot of all weights is one copy per dtype.
+
+Copying parameter by parameter at publication costs more than the transfer itself. Here the parameters are views of the
+flat buffers from the start; the parameter objects stay, so optimizers made before or after work alike.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shared.weights.image import WeightImage
+from shared.weights.layout import ImageLayout
+from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire, safetensors_name
+
+
+class FlatParameters:
+    """Lays all parameters of a module into flat buffers, keeping their values, and copies them to and from images.
+
+    Names are those of the Hugging Face checkpoint: the parameter's path in the module, and for weights that are tied
+    the one name that ``save_pretrained`` keeps. Buffers are not parameters: they do not train and do not travel.
+
+    Args:
+        module: on one device, its parameters plain tensors (gather sharded ones with ``write_tensors`` instead).
+        wire_dtype: floating-point dtype that snapshots are cast to, such as bfloat16; None keeps each dtype.
+
+    Raises:
+        ValueError: no parameters, several devices, sharded or meta tensors, or a dtype that images do not hold.
+    """
+
+    def __init__(self, module: nn.Module, *, wire_dtype: torch.dtype | None = None) -> None:
+        groups = _distinct(module)
+        _check(groups)
+        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+        for name, tied in groups.items():
+            by_dtype[tied[0].dtype].append(name)
+        self.buffers: dict[torch.dtype, Tensor] = {
+            dtype: _flatten([groups[name] for name in names]) for dtype, names in by_dtype.items()
+        }
+        self._first = {dtype: names[0] for dtype, names in by_dtype.items()}
+        self.layout = ImageLayout.of(
+            {
+                name: (tuple(groups[name][0].shape), safetensors_name(on_wire(dtype, wire_dtype)))
+                for dtype, names in by_dtype.items()
+                for name in names
+            }
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(buffer.numel() for buffer in self.buffers.values())
+
+    @torch.no_grad()
+    def snapshot_into(self, image: WeightImage) -> None:
+        """Write header and weights into the image.
+
+        Raises:
+            ValueError: the image does not have the layout's size.
+            Conflict: the image is still being read.
+        """
+        if image.image_bytes != self.layout.image_bytes:
+            raise ValueError(f"the weights take {self.layout.image_bytes} bytes, the image has {image.image_bytes}")
+        with image.writing() as view:
+            view[: len(self.layout.header)] = self.layout.header
+            for buffer, segment in self._segments(image):
+                segment.copy_(buffer)
+
+    @torch.no_grad()
+    def load_from(self, image: WeightImage) -> None:
+        """Take over the weights of an image, in place.
+
+        Raises:
+            ValueError: the image holds other names, shapes or dtypes.
+        """
+        if image.layout().tensors != self.layout.tensors:
+            raise ValueError("the image holds other tensors than this module")
+        for buffer, segment in self._segments(image):
+            buffer.copy_(segment)
+
+    def _segments(self, image: WeightImage) -> list[tuple[Tensor, Tensor]]:
+        specs = {spec.name: spec for spec in self.layout.tensors}
+        pairs = []
+        for dtype, buffer in self.buffers.items():
+            spec = specs[self._first[dtype]]
+            pairs.append((buffer, flat_view(image.mapped, spec.dtype, spec.start, buffer.numel())))
+        return pairs
+
+
+def _distinct(module: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Group parameters that are one memory under the name that the checkpoint gives it, in the module's order."""
+    dropped = _dropped_names(module)
+    names: dict[object, str] = {}
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = _memory(parameter)
+        if key not in names:
+            names[key] = name
+            groups[name] = [parameter]
+            continue
+        kept = names[key]
+        if all(parameter is not other for other in groups[kept]):
+            groups[kept].append(parameter)
+        if kept in dropped and name not in dropped:
+            names[key] = name
+            groups[name] = groups.pop(kept)
+    return groups
+
+
+def _memory(parameter: nn.Parameter) -> object:
+    if parameter.device.type == "meta" or parameter.numel() == 0:
+        return id(parameter)
+    return (parameter.data_ptr(), parameter.dtype, tuple(parameter.shape), parameter.stride())
+
+
+def _dropped_names(module: nn.Module) -> frozenset[str]:
+    """Name the tied weights that transformers leaves out of a checkpoint."""
+    tied: Mapping[str, str] | None = getattr(module, "all_tied_weights_keys", None)
+    return frozenset(tied or ())
+
+
+def _check(groups: Mapping[str, list[nn.Parameter]]) -> None:
+    if not groups:
+        raise ValueError("the module has no parameters")
+    devices = {tied[0].device for tied in groups.values()}
+    if len(devices) > 1 or "meta" in {device.type for device in devices}:
+        raise ValueError(f"parameters must be on one real device, not on {', '.join(sorted(map(str, devices)))}")
+    for name, tied in groups.items():
+        if type(tied[0].data) is not Tensor:
+            raise ValueError(f"{name} is a {type(tied[0].data).__name__}; only plain tensors can be views of a buffer")
+        if tied[0].dtype not in TORCH_DTYPES.values():
+            raise ValueError(f"{name} has dtype {tied[0].dtype}, which weight images do not hold")
+
+
+@torch.no_grad()
+def _flatten(groups: list[list[nn.Parameter]]) -> Tensor:
+    first = groups[0][0]
+    flat = torch.empty(sum(tied[0].numel() for tied in groups), dtype=first.dtype, device=first.device)
+    offset = 0
+    for tied in groups:
+        shape = tied[0].shape
+        view = flat[offset : offset + shape.numel()].view(shape)
+        view.copy_(tied[0])
+        for parameter in tied:
+            parameter.data = view
+        offset += shape.numel()
+    return flat

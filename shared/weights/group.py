@@ -1,0 +1,129 @@
+"""One member of a gloo weight group: it forms the group, then broadcasts images slice by slice.
+
+Everything here may block until its deadline and cannot be interrupted: gloo's ``abort`` and ``shutdown`` return and do
+nothing. Run it in a process that may be killed.
+"""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
+
+from shared.errors import WeightTransferFailed
+from shared.weights.endpoint_protocol import Command, Direction, Opening
+from shared.weights.image import WeightImage
+
+SLICES_IN_FLIGHT = 2
+"""Broadcasts under way at once: with two, the checksum of one slice is computed while the next one arrives."""
+
+
+class WeightGroup:
+    """The membership of one process in one epoch."""
+
+    def __init__(self, opening: Opening, on_opened: Callable[[int], None]) -> None:
+        """Form the group; returns when every member is connected.
+
+        Args:
+            opening: who this member is and where the store is or shall be.
+            on_opened: called with the store's port as soon as rank 0 hosts it.
+
+        Raises:
+            RuntimeError: the store or a member was not there within the time-out.
+        """
+        deadline = time.monotonic() + opening.timeout_seconds
+        self._store = _host_store(opening, on_opened) if opening.rank == 0 else _reach_store(opening)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _until(deadline)
+        options._devices = [ProcessGroupGloo.create_device(hostname=opening.address or _address_towards(opening))]
+        self._group = ProcessGroupGloo(
+            PrefixStore(f"epoch-{opening.epoch}", self._store), opening.rank, opening.world_size, options
+        )
+
+    def transfer(self, command: Command) -> str | None:
+        """Broadcast the image from rank 0: send it, or receive it and return its checksum.
+
+        Raises:
+            RuntimeError: a member failed or stalled; the group is of no use afterwards.
+            WeightTransferFailed: the image cannot be opened or has another size.
+        """
+        deadline = time.monotonic() + command.deadline_seconds
+        with WeightImage.attach(command.image_path) as image:
+            if image.image_bytes != command.image_bytes:
+                raise WeightTransferFailed(
+                    f"the image has {image.image_bytes} bytes, the manifest says {command.image_bytes}"
+                )
+            data = torch.frombuffer(image.mapped, dtype=torch.uint8)
+            arrived = self._broadcast(list(torch.split(data, command.slice_bytes)), deadline)
+            if command.direction is Direction.SEND:
+                deque(arrived, maxlen=0)
+                return None
+            digest = xxhash.xxh3_64()
+            for piece in arrived:
+                digest.update(piece.numpy().data)
+            return digest.hexdigest()
+
+    def _broadcast(self, slices: list[torch.Tensor], deadline: float) -> Iterator[torch.Tensor]:
+        """Yield each slice when it has been transferred, while the following ones are under way."""
+        under_way: deque[tuple[torch.Tensor, Any]] = deque()
+        for piece in slices:
+            if len(under_way) == SLICES_IN_FLIGHT:
+                oldest, work = under_way.popleft()
+                work.wait()
+                under_way.append((piece, self._start(piece, deadline)))
+                yield oldest
+            else:
+                under_way.append((piece, self._start(piece, deadline)))
+        for piece, work in under_way:
+            work.wait()
+            yield piece
+
+    def _start(self, piece: torch.Tensor, deadline: float) -> Any:
+        options = BroadcastOptions()
+        options.timeout = _until(deadline)
+        return self._group.broadcast([piece], options)  # type: ignore[attr-defined]
+
+
+def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:
+    family = socket.AF_INET6 if ":" in opening.bind_host else socket.AF_INET
+    # The store would listen on every interface; a socket of ours restricts it to the address we were told.
+    with socket.create_server((opening.bind_host, 0), family=family) as listening:
+        port = listening.getsockname()[1]
+        store = _store(opening, port, master_listen_fd=listening.detach())
+    on_opened(port)
+    return store
+
+
+def _reach_store(opening: Opening) -> TCPStore:
+    return _store(opening, opening.port, master_listen_fd=None)
+
+
+def _store(opening: Opening, port: int, master_listen_fd: int | None) -> TCPStore:
+    return TCPStore(
+        opening.host,
+        port,
+        opening.world_size,
+        is_master=master_listen_fd is not None,
+        timeout=timedelta(seconds=opening.timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=master_listen_fd,
+    )
+
+
+def _address_towards(opening: Opening) -> str:
+    """Find the local address that packets to the store leave from; nothing is sent."""
+    family = socket.AF_INET6 if ":" in opening.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((opening.host, opening.port or 9))
+        return str(probe.getsockname()[0])
+
+
+def _until(deadline: float) -> timedelta:
+    # A time-out of zero would mean none at all.
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -1,0 +1,278 @@
+"""A weight image in shared memory: one file that its owner writes, others map, and nobody sees half-written.
+
+Every process that has an image open holds a shared ``flock`` on it, the writer an exclusive one while it writes. So a
+reader is refused while bytes change, a writer is refused while a reader still maps the old bytes, and both locks end
+with their process, however it dies.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import xxhash
+
+from shared.errors import Conflict, WeightTransferFailed
+from shared.schemas.publication import Manifest
+from shared.weights.layout import ImageLayout
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (files there are created with O_EXCL and mode 0600)
+DEFAULT_SLICE_BYTES = 8 << 20
+"""Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
+
+_PREFIX = "flotilla-weights-"
+_SUFFIX = ".safetensors"
+
+
+class WeightImage:
+    """One mapped image file. Made by :meth:`create` (owner: removes the file on close) or :meth:`attach`.
+
+    The mapping lives until the last view of it is gone, also after :meth:`close`: a tensor made of it stays valid.
+    """
+
+    def __init__(self, path: Path, file: FileIO, *, is_owner: bool) -> None:
+        self.path = path
+        self.is_owner = is_owner
+        self._file = file
+        # The mapping duplicates the descriptor, so the lock taken through the file ends with the last view.
+        self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
+
+    @classmethod
+    def create(cls, image_bytes: int, *, directory: Path | None = None) -> Self:
+        """Reserve a new image of this size, zeroed, in shared memory or in the given directory.
+
+        Raises:
+            WeightTransferFailed: no directory has room for it.
+        """
+        if image_bytes < 1:
+            raise ValueError(f"an image has at least one byte, got {image_bytes}")
+        path = choose_directory(image_bytes, directory) / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
+        file = path.open("x+b", buffering=0)
+        try:
+            os.fchmod(file.fileno(), 0o600)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            _reserve(file, path, image_bytes)
+            return cls(path, file, is_owner=True)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def attach(cls, path: Path) -> Self:
+        """Map an image that another process owns. What is written through this mapping, the owner sees.
+
+        Raises:
+            WeightTransferFailed: there is no such file, it is empty, withdrawn, or being written.
+        """
+        file = open_shared(path)
+        try:
+            return cls(path, file, is_owner=False)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of the image."""
+        return len(self._open())
+
+    @property
+    def mapped(self) -> mmap.mmap:
+        """The mapping itself, for libraries that keep a reference to what they read."""
+        return self._open()
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes of the image."""
+        return memoryview(self._open())
+
+    @contextmanager
+    def writing(self) -> Iterator[memoryview]:
+        """Hold off every reader while the image's bytes change.
+
+        Raises:
+            Conflict: another process, or another mapping in this one, still reads the image.
+        """
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(self._file, fcntl.LOCK_SH)  # the failed attempt gave up the lock that was held
+            raise Conflict(f"{self.path.name} is still being read") from None
+        try:
+            yield self.view
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def write_from(self, layout: ImageLayout, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write the header and then the pieces, one memory copy each; together they are the whole image.
+
+        Args:
+            layout: of an image of this size.
+            pieces: flat buffers in the order of the layout's tensors.
+
+        Raises:
+            ValueError: layout or pieces do not have the image's size.
+        """
+        if layout.image_bytes != self.image_bytes:
+            raise ValueError(f"the layout takes {layout.image_bytes} bytes, the image has {self.image_bytes}")
+        with self.writing() as view:
+            offset = len(layout.header)
+            view[:offset] = layout.header
+            for piece in pieces:
+                data = memoryview(piece).cast("B")
+                if offset + len(data) > self.image_bytes:
+                    raise ValueError(f"the pieces take more than the image's {self.image_bytes} bytes")
+                view[offset : offset + len(data)] = data
+                offset += len(data)
+            if offset != self.image_bytes:
+                raise ValueError(f"the pieces end at byte {offset} of {self.image_bytes}")
+
+    def layout(self) -> ImageLayout:
+        """Read where each tensor lies.
+
+        Raises:
+            WeightTransferFailed: the bytes are not a weight image of this size.
+        """
+        return layout_of(self._open())
+
+    def checksum(self) -> str:
+        """Compute xxh3-64 of the whole image, 16 hexadecimal digits."""
+        return xxhash.xxh3_64_hexdigest(self._open())
+
+    def manifest(self, version: int, slice_bytes: int = DEFAULT_SLICE_BYTES) -> Manifest:
+        """Describe the image for its publication as this version. Reads every byte once, for the checksum."""
+        return Manifest(
+            version=version,
+            image_bytes=self.image_bytes,
+            slice_bytes=slice_bytes,
+            checksum=self.checksum(),
+            tensors=self.layout().tensors,
+        )
+
+    def close(self) -> None:
+        """Let go of the mapping; the owner also removes the file. May be called twice."""
+        if self._mapped is not None and self.is_owner:
+            self.path.unlink(missing_ok=True)
+        # Not mmap.close(): it would pull the memory from under tensors that still view it.
+        self._mapped = None
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> mmap.mmap:
+        if self._mapped is None:
+            raise ValueError(f"{self.path.name} is closed")
+        return self._mapped
+
+
+def layout_of(mapped: mmap.mmap) -> ImageLayout:
+    """Read the layout of a whole image, and hold it against the image's size.
+
+    Raises:
+        WeightTransferFailed: the bytes are not a weight image, or one of another size.
+    """
+    layout = ImageLayout.parse(memoryview(mapped))
+    if layout.image_bytes != len(mapped):
+        raise WeightTransferFailed(f"the image has {len(mapped)} bytes, its header says {layout.image_bytes}")
+    return layout
+
+
+def open_shared(path: Path) -> FileIO:
+    """Open an image under a shared lock, which lasts until the file and every mapping of it are gone.
+
+    Raises:
+        WeightTransferFailed: there is no such file, it is empty, withdrawn, or being written.
+    """
+    try:
+        file = path.open("r+b", buffering=0)
+    except OSError as error:
+        raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        status = os.fstat(file.fileno())
+        if status.st_size == 0 or status.st_nlink == 0:
+            raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
+    except BlockingIOError:
+        file.close()
+        raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def choose_directory(image_bytes: int, directory: Path | None = None) -> Path:
+    """Choose where a new image goes: the given directory, else shared memory, else the directory for temporary files.
+
+    Raises:
+        WeightTransferFailed: none of them has that many bytes free.
+    """
+    rooms = []
+    for candidate in default_directories() if directory is None else [directory]:
+        free_bytes = psutil.disk_usage(str(candidate)).free
+        if free_bytes >= image_bytes:
+            return candidate
+        rooms.append(f"{candidate} has {free_bytes}")
+    raise WeightTransferFailed(f"no room for a weight image of {image_bytes} bytes: {', '.join(rooms)}")
+
+
+def default_directories() -> list[Path]:
+    """List where images are kept when nothing else is said, best first."""
+    temporary = Path(tempfile.gettempdir())
+    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
+
+
+def sweep(directory: Path | None = None) -> list[Path]:
+    """Remove the images that dead processes left behind, and name them.
+
+    An image stays while the process in its name lives, or while any process has it open.
+    """
+    removed = []
+    for place in default_directories() if directory is None else [directory]:
+        for path in place.glob(f"{_PREFIX}*{_SUFFIX}"):
+            pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+            # A restarted container gives the same pid again: an image under our own pid may be of a predecessor.
+            if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))) and _remove_free(path):
+                removed.append(path)
+    return removed
+
+
+def _remove_free(path: Path) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except OSError:  # somebody holds it, removed it first, or owns it under another user
+        return False
+    return True
+
+
+def _reserve(file: FileIO, path: Path, image_bytes: int) -> None:
+    """Take the room now: a page that is missing later would be a bus error in the middle of a copy."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, image_bytes)
+        else:
+            file.truncate(image_bytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise WeightTransferFailed(
+            f"{path.parent} ran out of room for a weight image of {image_bytes} bytes"
+        ) from error

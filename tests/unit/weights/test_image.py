@@ -1,0 +1,202 @@
+"""A weight image: written once, read by many, never half."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from shared.errors import Conflict, WeightTransferFailed
+from shared.weights import image as image_module
+from shared.weights.image import WeightImage, sweep
+from shared.weights.layout import ImageLayout
+from shared.weights.tensors import TORCH_DTYPES, layout_for, open_image, write_tensors
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+    for name, dtype in TORCH_DTYPES.items():
+        values = torch.randint(0, 2, (3, 5), generator=generator)
+        made[f"layers.{name}"] = values.to(dtype)
+    return made
+
+
+@pytest.fixture
+def image(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[WeightImage]:
+    layout = layout_for(tensors.items())
+    with WeightImage.create(layout.image_bytes, directory=tmp_path) as made:
+        write_tensors(made, layout, tensors.items())
+        yield made
+
+
+def test_an_image_is_what_the_safetensors_reader_reads(image: WeightImage, tensors: dict[str, torch.Tensor]) -> None:
+    read = load_file(image.path)
+
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+    with safe_open(image.path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_an_opened_image_is_a_view_of_the_file(image: WeightImage, tensors: dict[str, torch.Tensor]) -> None:
+    opened = open_image(image.path)
+
+    assert all(torch.equal(opened[name], tensor) for name, tensor in tensors.items())
+    spans = sorted((view.data_ptr(), view.nbytes) for view in opened.values() if view.nbytes)
+    assert spans[-1][0] + spans[-1][1] - spans[0][0] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_writing_to_an_opened_tensor_leaves_the_file_alone(image: WeightImage) -> None:
+    before = image.checksum()
+
+    open_image(image.path)["layers.F32"].fill_(9)
+
+    assert image.checksum() == before
+
+
+def test_a_manifest_describes_the_whole_file(image: WeightImage) -> None:
+    manifest = image.manifest(version=4, slice_bytes=64)
+
+    content = image.path.read_bytes()
+    assert (manifest.version, manifest.slice_bytes, manifest.image_bytes) == (4, 64, len(content))
+    assert manifest.checksum == xxhash.xxh3_64_hexdigest(content)
+    assert manifest.tensors == image.layout().tensors
+
+
+def test_flat_pieces_are_written_behind_the_header(tmp_path: Path) -> None:
+    layout = ImageLayout.of({"a": ((2, 3), "F32"), "b": ((4,), "I16")})
+    floats, integers = np.arange(6, dtype=np.float32), np.arange(4, dtype=np.int16)
+    with WeightImage.create(layout.image_bytes, directory=tmp_path) as image:
+        image.write_from(layout, [floats.data, integers.data])
+
+        read = load_file(image.path)
+
+    assert read["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read["b"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("piece", [b"1234567", b"123456789"])
+def test_pieces_that_do_not_fill_the_image_are_refused(tmp_path: Path, piece: bytes) -> None:
+    layout = ImageLayout.of({"a": ((2,), "F32")})
+
+    with WeightImage.create(layout.image_bytes, directory=tmp_path) as image, pytest.raises(ValueError, match="pieces"):
+        image.write_from(layout, [piece])
+
+
+def test_tensors_that_do_not_fill_the_layout_are_refused(tmp_path: Path) -> None:
+    layout = layout_for([("a", torch.zeros(2)), ("b", torch.zeros(2))])
+
+    with WeightImage.create(layout.image_bytes, directory=tmp_path) as image:
+        with pytest.raises(ValueError, match="also names b"):
+            write_tensors(image, layout, [("a", torch.zeros(2))])
+        with pytest.raises(ValueError, match="does not belong"):
+            write_tensors(image, layout, [("a", torch.zeros(3))])
+
+
+def test_an_image_that_is_read_cannot_be_written(image: WeightImage) -> None:
+    opened = open_image(image.path)
+
+    with pytest.raises(Conflict, match="still being read"), image.writing():
+        pass
+    del opened
+    with image.writing():
+        pass
+
+
+def test_an_image_that_is_written_cannot_be_read(image: WeightImage) -> None:
+    with image.writing(), pytest.raises(WeightTransferFailed, match="being written"):
+        open_image(image.path)
+    assert open_image(image.path)
+
+
+def test_a_tensor_outlives_its_image(image: WeightImage, tensors: dict[str, torch.Tensor]) -> None:
+    opened = open_image(image.path)
+
+    image.close()
+
+    assert not image.path.exists()
+    assert torch.equal(opened["layers.F32"], tensors["layers.F32"])
+    with pytest.raises(ValueError, match="closed"):
+        image.checksum()
+
+
+def test_attaching_shares_the_bytes_and_leaves_the_file(image: WeightImage) -> None:
+    with WeightImage.attach(image.path) as attached:
+        attached.view[-1] ^= 255
+
+        assert attached.checksum() == image.checksum()
+    assert image.path.exists()
+
+
+def test_there_is_nothing_to_attach_to_after_the_owner_closed(image: WeightImage) -> None:
+    image.close()
+
+    with pytest.raises(WeightTransferFailed, match="cannot open"):
+        WeightImage.attach(image.path)
+
+
+def test_a_file_cut_short_is_no_image(image: WeightImage) -> None:
+    os.truncate(image.path, image.image_bytes - 1)
+
+    with pytest.raises(WeightTransferFailed, match="its header says"):
+        open_image(image.path)
+
+
+def test_a_missing_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    free_bytes = psutil.disk_usage(str(tmp_path)).free
+
+    with pytest.raises(WeightTransferFailed, match="no room for"):
+        WeightImage.create(free_bytes * 2, directory=tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_images_go_to_the_temporary_directory_without_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_module, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    with WeightImage.create(8) as image:
+        assert image.path.parent == tmp_path
+
+
+def _dead_pid() -> int:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_sweeping_removes_what_dead_processes_left(tmp_path: Path, image: WeightImage) -> None:
+    left = tmp_path / f"flotilla-weights-{_dead_pid()}-0a.safetensors"
+    ours_before = tmp_path / f"flotilla-weights-{os.getpid()}-0b.safetensors"
+    living = tmp_path / f"flotilla-weights-{os.getppid()}-0c.safetensors"
+    foreign = tmp_path / "flotilla-weights-notes-0d.safetensors"
+    for path in (left, ours_before, living, foreign):
+        path.write_bytes(b"12345678")
+
+    removed = sweep(tmp_path)
+
+    assert sorted(removed) == sorted([left, ours_before])
+    assert sorted(tmp_path.iterdir()) == sorted([image.path, living, foreign])
+
+
+def test_sweeping_leaves_what_somebody_still_reads(tmp_path: Path) -> None:
+    left = tmp_path / f"flotilla-weights-{_dead_pid()}-0a.safetensors"
+    left.write_bytes(b"12345678")
+
+    with WeightImage.attach(left):
+        assert sweep(tmp_path) == []
+    assert sweep(tmp_path) == [left]

@@ -1,0 +1,166 @@
+"""What a caller may ask of an engine that runs elsewhere (a thread or a process), and how it looks on a wire.
+
+Every ``Call`` has a number and gets one reply with it: a result or an error. ``Abort``, ``Cancel`` and ``Close`` get
+none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, SamplingParameters
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import FlotillaError, error_for_code
+from shared.schemas.trajectory import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample a request; the result is its completions."""
+
+    call: int
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Replace the weights; the result is None."""
+
+    call: int
+    image: Path
+    version: int
+    mode: OnWeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class TakeLoad:
+    """Take a snapshot; the result is an ``EngineLoad``."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget a call whose caller no longer waits: end its request, or drop its update if it was not applied."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Abort everything, reply to it, and end."""
+
+
+Call = Generate | UpdateWeights | TakeLoad
+Command = Call | Abort | Cancel | Close
+Result = Sequence[Completion] | EngineLoad | FlotillaError | None
+
+
+def command_to_wire(command: Command) -> dict[str, Any]:
+    """Make a plain mapping of a command."""
+    match command:
+        case Generate(call, request):
+            return {"do": "generate", "call": call, "request": asdict(request)}
+        case UpdateWeights(call, image, version, mode):
+            return {"do": "update", "call": call, "image": str(image), "version": version, "mode": mode.value}
+        case TakeLoad(call):
+            return {"do": "load", "call": call}
+        case Abort(request_id):
+            return {"do": "abort", "request_id": request_id}
+        case Cancel(call):
+            return {"do": "cancel", "call": call}
+        case Close():
+            return {"do": "close"}
+
+
+def command_from_wire(wire: Mapping[str, Any]) -> Command:
+    """Read what ``command_to_wire`` made.
+
+    Raises:
+        ValueError: the mapping is no command.
+    """
+    match wire["do"]:
+        case "generate":
+            return Generate(wire["call"], _request_from_wire(wire["request"]))
+        case "update":
+            return UpdateWeights(wire["call"], Path(wire["image"]), wire["version"], OnWeightUpdate(wire["mode"]))
+        case "load":
+            return TakeLoad(wire["call"])
+        case "abort":
+            return Abort(wire["request_id"])
+        case "cancel":
+            return Cancel(wire["call"])
+        case "close":
+            return Close()
+        case other:
+            raise ValueError(f"no such command: {other!r}")
+
+
+def _request_from_wire(wire: Mapping[str, Any]) -> GenerationRequest:
+    sampling = SamplingParameters(**wire["sampling"])
+    sampling = replace(sampling, stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids))
+    request = GenerationRequest(**{**wire, "sampling": sampling})
+    return replace(request, prompt_ids=tuple(request.prompt_ids), seeds=tuple(request.seeds))
+
+
+def result_to_wire(result: Result) -> dict[str, Any]:
+    """Make a plain mapping of a reply's result."""
+    match result:
+        case None:
+            return {"is": "none"}
+        case EngineLoad():
+            return {"is": "load", **asdict(result)}
+        case FlotillaError():
+            return {"is": "error", "code": result.code, "detail": result.detail, "errors": result.errors} | {
+                "context": result.context
+            }
+        case _:
+            return {"is": "completions", "completions": [_completion_to_wire(completion) for completion in result]}
+
+
+def result_from_wire(wire: Mapping[str, Any]) -> Result:
+    """Read what ``result_to_wire`` made.
+
+    Raises:
+        ValueError: the mapping is no result.
+    """
+    fields = dict(wire)
+    match fields.pop("is"):
+        case "none":
+            return None
+        case "load":
+            return EngineLoad(**fields)
+        case "error":
+            return error_for_code(fields["code"])(fields["detail"], errors=fields["errors"], **fields["context"])
+        case "completions":
+            return [_completion_from_wire(completion) for completion in fields["completions"]]
+        case other:
+            raise ValueError(f"no such result: {other!r}")
+
+
+def _completion_to_wire(completion: Completion) -> dict[str, Any]:
+    return {
+        "token_ids": completion.token_ids.astype("<i4", copy=False).tobytes(),
+        "log_probs": completion.log_probs.astype("<f4", copy=False).tobytes(),
+        "versions": [list(run) for run in completion.versions],
+        "finish_reason": completion.finish_reason.value,
+    }
+
+
+def _completion_from_wire(wire: Mapping[str, Any]) -> Completion:
+    return Completion(
+        token_ids=np.frombuffer(wire["token_ids"], dtype="<i4"),
+        log_probs=np.frombuffer(wire["log_probs"], dtype="<f4"),
+        versions=tuple((start, version) for start, version in wire["versions"]),
+        finish_reason=FinishReason(wire["finish_reason"]),
+    )

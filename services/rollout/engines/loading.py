@@ -1,0 +1,81 @@
+"""Opens a model directory: chooses the decoder that can run it, and names the cause when none can."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.rollout.engines.architecture import architecture_of, is_written_out, reason_not_fused
+from services.rollout.engines.checkpoint import read_config, safetensors_files
+from services.rollout.engines.decoder import Decoder
+from services.rollout.engines.fused_decoder import FusedDecoder
+from services.rollout.engines.settings import EngineSettings
+from shared.errors import ModelError, WeightTransferFailed
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A decoder and the complete configuration of its model."""
+
+    decoder: Decoder
+    config: Mapping[str, Any]
+
+
+def load_decoder(settings: EngineSettings) -> LoadedModel:
+    """Load a model with the fastest decoder that can run it.
+
+    Raises:
+        ModelError: the directory, its configuration or its weights do not make a model, or the device is not there.
+    """
+    directory = Path(settings.model_path)
+    config = read_config(directory)
+    device = _device(settings.device)
+    if not is_written_out(config):
+        config = _complete(directory, config)
+    reason = reason_not_fused(config)
+    if reason is not None:
+        raise ModelError(reason)
+    try:
+        decoder = FusedDecoder(
+            architecture_of(config),
+            safetensors_files(directory),
+            dtype=DTYPES[settings.dtype],
+            device=device,
+            num_rows=settings.slots,
+            context_tokens=settings.context_tokens,
+        )
+    except (WeightTransferFailed, ValueError) as error:
+        raise ModelError(f"model {directory} cannot be loaded: {error}") from error
+    return LoadedModel(decoder, config)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is not known: use cpu or cuda:0") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise ModelError(f"device {name!r} is not supported: use cpu or cuda:0")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name!r} is not available on this machine: use cpu")
+    return device
+
+
+def _complete(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the model's class, as transformers knows them."""
+    from transformers import AutoConfig
+
+    try:
+        completed: dict[str, Any] = AutoConfig.from_pretrained(directory, local_files_only=True).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"config.json of {directory} (model_type {config.get('model_type')}) cannot be used: {error}"
+        ) from error
+    return completed

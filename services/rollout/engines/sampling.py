@@ -1,0 +1,111 @@
+"""Sampling: one uniform number per token, a function of (seed, position) alone.
+
+So a completion depends neither on its neighbours in the batch nor on a restart. A token of probability 0 is never
+sampled: the cumulative sum is float64 and the threshold lies strictly below its last value.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_S12, _S27, _S30, _S31 = (np.uint64(shift) for shift in (12, 27, 30, 31))
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> _S30)) * _FIRST
+    state = (state ^ (state >> _S27)) * _SECOND
+    return state ^ (state >> _S31)
+
+
+def seed_keys(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scatter seeds over 64 bits, so that neighbouring seeds do not give neighbouring streams."""
+    return _mix(seeds + _GOLDEN)
+
+
+def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Draw one number per row, a function of its key and position alone.
+
+    Args:
+        keys: [B] from ``seed_keys``.
+        positions: [B], index of the token in its completion.
+
+    Returns:
+        [B] in [0, 1 - 2**-52]: multiples of 2**-52.
+
+    Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (SplitMix64).
+    """
+    bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> _S12
+    return bits.astype(np.float64) * 2.0**-52
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How the rows of a batch are sampled; None where no row needs it.
+
+    Attributes:
+        temperatures: [B] float32, 1 for greedy rows; None when all are 1.
+        greedy: [B] bool.
+        filtered: [R] int64, the rows with top-k or top-p.
+        top_k: [R] int64, at least 1 (the vocabulary size where it is off).
+        top_p: [R] float64.
+        widest_top_k: the largest of ``top_k``.
+    """
+
+    temperatures: Tensor | None = None
+    greedy: Tensor | None = None
+    filtered: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    widest_top_k: int = 0
+
+
+def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits: [B, V].
+        draws: [B] float64 from ``uniforms``.
+        rows: how each row is sampled.
+
+    Returns:
+        Token ids [B] int64, and their log-probabilities [B] float32 under ``softmax(logits / temperature)`` over the
+        whole vocabulary. The log-probability of a row whose logits are not finite is not finite.
+    """
+    scores = logits.float()
+    if rows.temperatures is not None:
+        scores = scores / rows.temperatures.unsqueeze(1)
+    shifted = scores - scores.amax(dim=-1, keepdim=True)
+    weights = shifted.exp()
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, draws.unsqueeze(1) * total, right=True)
+    if rows.filtered is not None:
+        tokens.index_copy_(0, rows.filtered, _sample_filtered(weights, total, draws, rows))
+    if rows.greedy is not None:
+        tokens = torch.where(rows.greedy.unsqueeze(1), scores.argmax(dim=-1, keepdim=True), tokens)
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    log_probs = shifted.gather(1, tokens) - total.log()
+    return tokens.squeeze(1), log_probs.squeeze(1).float()
+
+
+def _sample_filtered(weights: Tensor, total: Tensor, draws: Tensor, rows: RowSampling) -> Tensor:
+    """Sample the rows with top-k or top-p among their most likely tokens: [R, 1].
+
+    Both cuts are made on the whole distribution, as SGLang does.
+    """
+    chosen, top_k, top_p = rows.filtered, rows.top_k, rows.top_p
+    assert chosen is not None and top_k is not None and top_p is not None
+    likeliest, token_ids = weights[chosen].topk(rows.widest_top_k, dim=-1)
+    ranks = torch.arange(rows.widest_top_k, device=weights.device)
+    before = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest
+    kept = (ranks < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1) * total[chosen])
+    cumulative = torch.where(kept, likeliest, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    threshold = draws[chosen].unsqueeze(1) * cumulative[:, -1:]
+    rank = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=rows.widest_top_k - 1)
+    return token_ids.gather(1, rank)

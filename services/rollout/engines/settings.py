@@ -1,0 +1,46 @@
+"""What an embedded engine needs to start; plain values, so that they can cross a process boundary."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How the embedded engine runs.
+
+    Attributes:
+        model_path: a Hugging Face model directory (config.json and safetensors).
+        version: the policy version that those weights bear.
+        dtype: of weights, activations and KV cache; log-probabilities are always computed in float32.
+        device: "cpu", or a CUDA device such as "cuda:0".
+        slots: completions that the batch can hold.
+        context_tokens: prompt and completion together; the model's own position limit applies as well.
+        threads: compute threads of the engine's process.
+        prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
+        start_seconds: deadline of ``start``.
+        call_seconds: deadline of a call that waits for no sampling.
+        close_seconds: how long ``close`` waits before it kills the engine's process.
+    """
+
+    model_path: str
+    version: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    slots: int = 128
+    context_tokens: int = 4096
+    threads: int = 1
+    prefill_tokens: int = 4096
+    start_seconds: float = 120.0
+    call_seconds: float = 60.0
+    close_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in {"float32", "bfloat16"}:
+            raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        for name in ("slots", "context_tokens", "threads", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return asdict(self)

@@ -1,0 +1,83 @@
+"""The engine's process: ``python -m services.rollout.engines.worker --socket FD --parent PID``.
+
+The main thread runs the engine; another reads commands from the inherited socket. The process ends when it is told
+to, when the socket is closed, or when its parent dies.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from services.rollout.engines.commands import Close, Result, command_from_wire, result_to_wire
+from services.rollout.engines.framing import encode, receive_message
+from services.rollout.engines.settings import EngineSettings
+from shared.errors import FlotillaError
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux alone offers this."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("the parent process has ended")
+
+
+def serve(connection: socket.socket) -> None:
+    """Load the engine that the first message describes, and serve it until told to close or the socket ends."""
+    settings = EngineSettings(**receive_message(connection))
+    from services.rollout.engines.driver import EngineDriver
+    from services.rollout.engines.torch_engine import TorchEngine, use_threads
+
+    use_threads(settings.threads)
+
+    def send(message: dict[str, Any]) -> None:
+        connection.sendall(encode(message))
+
+    def reply(call: int, result: Result) -> None:
+        send({"call": call, "result": result_to_wire(result)})
+
+    try:
+        driver = EngineDriver(TorchEngine(settings), reply)
+    except FlotillaError as error:
+        send({"call": 0, "result": result_to_wire(error)})
+        return
+    threading.Thread(target=_read, args=(connection, driver), name="commands", daemon=True).start()
+    reply(0, None)
+    driver.run()
+
+
+def _read(connection: socket.socket, driver: Any) -> None:
+    try:
+        while True:
+            driver.post(command_from_wire(receive_message(connection)))
+    except EOFError:
+        driver.post(Close())
+
+
+def main() -> None:
+    """Read the arguments, tie this process to its parent, and serve."""
+    parser = argparse.ArgumentParser(description="The embedded engine's process.")
+    parser.add_argument("--socket", type=int, required=True, help="file descriptor of the inherited socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when an interrupt ends the engine.
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    with socket.socket(fileno=arguments.socket) as connection:
+        try:
+            serve(connection)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            logging.getLogger(__name__).info("the parent closed the connection")
+
+
+if __name__ == "__main__":
+    main()

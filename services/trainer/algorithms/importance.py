@@ -164,6 +164,11 @@ def normalised(weights: Tensor, denominators: Denominators) -> Tensor:
     return torch.where(mean > 1e-8, weights / mean, weights)
 
 
+def shared_weights(weights: Tensor, sequences: PackedSequences) -> Tensor:
+    """Give every token [T] the geometric mean of its sequence's weights, for losses of whole sequences (GMPO)."""
+    return sequences.spread(sequences.mean((weights + 1e-10).log()).exp())
+
+
 def _within(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
     inside = torch.ones_like(values, dtype=torch.bool)
     if lower is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
-from services.trainer.algorithms.importance import Correction, correct, normalised, normaliser_parts
+from services.trainer.algorithms.importance import Correction, correct, normalised, normaliser_parts, shared_weights
 from services.trainer.algorithms.kl import kl_loss
 from services.trainer.algorithms.losses import TokenLoss, policy_loss
 from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
@@ -124,7 +124,7 @@ def policy_objective(
     token_loss = policy_loss(
         config.policy_loss, log_probs, old_log_probs, advantages, survivors, scores=scores, generator=generator
     )
-    weights = _loss_weights(token_loss, correction, survivors, sequence_weights)
+    weights = _loss_weights(correction, survivors, sequence_weights, token_loss.per_sequence)
     values = token_loss.values if weights is None else token_loss.values * weights
     loss = aggregate(values, survivors, denominators, config.aggregation)
     metrics |= _policy_metrics(token_loss, log_probs, old_log_probs, survivors.response_mask)
@@ -192,14 +192,14 @@ def _correction(
 
 
 def _loss_weights(
-    token_loss: TokenLoss, correction: Correction | None, sequences: PackedSequences, sequence_weights: Tensor | None
+    correction: Correction | None, sequences: PackedSequences, sequence_weights: Tensor | None, per_sequence: bool
 ) -> Tensor | None:
-    """Join importance and sample weights [T]; a loss per sequence takes the geometric mean of its tokens' weights."""
-    weights = None if correction is None else correction.weights
-    if weights is not None and token_loss.per_sequence:
-        weights = sequences.spread(sequences.mean((weights + 1e-10).log()).exp())
-    if weights is not None and correction is not None and correction.keeps_denominators:
-        weights = torch.where(correction.response_mask, weights, 0.0)
+    """Join importance and sample weights [T]."""
+    weights = None
+    if correction is not None:
+        weights = shared_weights(correction.weights, sequences) if per_sequence else correction.weights
+        if correction.keeps_denominators:
+            weights = torch.where(correction.response_mask, weights, 0.0)
     if sequence_weights is None:
         return weights
     spread = sequences.spread(sequence_weights)

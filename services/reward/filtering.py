@@ -1,0 +1,64 @@
+"""Which groups are worth training on, and which of their trajectories enter the loss."""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shared.config.shaping import GroupFilterConfig, MeanInRangeConfig, SampleMaskConfig, SpreadAboveConfig
+
+
+def keeps(rewards: Sequence[float], config: GroupFilterConfig) -> bool:
+    """Say whether a group with these rewards is trained on.
+
+    Rewards are compared as float32, the precision they travel in, and averaged in float64.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.size == 1 and config.keep_single:
+        return True
+    match config:
+        case MeanInRangeConfig():
+            mean = values.astype(np.float32).astype(np.float64).mean()
+            above = config.low is None or mean > config.low
+            return bool(above and (config.high is None or mean < config.high))
+        case SpreadAboveConfig():
+            return _spread(values, config.statistic) > config.threshold
+        case _:
+            assert_never(config)
+
+
+def sample_mask(
+    rewards: ArrayLike, lengths: ArrayLike, group_index: ArrayLike, config: SampleMaskConfig
+) -> NDArray[np.bool_]:
+    """Say which trajectories enter the loss.
+
+    Args:
+        rewards: [S].
+        lengths: [S] sampled tokens.
+        group_index: [S] int.
+        config: the rules, combined by AND.
+
+    Returns:
+        [S] bool.
+    """
+    values, sizes = np.asarray(rewards, dtype=np.float64), np.asarray(lengths)
+    kept = np.ones(values.shape, dtype=np.bool_)
+    if config.max_length is not None:
+        kept &= sizes < config.max_length
+    if config.difficulty is not None:
+        low, high = config.difficulty
+        _, index = np.unique(np.asarray(group_index), return_inverse=True)
+        mean = (np.bincount(index, weights=values) / np.bincount(index))[index]
+        kept &= (mean > low) & (mean < high)
+    if config.wrong_up_to_length is not None:
+        kept &= (values == 1) | ((values == 0) & (sizes < config.wrong_up_to_length))
+    return kept
+
+
+def _spread(values: NDArray[np.float64], statistic: str) -> float:
+    if statistic == "range":
+        return float(values.max() - values.min())
+    if statistic == "population_std":
+        return float(values.std())
+    return float(values.std(ddof=1)) if values.size > 1 else 0.0

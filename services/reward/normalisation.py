@@ -1,0 +1,113 @@
+"""Rewards relative to the mean and deviation of a batch, of a group, or of all that came before."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shared.config.shaping import NormalisationConfig
+
+Rewards = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Mean and variance of every reward so far.
+
+    Args:
+        count: rewards seen.
+        mean: of all of them.
+        variance: of the population, not the unbiased one.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def updated(self, rewards: ArrayLike) -> "RunningMoments":
+        """Merge a batch of rewards.
+
+        Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+        """
+        batch = np.asarray(rewards, dtype=np.float64).ravel()
+        if batch.size == 0:
+            return self
+        total = self.count + batch.size
+        difference = float(batch.mean()) - self.mean
+        squares = self.variance * self.count + float(batch.var()) * batch.size
+        squares += difference**2 * self.count * batch.size / total
+        return RunningMoments(total, self.mean + difference * batch.size / total, squares / total)
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two rewards."""
+        return math.sqrt(self.variance * self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+
+def normalise(
+    rewards: ArrayLike, group_index: ArrayLike, config: NormalisationConfig, running: RunningMoments | None = None
+) -> Rewards:
+    """Subtract the mean and divide by the deviation, each over what the config says.
+
+    Args:
+        rewards: [S].
+        group_index: [S] int, the group of each reward: by task for ``state``, by tag for ``inductive``.
+        config: which statistics.
+        running: moments that already contain these rewards; needed for ``running`` statistics.
+
+    Returns:
+        [S] float64.
+
+    Raises:
+        ValueError: running statistics are asked for and not given, or shapes differ.
+    """
+    values, groups = np.asarray(rewards, dtype=np.float64), np.asarray(group_index)
+    if values.shape != groups.shape or values.ndim != 1:
+        raise ValueError(f"want [S] rewards and [S] groups, got {values.shape} and {groups.shape}")
+    if values.size == 0:
+        return values
+    if "running" in (config.mean, config.std) and running is None:
+        raise ValueError("running statistics need the moments so far")
+    _, index = np.unique(groups, return_inverse=True)
+    centred = values - _mean(values, index, config.mean, running)
+    if config.std is not None:
+        sizes, std = _std(centred if config.std_of == "centred" else values, index, config.std, running)
+        if config.degenerate == "zero":
+            usable = (sizes > 1) & (std > config.epsilon)
+            centred = np.where(usable, centred / (std + config.epsilon), 0.0)
+        else:
+            centred = centred / (std + config.epsilon)
+    return centred if config.clip is None else centred.clip(*config.clip)
+
+
+def _group_mean(values: Rewards, index: NDArray[np.intp]) -> tuple[Rewards, Rewards]:
+    sizes = np.bincount(index).astype(np.float64)
+    return sizes[index], (np.bincount(index, weights=values) / sizes)[index]
+
+
+def _mean(values: Rewards, index: NDArray[np.intp], over: str | None, running: RunningMoments | None) -> Rewards:
+    match over:
+        case "batch":
+            return np.full_like(values, values.mean())
+        case "group":
+            return _group_mean(values, index)[1]
+        case "running":
+            assert running is not None
+            return np.full_like(values, running.mean)
+        case _:
+            return np.zeros_like(values)
+
+
+def _std(
+    values: Rewards, index: NDArray[np.intp], over: str, running: RunningMoments | None
+) -> tuple[Rewards, Rewards]:
+    """Give each reward the size of the set that its deviation is taken over, and that deviation."""
+    if over == "running":
+        assert running is not None
+        return np.full_like(values, running.count), np.full_like(values, running.std)
+    if over == "batch":
+        index = np.zeros_like(index)
+    sizes, mean = _group_mean(values, index)
+    squares = np.bincount(index, weights=(values - mean) ** 2)[index]
+    return sizes, np.sqrt(squares / np.maximum(sizes - 1, 1))

@@ -93,6 +93,7 @@ class LocalRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is for its owner, which ends it last
                 preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  all that it uses is loaded before the fork
             )
         try:

@@ -21,6 +21,7 @@ class ServiceSettings:
         host, port: where its own HTTP interface listens; port 0 takes a free one.
         data: directory for files that outlive the process.
         log_level: least severe level that is logged.
+        lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
     """
 
@@ -31,6 +32,7 @@ class ServiceSettings:
     port: int = 0
     data: Path = Path(".flotilla")
     log_level: str = "INFO"
+    lease_seconds: float = 60.0
     parent_pid: int | None = None
 
 
@@ -65,5 +67,17 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         port=int(port),
         data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
         log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
+        lease_seconds=_seconds(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
     )
+
+
+def _seconds(values: Mapping[str, str], name: str, default: float) -> float:
+    text = values.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidRequest(f"{name} must be a number of seconds above 0, got {text!r}")
+    return seconds

@@ -17,7 +17,6 @@ from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
 from shared.schemas.publication import (
-    Manifest,
     PublicationOrder,
     PublicationPhase,
     PublicationReport,
@@ -25,10 +24,12 @@ from shared.schemas.publication import (
     Rendezvous,
 )
 from shared.schemas.service import DesiredState
+from shared.weights.image import WeightImage
 
 log = logging.getLogger(__name__)
 
-NUM_SLOTS = 3
+NUM_IMAGES = 3
+"""One that is being received, one that waits to be served, and one that is being loaded."""
 PULL_SECONDS = 60.0
 PULL_PAUSE_SECONDS = 0.2
 
@@ -36,13 +37,15 @@ PULL_PAUSE_SECONDS = 0.2
 class GroupEndpoint(Protocol):
     """The process that owns this service's side of a weight group."""
 
-    async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout: float) -> None:
+    async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
         """Start to form the group of an epoch."""
 
-    async def joined(self, epoch: int, timeout: float) -> None:
+    async def joined(self, epoch: int, deadline_seconds: float) -> None:
         """Wait until the group is formed."""
 
-    async def receive(self, epoch: int, path: Path, manifest: Manifest, deadline: float) -> str:
+    async def receive(
+        self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline_seconds: float
+    ) -> str:
         """Receive an image into a file and give its checksum."""
 
     async def close_epoch(self, epoch: int) -> None:
@@ -52,8 +55,8 @@ class GroupEndpoint(Protocol):
 class Puller(Protocol):
     """Fetches a committed version over HTTP."""
 
-    async def __call__(self, url: str, version: int, path: Path, deadline_seconds: float) -> None:
-        """Write the verified image to ``path``."""
+    async def __call__(self, url: str, version: int, directory: Path, deadline_seconds: float) -> Path:
+        """Write the verified image into a file of ``directory``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Spare:
     """A complete image that waits to be served."""
 
     version: int
-    path: Path
+    image: WeightImage
 
 
 class WeightReceiver:
@@ -72,7 +75,7 @@ class WeightReceiver:
         gate: learns each version that serves.
         endpoint: joins weight groups.
         pull: fetches versions that were missed.
-        directory: where spare images are kept, best in shared memory.
+        directory: where pulled images are kept until they are loaded.
         on_update: what happens to samples in flight.
         tell: called when there is something new to report.
     """
@@ -91,14 +94,15 @@ class WeightReceiver:
         self._gate = gate
         self._endpoint = endpoint
         self._pull = pull
-        self._slots = [directory / f"spare-{number}.safetensors" for number in range(NUM_SLOTS)]
+        self._directory = directory
+        self._images: list[WeightImage] = []
         self._on_update = on_update
         self._tell = tell
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._switch_due = asyncio.Event()
         self._spare: Spare | None = None
-        self._in_use: set[Path] = set()
+        self._in_use: set[WeightImage] = set()
         self._epoch: int | None = None
         self._receiving: tuple[PublicationOrder, asyncio.Task[None]] | None = None
         self.report: PublicationReport | None = None
@@ -125,8 +129,9 @@ class WeightReceiver:
         if self._epoch is not None:
             with contextlib.suppress(FlotillaError):
                 await self._endpoint.close_epoch(self._epoch)
-        for path in self._slots:
-            path.unlink(missing_ok=True)
+        for image in self._images:
+            image.close()
+        self._images.clear()
 
     async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
         if order is None or order.phase not in {PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING}:
@@ -145,16 +150,18 @@ class WeightReceiver:
         try:
             await self._join(order)
             self._say(order, ReceiveState.JOINED)
-            slot = self._free_slot()
-            self._in_use.add(slot)
+            manifest = order.manifest
+            image = self._free_image(manifest.image_bytes)
+            self._in_use.add(image)
             try:
-                deadline = 2 * order.deadline_seconds
-                checksum = await self._endpoint.receive(order.epoch, slot, order.manifest, deadline)
+                checksum = await self._endpoint.receive(
+                    order.epoch, image.path, manifest.image_bytes, manifest.slice_bytes, 2 * order.deadline_seconds
+                )
             finally:
-                self._in_use.discard(slot)
-            if checksum != order.manifest.checksum:
-                raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {order.manifest.checksum}")
-            self._spare = Spare(order.version, slot)
+                self._in_use.discard(image)
+            if checksum != manifest.checksum:
+                raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {manifest.checksum}")
+            self._spare = Spare(order.version, image)
             self._say(order, ReceiveState.RECEIVED, checksum=checksum)
             self._switch_due.set()
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
@@ -185,9 +192,17 @@ class WeightReceiver:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
         self._tell()
 
-    def _free_slot(self) -> Path:
-        kept = {self._spare.path} if self._spare else set()
-        return next(path for path in self._slots if path not in kept | self._in_use)
+    def _free_image(self, image_bytes: int) -> WeightImage:
+        kept = self._in_use | ({self._spare.image} if self._spare else set())
+        for image in [each for each in self._images if each not in kept]:
+            if image.image_bytes == image_bytes:
+                return image
+            self._images.remove(image)
+            image.close()
+        assert len(self._images) < NUM_IMAGES, "every image is in use"
+        image = WeightImage.create(image_bytes)
+        self._images.append(image)
+        return image
 
     async def _switch_when_due(self) -> None:
         while True:
@@ -217,38 +232,36 @@ class WeightReceiver:
             return None
         return wanted
 
-    async def _image_of(self, version: int) -> Spare:
-        if self._spare is not None and self._spare.version == version:
-            return self._spare
-        url = self._desired.weights_url if self._desired else None
-        if url is None:
-            raise NotFound(f"nobody serves version {version} now")
-        slot = self._free_slot()
-        self._in_use.add(slot)
-        try:
-            await self._pull(url, version, slot, PULL_SECONDS)
-        finally:
-            self._in_use.discard(slot)
-        self._spare = Spare(version, slot)
-        return self._spare
-
     async def _serve(self, version: int) -> None:
         if version == 0:
             # The engine started with the initial weights.
             await self._gate.set(0)
             self._tell()
             return
-        image = await self._image_of(version)
-        self._in_use.add(image.path)
-        try:
-            await self._engine.load_weights(image.path, image.version, self._on_update)
-        finally:
-            self._in_use.discard(image.path)
-        await self._gate.set(image.version)
+        spare = self._spare
+        if spare is not None and spare.version == version:
+            self._in_use.add(spare.image)
+            try:
+                await self._engine.load_weights(spare.image.path, version, self._on_update)
+            finally:
+                self._in_use.discard(spare.image)
+        else:
+            await self._serve_pulled(version)
+        await self._gate.set(version)
         self.switches += 1
         self._tell()
         # A newer version may have become due meanwhile.
         self._switch_due.set()
+
+    async def _serve_pulled(self, version: int) -> None:
+        url = self._desired.weights_url if self._desired else None
+        if url is None:
+            raise NotFound(f"nobody serves version {version} now")
+        path = await self._pull(url, version, self._directory, PULL_SECONDS)
+        try:
+            await self._engine.load_weights(path, version, self._on_update)
+        finally:
+            path.unlink(missing_ok=True)
 
     async def _again_later(self) -> None:
         await asyncio.sleep(PULL_PAUSE_SECONDS)

@@ -1,0 +1,277 @@
+"""A local fleet: the same services as anywhere, as processes of this one, with a data directory of their own.
+
+<data>/fleet.json   who runs it and where (mode 0600)
+<data>/token        the fleet's bearer token (mode 0600)
+<data>/flotilla.db  the control plane's state
+<data>/redis/       the data plane's log, if the fleet runs its own server
+<data>/logs/        one file per process
+<data>/experiments/ checkpoints
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from cli.processes import OwnedProcess, ProcessSpec, check_alive
+from cli.redis_server import LocalRedis, check_server
+from shared.client import GatewayClient
+from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
+from shared.security import new_token, write_secret
+
+START_SECONDS = 90.0
+REDIS_WATCH_SECONDS = 0.2
+FLEET_FILE = "fleet.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """What a local fleet consists of.
+
+    Attributes:
+        data: its directory.
+        num_rollouts: rollout services.
+        host, port: where the gateway listens; port 0 takes a free one.
+        redis_url: a server to use; None starts one.
+        sandbox: whether to start a sandbox service.
+        log_level: of every service.
+    """
+
+    data: Path
+    num_rollouts: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8470
+    redis_url: str | None = None
+    sandbox: bool = True
+    log_level: str = "INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetInfo:
+    """Where a running fleet is found."""
+
+    pid: int
+    gateway_url: str
+    token: str
+    data: Path
+
+    @classmethod
+    def read(cls, data: Path) -> "FleetInfo":
+        """Find the fleet of a data directory.
+
+        Raises:
+            Unavailable: none runs there.
+        """
+        try:
+            content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
+            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data)
+        except (OSError, ValueError, KeyError):
+            raise Unavailable(f"no fleet runs with the data directory {data}: start one with `flotilla up`") from None
+        if not is_running(info.pid):
+            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `flotilla up`")
+        return info
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives (a zombie does not)."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def free_port(host: str) -> int:
+    """Find a port that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a port can be taken, before anything is started.
+
+    Raises:
+        Unavailable: it cannot.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Unavailable(
+                f"port {port} on {host} cannot be used ({error.strerror}): choose another --port"
+            ) from None
+
+
+class LocalFleet:
+    """Starts and ends the processes of a fleet; use it as an async context manager.
+
+    Args:
+        options: what it consists of.
+        say: gets one line for each thing that happens.
+    """
+
+    def __init__(self, options: FleetOptions, say: Callable[[str], None]) -> None:
+        self.options = options
+        self._say = say
+        self._lock: IO[str] | None = None
+        self._redis: LocalRedis | None = None
+        self._redis_keeper: asyncio.Task[None] | None = None
+        self._gave_up: str | None = None
+        self._processes: list[OwnedProcess] = []
+        self._token = ""
+        self.gateway_url = ""
+
+    @property
+    def info(self) -> FleetInfo:
+        """Where it is found."""
+        return FleetInfo(os.getpid(), self.gateway_url, self._token, self.options.data)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """List name, pid and restarts of each process."""
+        return [{"name": each.spec.name, "pid": each.pid, "restarts": each.restarts} for each in self._processes]
+
+    def check(self) -> None:
+        """Check that every process lives or is being restarted.
+
+        Raises:
+            WorkerDied: one was given up.
+        """
+        check_alive(self._processes)
+        if self._gave_up is not None:
+            raise WorkerDied(self._gave_up)
+
+    async def __aenter__(self) -> "LocalFleet":
+        try:
+            await self._start()
+        except BaseException:
+            await asyncio.shield(self._stop())
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self._stop())
+
+    async def _start(self) -> None:
+        data = self.options.data
+        data.mkdir(parents=True, exist_ok=True)
+        self._take_lock(data)
+        port = self.options.port or free_port(self.options.host)
+        check_port(self.options.host, port)
+        self._token = new_token()
+        write_secret(data / "token", self._token)
+        redis_url = await self._start_redis(data)
+        self.gateway_url = f"http://{self.options.host}:{port}"
+        environment = self._environment(redis_url)
+        self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        # Importing torch takes the longest, so those start first.
+        self._add("trainer", "services.trainer", environment)
+        for number in range(self.options.num_rollouts):
+            self._add(f"rollout-{number}", "services.rollout", environment)
+        self._add("reward", "services.reward", environment)
+        if self.options.sandbox:
+            self._add("sandbox", "services.sandbox", environment)
+        for process in self._processes:
+            await process.start()
+            self._say(f"{process.spec.name:<10} pid {process.pid}")
+        await self._wait_until_ready()
+        self._write_fleet_file(data)
+
+    def _take_lock(self, data: Path) -> None:
+        lock = (data / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise Conflict(f"another fleet runs with the data directory {data}: end it with `flotilla down`") from None
+        self._lock = lock
+
+    async def _start_redis(self, data: Path) -> str:
+        if self.options.redis_url is not None:
+            found = await asyncio.to_thread(check_server, self.options.redis_url)
+            self._say(f"redis      {found}, as the environment says")
+            return self.options.redis_url
+        self._redis = LocalRedis(data / "redis")
+        # On this thread, and quickly: the server ends with the thread that starts it.
+        url = self._redis.start()
+        self._say(f"redis      pid {self._redis.pid} (of this fleet's own, in {data / 'redis'})")
+        self._redis_keeper = asyncio.create_task(self._keep_redis(self._redis), name="keep redis")
+        return url
+
+    async def _keep_redis(self, redis: LocalRedis) -> None:
+        while True:
+            await asyncio.sleep(REDIS_WATCH_SECONDS)
+            if redis.pid is None:
+                self._say("redis      ended; it is started again from its log")
+                try:
+                    redis.start()
+                except Unavailable as error:
+                    self._gave_up = f"redis cannot be started again: {error.detail}"
+                    return
+
+    def _environment(self, redis_url: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "FLOTILLA_GATEWAY_URL": self.gateway_url,
+            "FLOTILLA_TOKEN": self._token,
+            "FLOTILLA_REDIS_URL": redis_url,
+            "FLOTILLA_DATA": str(self.options.data.resolve()),
+            "FLOTILLA_HOST": self.options.host,
+            "FLOTILLA_PORT": "0",
+            "FLOTILLA_LOG_LEVEL": self.options.log_level,
+            "FLOTILLA_PARENT_PID": str(os.getpid()),
+            "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", "15"),
+            # Contending thread pools on few cores are several times slower than one passive thread each.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        }
+
+    def _add(self, name: str, module: str, environment: dict[str, str]) -> None:
+        spec = ProcessSpec(name, (sys.executable, "-m", module), environment)
+        self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
+
+    async def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        wanted = len(self._processes) - 1
+        async with GatewayClient(self.gateway_url, self._token) as client:
+            while True:
+                self.check()
+                with contextlib.suppress(FlotillaError):
+                    await client.call("GET", "/readyz", deadline_seconds=1.0)
+                    page = await client.call("GET", "/v1/services", deadline_seconds=2.0)
+                    if len(page["items"]) >= wanted:
+                        return
+                if time.monotonic() > end:
+                    raise Unavailable(
+                        f"the fleet did not come up within {START_SECONDS:.0f} s; see {self.options.data / 'logs'}"
+                    )
+                await asyncio.sleep(0.2)
+
+    def _write_fleet_file(self, data: Path) -> None:
+        content = {"pid": os.getpid(), "gateway_url": self.gateway_url, "token": self._token}
+        write_secret(data / FLEET_FILE, json.dumps(content))
+
+    async def _stop(self) -> None:
+        # Trainer and rollouts first, while gateway and data plane still take their last words.
+        order = [each for each in self._processes if each.spec.name != "gateway"]
+        await asyncio.gather(*(process.stop() for process in order))
+        for process in self._processes:
+            if process.spec.name == "gateway":
+                await process.stop()
+        if self._redis_keeper is not None:
+            self._redis_keeper.cancel()
+        if self._redis is not None:
+            self._redis.stop()
+        (self.options.data / FLEET_FILE).unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,23 @@
+"""The reward service as an app."""
+
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from services.reward.state import RewardState, open_state
+from shared.service_app import create_service_app
+from shared.settings import ServiceSettings
+
+
+class OpenRewardState(Protocol):
+    """Opens what the service needs."""
+
+    def __call__(self, settings: ServiceSettings, address: str) -> AbstractAsyncContextManager[RewardState]:
+        """Open it for as long as the block runs."""
+
+
+def create_app(settings: ServiceSettings, address: str, *, open_state: OpenRewardState = open_state) -> FastAPI:
+    """Make the app of a reward service that is reached at ``address``."""
+    return create_service_app("Flotilla reward", partial(open_state, settings, address))

@@ -1,0 +1,111 @@
+"""What a reward service opens at start-up."""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import psutil
+from redis.asyncio import Redis
+
+from services.reward.service import RewardService
+from services.reward.verifiers.base import Verifier
+from services.reward.verifiers.registry import Surroundings, build_verifier
+from services.reward.worker import RewardLane, RewardWorker
+from shared.client import GatewayClient
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError
+from shared.membership import Membership
+from shared.schemas.experiment import Page
+from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind
+from shared.schemas.task import Lane
+from shared.service_app import at_work
+from shared.settings import ServiceSettings
+from shared.streams.connection import connect
+from shared.streams.keys import HopName
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.settings import StreamsConfig
+
+CONCURRENCY = 32
+"""Groups graded at the same time: graders wait more than they compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardState:
+    """See ``shared.service_app.ServiceState``."""
+
+    service: RewardService
+    membership: Membership
+
+
+@dataclass
+class RewardCrew:
+    """See ``services.reward.service.Crew``."""
+
+    worker: RewardWorker
+    verifier: Verifier
+
+    async def close(self) -> None:
+        """End the verifiers' processes and connections."""
+        await self.verifier.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class CrewOpener:
+    """Makes verifier and worker for an experiment."""
+
+    redis: Redis
+    client: GatewayClient
+    settings: ServiceSettings
+
+    async def __call__(self, spec: ExperimentSpec, assignment: Assignment) -> RewardCrew:
+        """Build the verifier and open the hops.
+
+        Raises:
+            InvalidSpec: a custom function cannot be loaded, or code is to be graded without a sandbox.
+        """
+        surroundings = Surroundings(
+            experiment=assignment.experiment_id,
+            sandbox_url=await self._sandbox_url(),
+            sandbox_token=self.settings.token,
+            secrets=os.environ,
+        )
+        verifier = build_verifier(spec.reward, surroundings)
+        streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
+        lanes = []
+        for lane in Lane if spec.evaluation is not None else (Lane.TRAIN,):
+            plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)
+            hop = plane.hop(HopName.GENERATED, f"reward-{os.getpid()}")
+            lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
+        return RewardCrew(RewardWorker(lanes, verifier, spec.reward, CONCURRENCY), verifier)
+
+    async def _sandbox_url(self) -> str | None:
+        try:
+            page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
+        except FlotillaError:
+            return None
+        found = [item for item in Page.model_validate(page).items if item["kind"] == ServiceKind.SANDBOX]
+        return str(found[0]["address"]) if found else None
+
+
+@contextlib.asynccontextmanager
+async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RewardState]:
+    """Open the data plane's client, the service and its membership; close them in reverse order."""
+    async with contextlib.AsyncExitStack() as stack:
+        redis = connect(settings.redis_url)
+        stack.push_async_callback(redis.aclose)
+        client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
+        service = RewardService(CrewOpener(redis, client, settings))
+        registration = Registration(
+            kind=ServiceKind.REWARD,
+            address=address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
+            incarnation=secrets.token_hex(8),
+        )
+        membership = Membership(client, registration, service.observe, service.apply)
+        await stack.enter_async_context(at_work(service, membership))
+        yield RewardState(service, membership)

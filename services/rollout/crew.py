@@ -1,0 +1,129 @@
+"""Opens all that a rollout service needs for one experiment: tokenizer, engine, hops, weight endpoint."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.process_engine import ProcessEngine
+from services.rollout.engines.settings import EngineSettings
+from services.rollout.episodes.rendering import ChatRenderer
+from services.rollout.episodes.single_turn import SingleTurnEpisodes, TurnLimits
+from services.rollout.receiver import Puller, WeightReceiver
+from services.rollout.version import VersionGate
+from services.rollout.worker import LaneConfig, RolloutWorker
+from shared.config.spec import ExperimentSpec
+from shared.errors import WorkerDied
+from shared.schemas.service import Assignment
+from shared.schemas.task import Lane
+from shared.streams.hop import Hop
+from shared.streams.keys import HopName
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.settings import StreamsConfig
+from shared.weights.endpoint_client import EndpointClient
+
+SURPLUS = 1.25
+"""Samples in work over the engine's slots, so that a slot that falls free is filled at once."""
+
+
+@dataclass
+class RolloutCrew:
+    """See ``services.rollout.service.Crew``."""
+
+    engine: Engine
+    gate: VersionGate
+    worker: RolloutWorker
+    receiver: WeightReceiver
+    endpoint: EndpointClient
+
+    async def close(self) -> None:
+        """End the engine and the endpoint, and delete spare images."""
+        await self.receiver.close()
+        await asyncio.gather(self.endpoint.close(), self.engine.close())
+
+
+@dataclass(frozen=True, slots=True)
+class CrewOpener:
+    """Opens crews.
+
+    Attributes:
+        redis: the data plane's client; stays its owner's to close.
+        service_name: what consumer names begin with.
+        streams: leases and deliveries.
+        pull: fetches versions that were missed.
+        directory: for files that live as long as the service.
+        host: address that this service is reached at.
+    """
+
+    redis: Redis
+    service_name: str
+    streams: StreamsConfig
+    pull: Puller
+    directory: Path
+    host: str
+
+    async def __call__(
+        self,
+        spec: ExperimentSpec,
+        assignment: Assignment,
+        tell: Callable[[], None],
+        on_engine_death: Callable[[WorkerDied], None],
+    ) -> RolloutCrew:
+        """Load tokenizer and engine; both at once, since each takes seconds.
+
+        Raises:
+            ModelError: the model or its tokenizer cannot be loaded.
+        """
+        engine = ProcessEngine(engine_settings(spec))
+        endpoint = EndpointClient(bind_host=self.host)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.start())
+                tasks.create_task(endpoint.start())
+                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, spec.model.path))
+        except BaseException as error:
+            await asyncio.gather(engine.close(), endpoint.close())
+            if isinstance(error, BaseExceptionGroup):
+                # One cause is enough to tell: the others are its consequences.
+                raise error.exceptions[0] from None
+            raise
+        gate = VersionGate()
+        receiver = WeightReceiver(
+            engine, gate, endpoint, self.pull, self.directory, spec.asynchrony.on_weight_update, tell
+        )
+        limits = TurnLimits(
+            train=spec.rollout.sampling.max_new_tokens,
+            evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,
+        )
+        episodes = SingleTurnEpisodes(engine, rendering.result(), spec.rollout.sampling, limits)
+        worker = RolloutWorker(self._lanes(spec, assignment), episodes, gate, on_engine_death)
+        return RolloutCrew(engine, gate, worker, receiver, endpoint)
+
+    def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:
+        sizes = {Lane.TRAIN: spec.rollout.group_size}
+        if spec.evaluation is not None:
+            sizes[Lane.EVALUATION] = spec.evaluation.group_size
+        lanes: list[tuple[LaneConfig, Hop]] = []
+        for lane, group_size in sizes.items():
+            plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, self.streams)
+            max_groups = math.ceil(SURPLUS * spec.rollout.engine.slots / group_size)
+            config = LaneConfig(lane.value, max_groups, spec.rollout.task_seconds)
+            lanes.append((config, plane.hop(HopName.TASKS, self.service_name)))
+        return lanes
+
+
+def engine_settings(spec: ExperimentSpec) -> EngineSettings:
+    """Read what the embedded engine needs from a spec."""
+    engine = spec.rollout.engine
+    return EngineSettings(
+        model_path=spec.model.path,
+        dtype=spec.model.dtype,
+        device=engine.device,
+        slots=engine.slots,
+        context_tokens=engine.context_tokens,
+        threads=engine.threads,
+    )

@@ -1,0 +1,98 @@
+"""The spine that rollout and reward share: health routes, and a lifespan that opens state and stays a member."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from fastapi import FastAPI, Request
+
+from shared.membership import Membership
+from shared.schemas.service import DesiredState, ObservedState
+from shared.serving import add_health_routes, add_problem_handlers
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 15.0
+
+
+class Following(Protocol):
+    """A service that makes what is observed follow what is desired."""
+
+    tell: Callable[[], None]
+
+    def observe(self) -> ObservedState:
+        """Say what is going on."""
+
+    async def apply(self, desired: DesiredState) -> None:
+        """Take a desired state in."""
+
+    async def run(self) -> None:
+        """Follow it until cancelled."""
+
+
+class ServiceState(Protocol):
+    """What such a service opens at start-up."""
+
+    @property
+    def service(self) -> Following:
+        """What works."""
+
+    @property
+    def membership(self) -> Membership:
+        """What keeps it in the fleet."""
+
+
+OpenState = Callable[[], AbstractAsyncContextManager[ServiceState]]
+
+
+@contextlib.asynccontextmanager
+async def at_work(service: Following, membership: Membership) -> AsyncIterator[None]:
+    """Keep the service following and a member while the block runs; then end its work, then leave the fleet."""
+    service.tell = membership.tell
+    member = asyncio.create_task(membership.run(), name="membership")
+    work = asyncio.create_task(service.run(), name="service")
+    for task in (member, work):
+        task.add_done_callback(_say_why)
+    try:
+        yield
+    finally:
+        await _end(work)
+        await _end(member)
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("%s ended", task.get_name(), exc_info=task.exception())
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    waiting: Awaitable[object] = asyncio.wait([task], timeout=STOP_SECONDS)
+    await waiting
+
+
+def create_service_app(title: str, open_state: OpenState) -> FastAPI:
+    """Make the app; nothing is opened before its lifespan starts."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, ServiceState]]:
+        async with open_state() as state:
+            yield {"state": state}
+
+    app = FastAPI(title=title, lifespan=lifespan)
+    add_problem_handlers(app)
+    add_health_routes(app, why_not_ready=_why_not_ready, gauges=_gauges)
+    return app
+
+
+def _why_not_ready(request: Request) -> str | None:
+    state: ServiceState = request.state.state
+    return None if state.membership.is_connected else "the gateway does not answer"
+
+
+def _gauges(request: Request) -> dict[str, float]:
+    state: ServiceState = request.state.state
+    return dict(state.service.observe().load)

@@ -35,7 +35,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Find the tokens that end a completion: ``generation_config.json`` before ``config.json``, as transformers does."""
+    """Find the tokens that end a completion: ``generation_config.json`` goes before ``config.json``."""
     found = config.get("eos_token_id")
     try:
         generation = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))

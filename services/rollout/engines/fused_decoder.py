@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from services.rollout.engines.architecture import Architecture
 from services.rollout.engines.decoder import Tokens
@@ -83,14 +83,14 @@ class FusedDecoder:
         origins = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=self._device)
         self._cache.reserve(longest)
         rotation = self._rotations[:longest].view(1, longest, 1, -1)
-        hidden = F.embedding(padded.to(self._device), weights.embedding).view(num * longest, -1)
+        hidden = functional.embedding(padded.to(self._device), weights.embedding).view(num * longest, -1)
         for number, layer in enumerate(weights.layers):
             queries_keys, values = self._project(hidden, layer, rotation, (num, longest))
             queries = queries_keys[:, :, : sizes.num_heads].transpose(1, 2)
             keys = queries_keys[:, :, sizes.num_heads :].transpose(1, 2)
             values = values.transpose(1, 2)
             self._cache.write_prefix(number, targets, origins, keys, values)
-            mixed = F.scaled_dot_product_attention(
+            mixed = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=sizes.num_heads != sizes.num_kv_heads
             )
             self._feed(hidden, mixed.transpose(1, 2).reshape(num * longest, -1), layer)
@@ -106,7 +106,7 @@ class FusedDecoder:
         step = self._cache.begin_step(lengths, longest)
         bias = step.bias.expand(-1, groups[1], -1)
         rotation = self._rotations[lengths].view(num, 1, 1, -1)
-        hidden = F.embedding(token_ids, weights.embedding)
+        hidden = functional.embedding(token_ids, weights.embedding)
         for number, layer in enumerate(weights.layers):
             queries_keys, values = self._project(hidden, layer, rotation, (num, 1))
             queries = queries_keys[:, 0, : sizes.num_heads].reshape(groups)
@@ -122,11 +122,11 @@ class FusedDecoder:
         """Make rotated queries and keys [N, T, H + Hkv, D], and values [N, T, Hkv, D]."""
         sizes = self._sizes
         num_rotated = sizes.num_heads + sizes.num_kv_heads
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, sizes.norm_epsilon)
-        fused = F.linear(normed, layer.qkv, layer.qkv_bias).view(*batch, -1, sizes.head_dim)
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, sizes.norm_epsilon)
+        fused = functional.linear(normed, layer.qkv, layer.qkv_bias).view(*batch, -1, sizes.head_dim)
         rotated, values = fused[:, :, :num_rotated], fused[:, :, num_rotated:]
         if layer.qk_norm is not None:
-            rotated = F.rms_norm(rotated, rotated.shape[-1:], None, sizes.norm_epsilon).mul_(layer.qk_norm)
+            rotated = functional.rms_norm(rotated, rotated.shape[-1:], None, sizes.norm_epsilon).mul_(layer.qk_norm)
         pairs = rotated.float().view(*batch, num_rotated, -1, 2)
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotation).view(*batch, num_rotated, -1)
         return rotated.to(self._dtype), values
@@ -134,13 +134,13 @@ class FusedDecoder:
     def _feed(self, hidden: Tensor, mixed: Tensor, layer: LayerWeights) -> None:
         """Add the outputs of attention and of the feed-forward network to ``hidden``, in place."""
         hidden.addmm_(mixed, layer.output.t())
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self._sizes.norm_epsilon)
-        gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-        hidden.addmm_(F.silu(gate).mul_(up), layer.down.t())
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self._sizes.norm_epsilon)
+        gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
+        hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self._weights.final_norm, self._sizes.norm_epsilon)
-        return F.linear(normed, self._weights.head)
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], self._weights.final_norm, self._sizes.norm_epsilon)
+        return functional.linear(normed, self._weights.head)
 
 
 def _rotations(sizes: Architecture, num_positions: int) -> Tensor:

@@ -40,10 +40,15 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
     if not is_written_out(config):
         config = _complete(directory, config)
     reason = reason_not_fused(config)
-    if reason is not None:
-        raise ModelError(reason)
+    if reason is None:
+        return LoadedModel(_fused(directory, config, settings, device), config)
+    log.info("the fused forward cannot run this model", extra={"reason": reason})
+    return LoadedModel(_by_transformers(directory, settings, device), config)
+
+
+def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings, device: torch.device) -> Decoder:
     try:
-        decoder = FusedDecoder(
+        return FusedDecoder(
             architecture_of(config),
             safetensors_files(directory),
             dtype=DTYPES[settings.dtype],
@@ -53,7 +58,14 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
         )
     except (WeightTransferFailed, ValueError) as error:
         raise ModelError(f"model {directory} cannot be loaded: {error}") from error
-    return LoadedModel(decoder, config)
+
+
+def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:
+    # Imported here: transformers takes seconds to import, and the fused forward does without it.
+    from services.rollout.engines.transformers_decoder import choose_decoder, load_model
+
+    dtype = DTYPES[settings.dtype]
+    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots)
 
 
 def _device(name: str) -> torch.device:

@@ -71,7 +71,8 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when an interrupt ends the engine.
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+    logging.getLogger("services").setLevel(logging.INFO)
     with socket.socket(fileno=arguments.socket) as connection:
         try:
             serve(connection)

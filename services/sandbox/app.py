@@ -1,0 +1,35 @@
+"""The sandbox's HTTP interface."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from fastapi import FastAPI
+
+from services.sandbox.gatekeeper import Gatekeeper
+from services.sandbox.routes import health, run_code
+from services.sandbox.settings import SandboxSettings
+from services.sandbox.state import SandboxState, open_state
+from shared.serving import add_problem_handlers
+
+OpenState = Callable[[SandboxSettings], AbstractAsyncContextManager[SandboxState]]
+
+
+def create_app(settings: SandboxSettings, open_state: OpenState = open_state) -> FastAPI:
+    """Make the app; its lifespan opens and closes the state.
+
+    Args:
+        settings: see ``SandboxSettings``.
+        open_state: opens all that the routes need; another one in tests.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, SandboxState]]:
+        async with open_state(settings) as state:
+            yield {"sandbox": state}
+
+    app = FastAPI(title="Flotilla sandbox", lifespan=lifespan)
+    app.include_router(health.router)
+    app.include_router(run_code.router)
+    add_problem_handlers(app)
+    app.add_middleware(Gatekeeper, token=settings.token.get_secret_value(), max_bytes=settings.max_request_bytes)
+    return app

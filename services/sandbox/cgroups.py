@@ -1,0 +1,201 @@
+"""Control groups: the kernel's bound on the memory and the number of processes of a whole tree, version 1 or 2.
+
+Groups are made below the service's own, so that whatever bounds the service bounds its programs too.
+
+Source: Linux, Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from services.sandbox.limits import Limits
+from shared.errors import Unavailable
+
+REMOVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Mounts:
+    """Where this process's own groups are: by controller (version 1) and unified (version 2)."""
+
+    controllers: Mapping[str, Path]
+    unified: Path | None
+
+
+def read_mounts(mountinfo: str, own: str) -> Mounts:
+    """Read ``/proc/self/mountinfo`` and ``/proc/self/cgroup``."""
+    paths: dict[str, str] = {}
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            paths[name] = path
+    controllers: dict[str, Path] = {}
+    unified = None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup2" and "" in paths:
+            unified = _inside(point, root, paths[""])
+        elif kind == "cgroup":
+            for option in options.split(","):
+                if option in paths:
+                    controllers[option] = _inside(point, root, paths[option])
+    return Mounts(controllers, unified)
+
+
+def _inside(point: str, root: str, path: str) -> Path:
+    # In a container the mount may show only a part of the hierarchy, from ``root`` on.
+    pure = PurePosixPath(path)
+    return Path(point, pure.relative_to(root)) if pure.is_relative_to(root) else Path(point)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of one program; one directory (version 2), or one per controller (version 1)."""
+
+    memory: Path
+    pids: Path
+    is_unified: bool
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        for directory in {self.memory, self.pids}:
+            (directory / "cgroup.procs").write_text(str(pid))
+
+    def num_memory_kills(self) -> int:
+        """Count the processes that the kernel ended because the group's memory was used up."""
+        name = "memory.events" if self.is_unified else "memory.oom_control"
+        with suppress(OSError):
+            for line in (self.memory / name).read_text().splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+        return 0
+
+    def remove(self) -> None:
+        """Kill what is left in the group and remove it.
+
+        Raises:
+            OSError: a process did not end, so that the group could not be removed.
+        """
+        deadline = time.monotonic() + REMOVE_SECONDS
+        while True:
+            for directory in {self.memory, self.pids}:
+                for pid in (directory / "cgroup.procs").read_text().split() if directory.exists() else ():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+            try:
+                for directory in {self.memory, self.pids}:
+                    with suppress(FileNotFoundError):
+                        directory.rmdir()
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.005)
+
+
+class ControlGroups:
+    """Makes groups below the service's own."""
+
+    def __init__(self, memory: Path, pids: Path, *, is_unified: bool) -> None:
+        self._memory = memory
+        self._pids = pids
+        self._is_unified = is_unified
+
+    @classmethod
+    def find(cls, mounts: Mounts) -> "ControlGroups":
+        """Choose the hierarchy that has memory and pids: version 2 if it has both, else version 1.
+
+        Raises:
+            Unavailable: neither has, or groups cannot be made there; the detail says why.
+        """
+        reasons = []
+        if mounts.unified is not None:
+            try:
+                _delegate(mounts.unified)
+                return cls(mounts.unified, mounts.unified, is_unified=True)
+            except (OSError, Unavailable) as error:
+                reasons.append(f"version 2: {error}")
+        try:
+            memory, pids = mounts.controllers["memory"], mounts.controllers["pids"]
+        except KeyError as error:
+            reasons.append(f"version 1: no {error.args[0]} controller")
+        else:
+            if os.access(memory, os.W_OK) and os.access(pids, os.W_OK):
+                return cls(memory, pids, is_unified=False)
+            reasons.append(f"version 1: {memory} or {pids} cannot be written")
+        raise Unavailable(f"no usable control groups ({'; '.join(reasons)})")
+
+    def create(self, name: str, limits: Limits) -> Group:
+        """Make a group for one program.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        group = Group(self._memory / name, self._pids / name, self._is_unified)
+        try:
+            for directory in {group.memory, group.pids}:
+                directory.mkdir()
+            for file, value in self._bounds(limits).items():
+                directory = group.pids if file.startswith("pids") else group.memory
+                (directory / file).write_text(str(value))
+            if self._is_unified:
+                _write_if_present(group.memory / "memory.swap.max", "0")
+                _write_if_present(group.memory / "memory.oom.group", "1")
+            else:
+                bound = (group.memory / "memory.limit_in_bytes").read_text()
+                _write_if_present(group.memory / "memory.memsw.limit_in_bytes", bound)
+        except OSError:
+            with suppress(OSError):
+                group.remove()
+            raise
+        return group
+
+    def _bounds(self, limits: Limits) -> dict[str, int]:
+        # The isolation's own processes are in the group too: room for them.
+        own_processes, own_bytes = 4, 32 * 1024 * 1024
+        memory = "memory.max" if self._is_unified else "memory.limit_in_bytes"
+        return {memory: limits.memory_bytes + own_bytes, "pids.max": limits.processes + own_processes}
+
+
+def _write_if_present(file: Path, value: str) -> None:
+    if file.exists():
+        with suppress(OSError):
+            file.write_text(value)
+
+
+def _delegate(parent: Path) -> None:
+    """Let groups below ``parent`` be bounded.
+
+    Raises:
+        Unavailable: a controller is missing, or other processes are in ``parent``, which version 2 does not allow.
+        OSError: the kernel refused.
+    """
+    missing = {"memory", "pids"} - set((parent / "cgroup.controllers").read_text().split())
+    if missing:
+        raise Unavailable(f"no {' and no '.join(sorted(missing))} controller in {parent}")
+    control = parent / "cgroup.subtree_control"
+    try:
+        control.write_text("+memory +pids")
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        others = [pid for pid in (parent / "cgroup.procs").read_text().split() if int(pid) != os.getpid()]
+        if others:
+            raise Unavailable(f"{parent} holds {len(others)} other processes; give the service a group") from error
+        leaf = parent / "flotilla-sandbox-service"
+        leaf.mkdir(exist_ok=True)
+        (leaf / "cgroup.procs").write_text(str(os.getpid()))
+        control.write_text("+memory +pids")

@@ -1,0 +1,73 @@
+"""What stands before the routes: nobody without the token makes the service work, nobody fills its memory."""
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.errors import FlotillaError, InvalidRequest, Unauthorized
+from shared.security import bearer_of, is_same_secret
+from shared.serving import problem_response
+
+READING = {"GET", "HEAD"}
+
+
+class RequestTooLarge(InvalidRequest):
+    """The body is larger than the service reads."""
+
+    code, title, status = "request_too_large", "The request is too large", 413
+
+
+class Gatekeeper:
+    """Demands the bearer token of every request that does not only read, and bounds the body, before reading it.
+
+    Args:
+        app: what stands behind.
+        token: the only one that opens.
+        max_bytes: largest body.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str, max_bytes: int) -> None:
+        self._app = app
+        self._token = token
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with a problem."""
+        if scope["type"] != "http" or scope["method"] in READING:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            authorization = headers.get(b"authorization", b"").decode("latin-1")
+            if not is_same_secret(bearer_of(authorization), self._token):
+                raise Unauthorized("this call needs the header `Authorization: Bearer TOKEN` with the right token")
+            body = await self._read(headers.get(b"content-length", b""), receive)
+        except FlotillaError as error:
+            await problem_response(error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, content_length: bytes, receive: Receive) -> bytes:
+        if content_length.isdigit() and int(content_length) > self._max_bytes:
+            raise RequestTooLarge(f"the body has {int(content_length)} bytes, at most {self._max_bytes} are read")
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return bytes(body)
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                raise RequestTooLarge(f"the body has more than {self._max_bytes} bytes")
+            if not message.get("more_body"):
+                return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    is_given = False
+
+    async def again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

@@ -1,0 +1,138 @@
+"""What the service asks of the guard and what the guard answers: JSON, one message each way."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.sandbox.limits import Limits
+
+READY = b"ready\n"
+"""The guard writes this line when it runs and has started nothing yet: the moment to put it into a control group."""
+
+KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
+
+EXITED, TIMED_OUT, NOT_STARTED = "exited", "timed_out", "not_started"
+OVER_LIMIT = "over_limit"
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What the guard does to the program before it starts, and how it ends it.
+
+    Attributes:
+        kill_scope: ``namespace``: the guard lives in a process namespace of its own; ``uid``: under a uid of its own;
+            ``descendants``: neither. In the first two cases one signal reaches all there is, and nothing else.
+        uid: the uid of scope ``uid``.
+        readable, writable: paths for Landlock; None leaves Landlock out.
+        has_seccomp: install the system call filter.
+        denies_metadata: the filter also denies changes of mode, owner and times, where the uid is the service's own.
+        is_quota_needed: count files that are open but deleted, where the working directory is on a shared disk.
+    """
+
+    kill_scope: str
+    uid: int | None = None
+    readable: tuple[str, ...] | None = None
+    writable: tuple[str, ...] = ()
+    has_seccomp: bool = True
+    denies_metadata: bool = False
+    is_quota_needed: bool = False
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One command: the compiler or the program.
+
+    Attributes:
+        name: ``compile`` or ``run``.
+        argv: absolute path of the executable and its arguments.
+        stdin: base64.
+        timeout_seconds: wall time.
+        limits_address_space: see ``apply_rlimits``.
+        is_tool: the command is ours and changes its outputs' modes, as linkers do.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    timeout_seconds: float
+    stdin: str = ""
+    limits_address_space: bool = True
+    is_tool: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program with its files, to be run once in an empty working directory."""
+
+    directory: str
+    files: Mapping[str, str]
+    phases: tuple[Phase, ...]
+    fetch: tuple[str, ...]
+    environment: Mapping[str, str]
+    limits: Limits
+    confinement: Confinement
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Job":
+        """Read what ``to_wire`` made, after its way through JSON."""
+        confinement = dict(wire["confinement"])
+        for name in ("readable", "writable"):
+            confinement[name] = None if confinement[name] is None else tuple(confinement[name])
+        return cls(
+            directory=wire["directory"],
+            files=wire["files"],
+            phases=tuple(Phase(**{**phase, "argv": tuple(phase["argv"])}) for phase in wire["phases"]),
+            fetch=tuple(wire["fetch"]),
+            environment=wire["environment"],
+            limits=Limits.from_wire(wire["limits"]),
+            confinement=Confinement(**confinement),
+        )
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """How a command ended.
+
+    Attributes:
+        outcome: ``exited``, ``timed_out``, ``over_limit`` or ``not_started``.
+        return_code: exit code, or the negative signal number; None if it did not start.
+        detail: which limit, or why it did not start.
+        seconds: wall time.
+    """
+
+    name: str
+    outcome: str
+    return_code: int | None
+    seconds: float
+    stdout: str = ""
+    stderr: str = ""
+    detail: str = ""
+
+    def output(self) -> tuple[str, str]:
+        """Decode stdout and stderr; bytes that are not UTF-8 are replaced."""
+        stdout, stderr = (base64.b64decode(text).decode("utf-8", "replace") for text in (self.stdout, self.stderr))
+        return stdout, stderr
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended. ``error`` says what the guard itself could not do; it is empty otherwise."""
+
+    phases: tuple[PhaseResult, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    error: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "JobResult":
+        """Read what ``to_wire`` made, after its way through JSON."""
+        phases = tuple(PhaseResult(**phase) for phase in wire["phases"])
+        return cls(phases=phases, files=wire["files"], notes=tuple(wire["notes"]), error=wire["error"])

@@ -1,0 +1,110 @@
+"""Putting the guard where every uid can read it, and finding out which isolation works here by using it."""
+
+import asyncio
+import base64
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from services.sandbox.cgroups import ControlGroups, read_mounts
+from services.sandbox.executor import Executor, Program, SandboxFailed
+from services.sandbox.guard.job import EXITED, Phase
+from services.sandbox.isolation import Isolation, Place, Slot, why_not
+from services.sandbox.limits import Limits
+from shared.errors import Unavailable
+from shared.schemas.sandbox import IsolationLevel
+
+SELF_TEST = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)
+    print("reaches the network")
+except OSError:
+    pass
+try:
+    open(sys.argv[3]).read()
+    print("reads the host's files")
+except OSError:
+    pass
+print("contained")
+"""
+SELF_TEST_SECONDS = 20.0
+
+
+def install_guard(target: Path) -> None:
+    """Copy the guard's modules below ``target``, as packages of the same names and readable by everybody.
+
+    The program of the checkout itself may lie where other uids, and a private root, cannot see it.
+    """
+    source = Path(__file__).parent
+    package = target / "services" / "sandbox"
+    (package / "guard").mkdir(mode=0o755, parents=True)
+    for file in (source / "limits.py", *sorted((source / "guard").glob("*.py"))):
+        shutil.copyfile(file, package / file.relative_to(source))
+    for directory in (target / "services", package):
+        (directory / "__init__.py").touch()
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+async def compile_guard(place: Place) -> None:
+    """Compile the guard's modules once, so that it starts faster; a failure costs only time."""
+    command = [place.python, "-I", "-S", "-m", "compileall", "-q", place.code]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env={}
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SELF_TEST_SECONDS):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+def find_groups() -> ControlGroups:
+    """Find where this process may make control groups.
+
+    Raises:
+        Unavailable: nowhere.
+    """
+    return ControlGroups.find(
+        read_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    )
+
+
+async def try_level(level: IsolationLevel, place: Place, slot: Slot, marker: Path) -> Executor:
+    """Make the executor of a level after a program has shown that it works and holds.
+
+    Args:
+        level: which.
+        place: what programs get.
+        slot: a free one.
+        marker: a file outside, readable by everybody, that the program must not be able to read.
+
+    Raises:
+        Unavailable: the level does not work here; the detail says why.
+    """
+    if (reason := why_not(level)) is not None:
+        raise Unavailable(reason)
+    groups = find_groups() if level is IsolationLevel.A else None
+    executor = Executor(Isolation(level, place), groups)
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        argv = (place.python, "-s", "-B", "test.py", host, str(port), str(marker))
+        program = Program(
+            files={"test.py": base64.b64encode(SELF_TEST.encode()).decode()},
+            phases=(Phase("run", argv, SELF_TEST_SECONDS),),
+            fetch=(),
+            limits=Limits(),
+        )
+        try:
+            result = (await executor.run(slot, program)).phases[0]
+        except SandboxFailed as error:
+            raise Unavailable(error.detail) from error
+    stdout, stderr = result.output()
+    if result.outcome != EXITED or result.return_code != 0:
+        raise Unavailable(f"the self-test failed: {result.detail or stderr.strip()[-300:]}")
+    if level is not IsolationLevel.D and stdout.split("\n")[0] != "contained":
+        raise Unavailable(f"the self-test was not contained: it {stdout.split(chr(10))[0]}")
+    return executor

@@ -1,0 +1,159 @@
+"""The levels of isolation, and the command line that puts the guard into one of them.
+
+A  bwrap, rlimits, a control group: namespaces for processes, network, mounts and users, a private root of read-only
+   system directories and a size-limited working directory; memory and processes bounded by the kernel for the tree.
+B  the same without a control group: the tree's total is bounded by the guard, which looks at intervals.
+C  no namespaces: Landlock for files, signals and TCP, and either a uid of its own or Landlock's signal scope.
+D  rlimits only. Not isolation; refused unless it is asked for by name.
+
+At every level but D the guard also installs the system call filter, and at every level the environment is empty: bwrap
+keeps its own environment readable at ``/proc/1/environ`` whatever its options say, so it is started without one.
+"""
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.sandbox.guard import landlock, seccomp
+from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement
+from services.sandbox.limits import MEBIBYTE, Limits
+from shared.errors import Unavailable
+from shared.schemas.sandbox import IsolationLevel
+
+GUARD_START = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox.guard.main import main; main()"
+INSIDE_WORK = "/work"
+INSIDE_CODE = "/guard"
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What programs get of this machine.
+
+    Attributes:
+        python: interpreter that runs the guard.
+        code: directory with the guard's modules, readable by every uid.
+        readable: paths outside /usr that programs may read.
+    """
+
+    python: str
+    code: str
+    readable: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One of the places that programs take turns in.
+
+    Attributes:
+        number: from 0.
+        uid: uid of its own; None if the service cannot give one, for it is not root.
+        directory: on the host; the working directory where there is no private root.
+    """
+
+    number: int
+    uid: int | None
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """One level, on this machine."""
+
+    level: IsolationLevel
+    place: Place
+
+    @property
+    def has_private_root(self) -> bool:
+        """Whether programs see a root directory of their own, made by bwrap."""
+        return self.level in (IsolationLevel.A, IsolationLevel.B)
+
+    def work_directory(self, slot: Slot) -> str:
+        """Where the program works, as it sees it."""
+        return INSIDE_WORK if self.has_private_root else str(slot.directory / "work")
+
+    def command(self, slot: Slot, limits: Limits) -> list[str]:
+        """Make the command line that starts the guard."""
+        code = INSIDE_CODE if self.has_private_root else self.place.code
+        guard = [self.place.python, "-I", "-S", "-B", "-c", GUARD_START, code]
+        if not self.has_private_root:
+            return guard
+        return [*bwrap_command(self.place, limits), *guard]
+
+    def confinement(self, slot: Slot) -> Confinement:
+        """What the guard does to the program."""
+        if self.has_private_root:
+            return Confinement(KILL_NAMESPACE, is_quota_needed=False)
+        scope = KILL_DESCENDANTS if slot.uid is None else KILL_UID
+        if self.level is IsolationLevel.D:
+            return Confinement(scope, slot.uid, has_seccomp=False, is_quota_needed=True)
+        return Confinement(
+            scope,
+            slot.uid,
+            readable=("/usr", *SYSTEM_LINKS, *SYSTEM_FILES, *DEVICES, *self.place.readable),
+            writable=(self.work_directory(slot), "/dev/null"),
+            denies_metadata=slot.uid is None,
+            is_quota_needed=True,
+        )
+
+
+def bwrap_command(place: Place, limits: Limits) -> list[str]:
+    """Make the command line of bwrap, up to the program it starts."""
+    bwrap = shutil.which("bwrap")
+    assert bwrap is not None, "why_not was not asked"
+    arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    arguments += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    arguments += ["--ro-bind", "/usr", "/usr"]
+    for path in map(Path, SYSTEM_LINKS):
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), str(path)]
+        else:
+            arguments += ["--ro-bind-try", str(path), str(path)]
+    for readable in (*SYSTEM_FILES, *place.readable):
+        arguments += ["--ro-bind-try", readable, readable]
+    arguments += ["--ro-bind", place.code, INSIDE_CODE, "--proc", "/proc", "--dev", "/dev"]
+    arguments += ["--size", str(min(limits.disk_bytes, 16 * MEBIBYTE)), "--tmpfs", "/dev/shm"]  # noqa: S108
+    # A little more than the quota that the guard reports by name.
+    arguments += ["--size", str(limits.disk_bytes + MEBIBYTE), "--tmpfs", INSIDE_WORK, "--symlink", "work", "/tmp"]  # noqa: S108
+    # The root and /dev are memory file systems of no bounded size: nothing may be written there.
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", INSIDE_WORK, "--"]
+    return arguments
+
+
+def why_not(level: IsolationLevel) -> str | None:
+    """Tell what this machine obviously lacks for a level; None if it is worth a try."""
+    if level is IsolationLevel.D:
+        return None
+    if platform.machine() not in seccomp.ARCHITECTURES:
+        return f"there is no system call table for {platform.machine()}"
+    if level in (IsolationLevel.A, IsolationLevel.B):
+        return None if shutil.which("bwrap") else "bwrap is not installed"
+    version = landlock.version()
+    if version == 0:
+        return "the kernel has no Landlock, or it is switched off"
+    if os.getuid() != 0 and version < landlock.SCOPE_VERSION:
+        return (
+            f"the service is not root, so programs share its uid, and Landlock version {version} does not keep them "
+            f"from sending it signals (version {landlock.SCOPE_VERSION} does)"
+        )
+    return None
+
+
+def candidates(wanted: IsolationLevel | None, *, allows_unsafe: bool) -> Sequence[IsolationLevel]:
+    """List the levels to try, best first.
+
+    Raises:
+        Unavailable: level D is wanted and not allowed.
+    """
+    if wanted is IsolationLevel.D and not allows_unsafe:
+        raise Unavailable("isolation level D is no isolation; it needs unsafe_sandbox as well")
+    if wanted is not None:
+        return [wanted]
+    levels = list(IsolationLevel)
+    return levels if allows_unsafe else levels[:-1]

@@ -1,0 +1,53 @@
+"""Whether the service lives, works, and how well it isolates."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel
+
+from services.sandbox.routes.dependencies import Sandbox
+from shared.errors import Unavailable
+from shared.schemas.sandbox import SandboxHealth
+
+router = APIRouter(tags=["health"])
+
+
+class Ready(BaseModel):
+    """The answer of ``GET /readyz``."""
+
+    status: Literal["ready"] = "ready"
+
+
+@router.get("/healthz")
+async def healthz(sandbox: Sandbox) -> SandboxHealth:
+    """Tell the isolation that programs run under, why none better is used, and what can be run."""
+    return SandboxHealth(
+        isolation=sandbox.executor.isolation.level,
+        unavailable=sandbox.unavailable,
+        languages={name: language.tool for name, language in sandbox.languages.items()},
+        concurrency=sandbox.settings.concurrency,
+    )
+
+
+@router.get("/readyz")
+async def readyz(sandbox: Sandbox) -> Ready:
+    """Tell whether a call would get a turn.
+
+    Raises:
+        Unavailable: the queue is full (503).
+    """
+    if sandbox.pool.is_full:
+        raise Unavailable(f"{sandbox.pool.num_waiting} programs wait for their turn")
+    return Ready()
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(sandbox: Sandbox) -> PlainTextResponse:
+    """Give the counters in Prometheus' text format."""
+    text = sandbox.metrics.render(
+        sandbox.executor.isolation.level,
+        num_running=sandbox.pool.num_running,
+        num_waiting=sandbox.pool.num_waiting,
+    )
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

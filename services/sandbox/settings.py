@@ -1,0 +1,34 @@
+"""What the sandbox service is told at its start."""
+
+from pydantic import Field, SecretStr
+
+from services.sandbox.limits import MEBIBYTE, Limits
+from shared.config.base import Config
+from shared.schemas.sandbox import IsolationLevel
+
+
+class SandboxSettings(Config):
+    """Access, isolation and limits of one sandbox service."""
+
+    token: SecretStr = Field(min_length=16)
+    """Bearer token that ``POST /run_code`` demands."""
+    level: IsolationLevel | None = None
+    """Isolation to use; the service does not start where it is not available. Null: the best there is."""
+    unsafe_sandbox: bool = False
+    """Allow level D, which is no isolation: programs can read what the service can, and reach the network."""
+    concurrency: int = Field(4, ge=1, le=128)
+    """Programs that run at a time."""
+    max_queued: int = Field(256, ge=0)
+    """Calls that may wait for their turn; a further one is answered 503."""
+    queue_seconds: float = Field(30.0, gt=0)
+    """Longest wait for a turn; a call that waits longer is answered 504."""
+    max_request_bytes: int = Field(8 * MEBIBYTE, ge=1024)
+    """Largest body of a call; a larger one is answered 413."""
+    limits: Limits = Limits()
+    """What one program may use."""
+    uid_base: int = Field(61000, ge=1000)
+    """A service that runs as root gives each program a uid of its own, the first free ones from here on."""
+    python: str | None = Field(None, pattern=r"^/")
+    """Interpreter for Python programs. Null: the system's ``python3``, else the service's own."""
+    readable_paths: tuple[str, ...] = ()
+    """Further paths that programs may read, such as an environment with packages for them."""

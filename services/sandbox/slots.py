@@ -1,0 +1,149 @@
+"""The places that programs take turns in, each with a uid of its own where the service is root.
+
+Two services on one machine must not use the same uid, for each would end the other's programs: a uid in use is locked.
+"""
+
+import asyncio
+import fcntl
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+from services.sandbox.isolation import Slot
+from shared.errors import DeadlineExceeded, Unavailable
+
+MAX_UIDS_TRIED = 180
+LOCKS = Path("/run/flotilla-sandbox")
+SWEEP_SECONDS = 5.0
+
+
+def lock_uid(uid: int, locks: Path) -> int | None:
+    """Lock a uid for this service.
+
+    Returns:
+        The descriptor that holds the lock, or None if another service has it.
+    """
+    locks.mkdir(mode=0o700, exist_ok=True)
+    if locks.lstat().st_uid != os.getuid() or not stat.S_ISDIR(locks.lstat().st_mode):
+        raise Unavailable(f"{locks} does not belong to this service's user")
+    descriptor = os.open(locks / str(uid), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def own_uids(number: int, base: int, locks: Path = LOCKS) -> Iterator[list[int | None]]:
+    """Take ``number`` free uids from ``base`` on, or none if this process is not root.
+
+    Raises:
+        Unavailable: there are not enough free ones.
+    """
+    if os.getuid() != 0:
+        yield [None] * number
+        return
+    with ExitStack() as held:
+        found: list[int | None] = []
+        for uid in range(base, base + MAX_UIDS_TRIED):
+            if len(found) == number:
+                break
+            if all(map(is_zombie, processes_of(uid))) and (descriptor := lock_uid(uid, locks)) is not None:
+                held.callback(os.close, descriptor)
+                found.append(uid)
+        if len(found) < number:
+            raise Unavailable(f"only {len(found)} of {number} uids from {base} on are free")
+        yield found
+
+
+def processes_of(uid: int) -> list[int]:
+    """List the processes of a uid. By /proc/PID/status: the owner of /proc/PID is root for some."""
+    found = []
+    with os.scandir("/proc") as entries:
+        pids = [entry.name for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            continue
+        if any(line.startswith("Uid:") and line.split()[1] == str(uid) for line in lines):
+            found.append(int(pid))
+    return found
+
+
+async def sweep(uid: int, python: str) -> None:
+    """End every process of a slot's uid.
+
+    Raises:
+        Unavailable: some do not end.
+    """
+    async with asyncio.timeout(SWEEP_SECONDS):
+        while remaining := [pid for pid in processes_of(uid) if not is_zombie(pid)]:
+            # Sent by a process of that very uid to all that it may signal: in one go, which no fork can outrun.
+            code = f"import os; os.kill(-1, {int(signal.SIGKILL)})"
+            killer = await asyncio.create_subprocess_exec(
+                python, "-I", "-S", "-c", code, user=uid, group=uid, extra_groups=[], env={}
+            )
+            await killer.wait()
+            if processes_of(uid) == remaining:
+                await asyncio.sleep(0.01)
+
+
+def is_zombie(pid: int) -> bool:
+    """Tell whether a process has ended and only waits for its parent to notice."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    return line[line.rindex(b")") + 2 :].startswith((b"Z", b"X"))
+
+
+class SlotPool:
+    """Hands out slots in turn, to a bounded number of waiters for a bounded time."""
+
+    def __init__(self, slots: list[Slot], *, max_queued: int, queue_seconds: float) -> None:
+        self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
+        for slot in slots:
+            self._free.put_nowait(slot)
+        self._num_slots = len(slots)
+        self._max_queued = max_queued
+        self._queue_seconds = queue_seconds
+        self.num_waiting = 0
+
+    @property
+    def num_running(self) -> int:
+        """Count the slots in use."""
+        return self._num_slots - self._free.qsize()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further caller would be refused."""
+        return self._free.empty() and self.num_waiting >= self._max_queued
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[Slot]:
+        """Wait for a slot, and give it back.
+
+        Raises:
+            Unavailable: too many wait already.
+            DeadlineExceeded: no slot became free in time.
+        """
+        if self.is_full:
+            raise Unavailable(f"{self.num_waiting} programs wait for their turn already; try again later")
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(self._queue_seconds):
+                slot = await self._free.get()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no turn within {self._queue_seconds:g} s; try again later") from None
+        finally:
+            self.num_waiting -= 1
+        try:
+            yield slot
+        finally:
+            self._free.put_nowait(slot)

@@ -1,0 +1,97 @@
+"""All that the service opens at its start."""
+
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.sandbox.executor import Executor
+from services.sandbox.install import compile_guard, install_guard, try_level
+from services.sandbox.isolation import Place, Slot, candidates
+from services.sandbox.languages import Language, find_languages, find_python
+from services.sandbox.metrics import SandboxMetrics
+from services.sandbox.settings import SandboxSettings
+from services.sandbox.slots import SlotPool, own_uids
+from shared.errors import Unavailable
+from shared.schemas.sandbox import IsolationLevel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SandboxState:
+    """What the routes need.
+
+    Attributes:
+        executor: runs a program; knows the isolation.
+        pool: whose turn it is.
+        languages: what can be run, by name.
+        unavailable: why each better level of isolation is not used.
+    """
+
+    settings: SandboxSettings
+    executor: Executor
+    pool: SlotPool
+    languages: dict[str, Language]
+    unavailable: dict[IsolationLevel, str]
+    metrics: SandboxMetrics = field(default_factory=SandboxMetrics)
+
+
+@asynccontextmanager
+async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
+    """Install the guard, take uids, and choose the best isolation that passes its self-test.
+
+    Raises:
+        Unavailable: no allowed level works here; the detail says why for each.
+        InvalidRequest: the configured interpreter cannot be used.
+    """
+    python = find_python(settings.python)
+    with (
+        tempfile.TemporaryDirectory(prefix="flotilla-sandbox-") as name,
+        own_uids(settings.concurrency, settings.uid_base) as uids,
+    ):
+        root = Path(name)
+        slots = _furnish(root, uids)
+        place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
+        await compile_guard(place)
+        executor, unavailable = await _choose(settings, place, slots[0], root / "marker")
+        pool = SlotPool(slots, max_queued=settings.max_queued, queue_seconds=settings.queue_seconds)
+        log.info("isolation chosen", extra={"isolation": executor.isolation.level.value, "unavailable": unavailable})
+        yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
+
+
+def _furnish(root: Path, uids: Sequence[int | None]) -> list[Slot]:
+    """Make the service's directory: the guard's code, a directory per slot, and the self-test's marker."""
+    root.chmod(0o711)  # programs under other uids pass through it
+    install_guard(root / "code")
+    marker = root / "marker"
+    marker.write_text("outside")
+    marker.chmod(0o644)
+    slots = [Slot(number, uid, root / f"slot-{number}") for number, uid in enumerate(uids)]
+    for slot in slots:
+        slot.directory.mkdir()
+        slot.directory.chmod(0o711)
+    return slots
+
+
+def _readable(python: str, configured: tuple[str, ...]) -> tuple[str, ...]:
+    """List what programs may read outside /usr: what is configured, and the interpreter's own files."""
+    prefix = Path(python).resolve().parents[1]
+    own = () if prefix.is_relative_to("/usr") else (str(prefix),)
+    return (*own, *configured)
+
+
+async def _choose(
+    settings: SandboxSettings, place: Place, slot: Slot, marker: Path
+) -> tuple[Executor, dict[IsolationLevel, str]]:
+    reasons: dict[IsolationLevel, str] = {}
+    for level in candidates(settings.level, allows_unsafe=settings.unsafe_sandbox):
+        try:
+            return await try_level(level, place, slot, marker), reasons
+        except Unavailable as error:
+            reasons[level] = error.detail
+    why = "; ".join(f"{level.value}: {reason}" for level, reason in reasons.items())
+    hint = "" if settings.unsafe_sandbox or settings.level else "; unsafe_sandbox would allow D, which is no isolation"
+    raise Unavailable(f"no isolation works here ({why}{hint})")

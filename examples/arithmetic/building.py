@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,13 +16,24 @@ from .settings import Settings
 from .tokenizer import build_tokenizer, prompt_ids
 from .warm_start import Probe, Report, WarmStart
 
-PROBE_SIZE = 256
+PROBE_SIZE = 512
+MEASURED_AT_ONCE = 128
 
 
 def final_answer(completion: str) -> str | None:
     """Read the number after the last ``####``; None where there is none."""
     found: list[str] = re.findall(r"####\s*(-?\d+)", completion)
     return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What generating one answer per problem gave."""
+
+    right: float
+    """Share of the problems whose final answer is right."""
+    tokens: float
+    """Mean length of an answer, with the token that ends it."""
 
 
 @torch.no_grad()
@@ -32,17 +44,20 @@ def measure(
     *,
     max_new_tokens: int,
     is_greedy: bool,
-) -> tuple[float, float]:
-    """Generate one answer per problem; returns the share that is right and the mean length in tokens."""
-    prompts = prompt_ids(tokenizer, [problem.prompt for problem in problems])
-    padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-    how = {"do_sample": False} if is_greedy else {"do_sample": True, "temperature": 1.0}
-    output = model.generate(**padded, max_new_tokens=max_new_tokens, **how)
-    completions = output[:, padded["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    right = [final_answer(text) == str(problem.answer) for text, problem in zip(texts, problems, strict=True)]
-    length = (completions != tokenizer.pad_token_id).sum().item() / len(problems)
-    return sum(right) / len(right), length
+    report: Report,
+) -> Accuracy:
+    """Generate one answer per problem, greedily or at temperature 1, and grade it by its final number."""
+    num_right = num_tokens = 0
+    for start in range(0, len(problems), MEASURED_AT_ONCE):
+        report(f"answering held-out problems: {start} of {len(problems)}")
+        asked = problems[start : start + MEASURED_AT_ONCE]
+        prompts = tokenizer.pad({"input_ids": prompt_ids(tokenizer, [p.prompt for p in asked])}, return_tensors="pt")
+        output = model.generate(**prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy)
+        completions = output[:, prompts["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        num_right += sum(final_answer(text) == str(p.answer) for text, p in zip(texts, asked, strict=True))
+        num_tokens += int((completions != tokenizer.pad_token_id).sum())
+    return Accuracy(num_right / len(problems), num_tokens / len(problems))
 
 
 def write_rows(path: Path, problems: list[Problem]) -> None:
@@ -78,15 +93,15 @@ def build(directory: Path, settings: Settings, say: Report, report: Report) -> d
     warm_start = WarmStart(model, tokenizer, settings.problems, settings.warm_start, settings.seed)
     steps, rate = warm_start.learn_to_work(report)
     say(f"phase 1 ended after {steps} steps, right {rate:.0%}")
-    mix_steps, mixed = warm_start.learn_to_guess(Probe(training[:PROBE_SIZE], tokenizer), report)
-    say(f"phase 2 ended after {mix_steps} steps, right {mixed.sampled:.0%}, greedy {mixed.greedy:.0%}")
+    weak_steps, mixed = warm_start.learn_to_guess(Probe(training[:PROBE_SIZE], tokenizer), report)
+    say(f"phase 2 ended after {weak_steps} steps, right {mixed.sampled:.0%}, greedy {mixed.greedy:.0%}")
 
     model.eval()
     torch.manual_seed(settings.seed)
     limit = settings.max_new_tokens
-    greedy, greedy_length = measure(model, tokenizer, heldout, max_new_tokens=limit, is_greedy=True)
-    sampled, sampled_length = measure(model, tokenizer, heldout, max_new_tokens=limit, is_greedy=False)
-    say(f"held-out problems: greedy {greedy:.1%} right, sampled {sampled:.1%} right, {sampled_length:.1f} tokens")
+    greedy = measure(model, tokenizer, heldout, max_new_tokens=limit, is_greedy=True, report=report)
+    sampled = measure(model, tokenizer, heldout, max_new_tokens=limit, is_greedy=False, report=report)
+    say(f"held-out problems: greedy {greedy.right:.1%} right, sampled {sampled.right:.1%}, {sampled.tokens:.1f} tokens")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     return {
@@ -95,11 +110,6 @@ def build(directory: Path, settings: Settings, say: Report, report: Report) -> d
         "num_train": len(training),
         "num_heldout": len(heldout),
         "phase_1": {"steps": steps, "pass_rate": rate},
-        "phase_2": {"steps": mix_steps, "sampled": mixed.sampled, "greedy": mixed.greedy, "worked": mixed.worked},
-        "start": {
-            "greedy_accuracy": greedy,
-            "greedy_tokens": greedy_length,
-            "sampled_accuracy": sampled,
-            "sampled_tokens": sampled_length,
-        },
+        "phase_2": {"steps": weak_steps, **asdict(mixed)},
+        "start": {"greedy": asdict(greedy), "sampled": asdict(sampled)},
     }

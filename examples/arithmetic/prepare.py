@@ -62,7 +62,11 @@ def is_prepared(output: Path, settings: Settings) -> bool:
 
 def prepare(output: Path, settings: Settings, progress: Progress) -> None:
     """Fill a directory beside ``output`` and rename it when it is complete; a failure or Ctrl-C leaves nothing."""
-    from examples.arithmetic.building import build  # torch: not needed to find that all is there
+    progress.say("loading torch")
+    import torch  # noqa: F401  # seconds, which a call that finds all prepared does not spend
+
+    progress.say("loading transformers")
+    from examples.arithmetic.building import build
 
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))

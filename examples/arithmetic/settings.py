@@ -42,13 +42,17 @@ class WarmStartSettings:
     guess_error: int = 9
     """A guess is off by at most this much, uniformly."""
     stop_pass_rate: float = 0.6
-    """Phase 1 ends when a solution that is worked out is sampled right this often."""
+    """Phase 1 settles down when a worked solution is sampled right this often."""
     max_steps: int = 2000
+    settle_steps: int = 150
+    """Steps after that, in which the learning rate falls linearly to phase 2's."""
     weak_learning_rate: float = 5e-4
     weak_worked_share: float = 0.3
     """Phase 2's share of worked demonstrations; turned up while too few answers are right."""
-    weak_greedy_window: tuple[float, float] = (0.16, 0.28)
-    """Phase 2 ends when the share of right answers, decoding greedily, is between these."""
+    weak_greedy_window: tuple[float, float] = (0.17, 0.26)
+    """Phase 2 ends when greedy answers are right as often as this says ..."""
+    weak_sampled_window: tuple[float, float] = (0.15, 0.36)
+    """... and answers sampled at temperature 1 as often as this says."""
     max_weak_steps: int = 400
 
 
@@ -87,8 +91,10 @@ def settings_of(preset: str, seed: int) -> Settings:
         return Settings(
             preset,
             seed,
-            problems=ProblemSettings(operation_weights={3: 0.5, 4: 0.3, 5: 0.1, 6: 0.06, 8: 0.04}),
-            warm_start=WarmStartSettings(stop_pass_rate=0.5, weak_worked_share=0.3, weak_greedy_window=(0.05, 0.15)),
-            max_new_tokens=96,
+            problems=ProblemSettings({3: 0.5, 4: 0.25, 5: 0.12, 6: 0.07, 8: 0.04, 12: 0.02}),
+            warm_start=WarmStartSettings(
+                stop_pass_rate=0.5, settle_steps=20, weak_greedy_window=(0.0, 0.12), weak_sampled_window=(0.06, 0.1)
+            ),
+            max_new_tokens=128,
         )
     raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")

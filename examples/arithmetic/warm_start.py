@@ -163,34 +163,45 @@ class WarmStart:
         """Phase 1: mostly worked solutions, until they are sampled right; returns the steps and how often they are."""
         settings = self._settings
         recent: deque[float] = deque(maxlen=640)
-        rate = 0.0
-        for step in range(1, settings.max_steps + 1):
+        step, rate, learning_rate = 0, 0.0, settings.learning_rate
+        remaining, is_settling = settings.settle_steps, False
+        while remaining > 0:
+            step += 1
+            is_enough = len(recent) == recent.maxlen and rate >= settings.stop_pass_rate
+            is_settling = is_settling or is_enough or step >= settings.max_steps
+            if is_settling:
+                remaining -= 1
+                done = 1 - remaining / settings.settle_steps
+                learning_rate = settings.learning_rate + done * (settings.weak_learning_rate - settings.learning_rate)
             batch, is_worked = self._draw(settings.worked_share)
-            probability = self._step(batch, settings.learning_rate * min(1.0, step / 20))
+            probability = self._step(batch, learning_rate * min(1.0, step / 20))
             recent.extend(probability[is_worked].tolist())
             rate = sum(recent) / len(recent) / settings.worked_share
             report(f"phase 1, learning to work it out: step {step}, right {rate:.0%} of {settings.stop_pass_rate:.0%}")
-            if len(recent) == recent.maxlen and rate >= settings.stop_pass_rate:
-                break
         return step, rate
 
     def learn_to_guess(self, probe: Probe, report: Report) -> tuple[int, PassRate]:
-        """Phase 2: more guesses, until greedy answers are right as often as asked; returns the steps and the rates.
+        """Phase 2: more guesses, until answers are right as often as asked; returns the steps and the rates.
 
-        When guessing has gone too far, worked solutions get the upper hand again, so the rate comes back to the window.
+        When guessing has gone too far, worked solutions get the upper hand again, so the rates come back to their
+        windows.
         """
         settings = self._settings
-        lower, upper = settings.weak_greedy_window
-        rate = probe.measure(self._model)
-        step = 0
-        while not lower <= rate.greedy <= upper and step < settings.max_weak_steps:
-            share = settings.weak_worked_share if rate.greedy > upper else settings.worked_share
+        windows = settings.weak_greedy_window, settings.weak_sampled_window
+        rate, step = probe.measure(self._model), 0
+        while step < settings.max_weak_steps:
+            measured = rate.greedy, rate.sampled
+            is_above = any(value > upper for value, (_, upper) in zip(measured, windows, strict=True))
+            is_below = any(value < lower for value, (lower, _) in zip(measured, windows, strict=True))
+            if not is_above and not is_below:
+                break
             for _ in range(WEAK_STEPS_BETWEEN_PROBES):
+                share = settings.weak_worked_share if is_above else settings.worked_share
                 self._step(self._draw(share)[0], settings.weak_learning_rate)
             step += WEAK_STEPS_BETWEEN_PROBES
             rate = probe.measure(self._model)
             report(
-                f"phase 2, learning bad habits: step {step}, works it out {rate.worked:.0%}, "
-                f"right {rate.sampled:.0%}, greedy {rate.greedy:.0%} (until {upper:.0%})"
+                f"phase 2, learning bad habits: step {step}, works out {rate.worked:.0%} of its answers, "
+                f"right {rate.sampled:.0%} (sampled), {rate.greedy:.0%} (greedy)"
             )
         return step, rate

@@ -177,7 +177,7 @@ class LocalFleet:
             self._add(f"rollout-{number}", "services.rollout", environment)
         self._add("reward", "services.reward", environment)
         if self.options.sandbox:
-            self._add("sandbox", "services.sandbox", environment)
+            self._add("sandbox", "services.sandbox", environment, is_optional=True)
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")
@@ -235,19 +235,19 @@ class LocalFleet:
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
 
-    def _add(self, name: str, module: str, environment: dict[str, str]) -> None:
-        spec = ProcessSpec(name, (sys.executable, "-m", module), environment)
+    def _add(self, name: str, module: str, environment: dict[str, str], *, is_optional: bool = False) -> None:
+        spec = ProcessSpec(name, (sys.executable, "-m", module), environment, is_optional=is_optional)
         self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
 
     async def _wait_until_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
-        wanted = len(self._processes) - 1
         async with GatewayClient(self.gateway_url, self._token) as client:
             while True:
                 self.check()
                 with contextlib.suppress(FlotillaError):
                     await client.call("GET", "/readyz", deadline_seconds=1.0)
                     page = await client.call("GET", "/v1/services", deadline_seconds=2.0)
+                    wanted = sum(each.gave_up is None for each in self._processes) - 1
                     if len(page["items"]) >= wanted:
                         return
                 if time.monotonic() > end:

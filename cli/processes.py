@@ -43,12 +43,14 @@ class ProcessSpec:
         command: program and arguments.
         environment: the whole environment.
         is_restarted: start it again when it dies, but not when it exits by itself with a refusal (code 2).
+        is_optional: the fleet goes on without it when it was given up.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
     is_restarted: bool = True
+    is_optional: bool = False
 
 
 class OwnedProcess:
@@ -157,5 +159,5 @@ def check_alive(processes: Sequence[OwnedProcess]) -> None:
         WorkerDied: one was; the detail has its last words.
     """
     for process in processes:
-        if process.gave_up is not None:
+        if process.gave_up is not None and not process.spec.is_optional:
             raise WorkerDied(process.gave_up)

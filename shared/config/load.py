@@ -119,29 +119,39 @@ def _resolve_functions(node: Any, folder: Path) -> None:
 
 def invalid_spec(error: ValidationError, root: type[BaseModel]) -> InvalidSpec:
     """Turn pydantic's report into ours: path, value, what is allowed."""
-    entries = [_entry(dict(item), root) for item in error.errors(include_url=False, include_context=True)]
+    items = [dict(item) for item in error.errors(include_url=False, include_context=True)]
+    # A list whose items are wrong is also reported as too short: that says nothing more.
+    items = [item for item in items if not (item["type"] == "too_short" and _has_deeper(item, items))]
+    entries = [_entry(item, root) for item in items]
     lines = "; ".join(f"{entry['path'] or 'spec'}: {entry['allowed']}" for entry in entries)
     return InvalidSpec(lines, errors=entries)
 
 
+def _has_deeper(item: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> bool:
+    return any(
+        len(other["loc"]) > len(item["loc"]) and other["loc"][: len(item["loc"])] == item["loc"] for other in items
+    )
+
+
 def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
     location = [str(part) for part in item["loc"]]
-    path = ".".join(location)
+    shown_location, section = _walk(root, location)
+    path = ".".join(shown_location)
     value = item.get("input")
     shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
     if isinstance(shown, str) and len(shown) > MAX_SHOWN:
         shown = shown[:MAX_SHOWN] + "…"
     if item["type"] == "extra_forbidden":
-        return {"path": path, "value": shown, "allowed": _unknown_key(location, root)}
+        return {"path": path, "value": shown, "allowed": _unknown_key(shown_location, section, root)}
     if item["type"] == "missing":
         return {"path": path, "value": None, "allowed": "this key is required"}
     message = str(item["msg"]).removeprefix("Value error, ")
-    return {"path": path, "value": shown, "allowed": f"{message}, got {shown!r}" if path else message}
+    says_value = bool(path) and not isinstance(value, Mapping | BaseModel)
+    return {"path": path, "value": shown, "allowed": f"{message}, got {shown!r}" if says_value else message}
 
 
-def _unknown_key(location: Sequence[str], root: type[BaseModel]) -> str:
+def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:
     *parents, key = location
-    section = _section(root, parents)
     names = sorted(section.model_fields) if section else []
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     elsewhere = _paths_named(root, key)
@@ -160,20 +170,25 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
-def _section(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    candidates = [root]
-    for part in path:
-        following = [
-            model
-            for candidate in candidates
-            for name, field in candidate.model_fields.items()
-            if name == part
-            for model in _models(field.annotation)
-        ]
-        tagged = [c for c in candidates if any(part in get_args(f.annotation) for f in c.model_fields.values())]
-        # Discriminated unions put the tag into the location: it narrows the candidates and leads nowhere deeper.
-        candidates = following or tagged or (candidates if part.isdigit() else [])
-    return candidates[0] if candidates else None
+def _walk(root: type[BaseModel], location: Sequence[str]) -> tuple[list[str], type[BaseModel] | None]:
+    """Follow a location into the tree.
+
+    Returns:
+        The location without the tags that discriminated unions put into it, and the section that holds its last part.
+    """
+    candidates, shown, section = [root], [], None
+    for part in location:
+        section = candidates[0] if candidates else section
+        fields = [field for model in candidates for name, field in model.model_fields.items() if name == part]
+        if fields:
+            candidates = [model for field in fields for model in _models(field.annotation)]
+        elif not part.isdigit():
+            tagged = [m for m in candidates if any(part in get_args(f.annotation) for f in m.model_fields.values())]
+            if tagged:
+                candidates = tagged
+                continue
+        shown.append(part)
+    return shown, section
 
 
 def _paths_named(root: type[BaseModel], key: str, prefix: str = "", depth: int = 4) -> list[str]:

@@ -1,0 +1,89 @@
+"""Who may import whom: cli -> services -> shared, services never each other, torch only where weights are computed."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "rollout", "trainer", "reward", "sandbox")
+TORCH = {"torch", "transformers", "safetensors"}
+MAY_IMPORT_TORCH = ("services/trainer/", "services/rollout/", "shared/weights/")
+
+
+def modules() -> list[Path]:
+    return sorted(path for top in ("cli", "services", "shared") for path in (ROOT / top).rglob("*.py"))
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield node.module or ""
+
+
+def top_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def test_there_are_modules_to_check() -> None:
+    assert len(modules()) > 50
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downwards_only(path: Path) -> None:
+    mine = path.relative_to(ROOT).parts
+    for name in imported_by(path):
+        parts = name.split(".")
+        if parts[0] in {"tests", "benchmarks", "examples"}:
+            pytest.fail(f"{path} imports {name}")
+        if parts[0] == "cli":
+            assert mine[0] == "cli", f"{path} imports {name}"
+        if parts[0] == "services":
+            assert mine[0] != "shared", f"{path} imports {name}"
+            if mine[0] == "services":
+                assert len(parts) > 1 and parts[1] == mine[1], f"{path} imports another service: {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_torch_is_imported_only_where_weights_are_computed(path: Path) -> None:
+    relative = path.relative_to(ROOT).as_posix()
+    if relative.startswith(MAY_IMPORT_TORCH):
+        return
+    assert not TORCH & {name.split(".")[0] for name in imported_by(path)}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "services/trainer/algorithms").rglob("*.py")), ids=lambda path: path.name
+)
+def test_algorithms_import_nothing_of_ours_but_types(path: Path) -> None:
+    for name in imported_by(path):
+        allowed = name.startswith(("services.trainer.algorithms", "shared.config"))
+        assert allowed or name.split(".")[0] not in {"cli", "services", "shared"}, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", ["services.gateway", "services.reward", "services.sandbox", "cli"])
+def test_small_images_need_no_torch(package: str) -> None:
+    script = (
+        "import importlib, sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'torch', 'transformers', 'safetensors'}:\n"
+        "            raise ImportError(name + ' was imported')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"importlib.import_module('{package}.__main__')\n"
+    )
+
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_is_known_here(service: str) -> None:
+    assert (ROOT / "services" / service / "__main__.py").is_file()

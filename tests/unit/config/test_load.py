@@ -1,0 +1,126 @@
+"""A bad spec is answered by its field's path, the value, and what is allowed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config.load import apply_overrides, load_spec, parse_document, resolve_paths, validate_spec
+from shared.errors import InvalidSpec
+
+
+def a_document(**sections: Any) -> dict[str, Any]:
+    return {
+        "name": "trial",
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl"},
+        "reward": {"components": [{"kind": "numeric"}]},
+        "optimisation": {"steps": 3},
+        **sections,
+    }
+
+
+def test_a_minimal_spec_is_valid() -> None:
+    spec = validate_spec(a_document())
+
+    assert (spec.groups_per_step, spec.admission_budget) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "hint"),
+    [
+        ("optimisation.stepps=3", "optimisation.stepps", "did you mean optimisation.steps?"),
+        ("steps=3", "steps", "did you mean optimisation.steps?"),
+        (
+            "algorithm.policy_loss={kind: ppo, clip_hgih: 1}",
+            "algorithm.policy_loss.clip_hgih",
+            "did you mean algorithm.policy_loss.clip_high?",
+        ),
+        ("data.zzz=1", "data.zzz", "allowed here: data_source_column, label_column"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_name(override: str, path: str, hint: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(apply_overrides(a_document(), [override]))
+
+    assert [entry["path"] for entry in caught.value.errors] == [path]
+    assert hint in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("optimisation.steps=many", "optimisation.steps"),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature"),
+        ("seed=-1", "seed"),
+        ("name=a/b", "name"),
+        ("optimisation.learning_rate=.inf", "optimisation.learning_rate"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_its_path_and_the_value(override: str, path: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(apply_overrides(a_document(), [override]))
+
+    assert [entry["path"] for entry in caught.value.errors] == [path]
+    assert "got" in caught.value.detail
+
+
+def test_a_missing_key_is_named() -> None:
+    document = a_document()
+    del document["data"]
+
+    with pytest.raises(InvalidSpec, match="data: this key is required"):
+        validate_spec(document)
+
+
+def test_an_item_of_a_wrong_kind_is_reported_once() -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(a_document(reward={"components": [{"kind": "numeri"}]}))
+
+    assert [entry["path"] for entry in caught.value.errors] == ["reward.components.0"]
+
+
+def test_a_setting_without_effect_is_refused_and_both_fields_are_named() -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(a_document(asynchrony={"on_weight_update": "interrupt"}))
+
+    assert "asynchrony.on_weight_update" in caught.value.detail
+    assert "asynchrony.staleness_threshold" in caught.value.detail
+
+
+def test_a_max_lag_that_discards_everything_is_refused() -> None:
+    with pytest.raises(InvalidSpec, match=r"max_lag 0.*staleness_threshold"):
+        validate_spec(a_document(asynchrony={"staleness_threshold": 0.5, "max_lag": 0}))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "just words", ""])
+def test_text_that_is_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(InvalidSpec):
+        parse_document(text, source="spec.yaml")
+
+
+@pytest.mark.parametrize("override", ["nonsense", "=3", "name.deeper=1"])
+def test_an_override_that_cannot_be_applied_is_refused(override: str) -> None:
+    with pytest.raises(InvalidSpec, match="override"):
+        apply_overrides(a_document(), [override])
+
+
+def test_paths_are_taken_from_the_spec_files_folder() -> None:
+    document = a_document(reward={"components": [{"kind": "custom", "path": "grade.py:score"}]})
+
+    resolved = resolve_paths(document, Path("/specs"))
+
+    assert resolved["model"]["path"] == "/specs/model"
+    assert resolved["reward"]["components"][0]["path"] == "/specs/grade.py:score"
+    assert document["model"]["path"] == "model"
+
+
+def test_a_missing_file_is_a_message(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match=r"nowhere\.yaml"):
+        load_spec(tmp_path / "nowhere.yaml")
+
+
+def test_the_resolved_spec_survives_its_own_json() -> None:
+    spec = validate_spec(a_document(asynchrony={"staleness_threshold": 0.5}))
+
+    assert validate_spec(spec.model_dump(mode="json")) == spec

@@ -1,0 +1,90 @@
+"""Calls have a deadline, retries stay within it, problems come back as the same exceptions."""
+
+import json
+
+import httpx
+import pytest
+
+from shared.client import GatewayClient, problem_to_error
+from shared.errors import ActionNotAllowed, DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable
+from shared.serving import problem_response
+
+
+def a_client(handler: httpx.MockTransport) -> GatewayClient:
+    return GatewayClient("http://gateway", "secret-token", transport=handler)
+
+
+async def test_a_call_bears_the_token_and_a_post_an_idempotency_key() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"fine": True})
+
+    async with a_client(httpx.MockTransport(answer)) as client:
+        assert await client.call("POST", "/v1/things", body={"a": 1}) == {"fine": True}
+
+    assert seen[0].headers["Authorization"] == "Bearer secret-token"
+    assert len(seen[0].headers["Idempotency-Key"]) == 32
+
+
+async def test_a_retried_post_keeps_its_idempotency_key() -> None:
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) < 3:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(201, json=1)
+
+    async with a_client(httpx.MockTransport(answer)) as client:
+        await client.call("POST", "/v1/things", deadline_seconds=5)
+
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+
+
+async def test_an_unreachable_gateway_is_unavailable_within_the_deadline() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    async with a_client(httpx.MockTransport(refuse)) as client:
+        with pytest.raises(Unavailable, match="http://gateway"):
+            await client.call("GET", "/v1/things", deadline_seconds=0.05)
+
+
+async def test_a_refusal_is_not_repeated() -> None:
+    calls = 0
+
+    def conflict(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        calls += 1
+        return httpx.Response(409, content=problem_response(ActionNotAllowed("no", state="draft")).body)
+
+    async with a_client(httpx.MockTransport(conflict)) as client:
+        with pytest.raises(ActionNotAllowed) as caught:
+            await client.call("POST", "/v1/things")
+
+    assert calls == 1
+    assert caught.value.context == {"state": "draft"}
+
+
+def test_a_problem_document_round_trips() -> None:
+    error = InvalidSpec("bad", errors=[{"path": "a.b", "value": 3, "allowed": "a string"}])
+
+    read = problem_to_error(422, bytes(problem_response(error).body))
+
+    assert type(read) is InvalidSpec
+    assert (read.detail, read.errors) == ("bad", error.errors)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(502, Unavailable), (504, DeadlineExceeded), (500, FlotillaError)])
+def test_an_answer_that_is_no_problem_document_still_becomes_an_error(status: int, kind: type[FlotillaError]) -> None:
+    assert type(problem_to_error(status, b"<html>proxy</html>")) is kind
+
+
+def test_a_code_of_a_newer_server_becomes_the_base_error() -> None:
+    error = problem_to_error(418, json.dumps({"code": "teapot", "detail": "short and stout"}).encode())
+
+    assert type(error) is FlotillaError
+    assert error.detail == "short and stout"

@@ -1,0 +1,85 @@
+"""A member registers, acknowledges what it took in, and comes back after the gateway forgot it."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from shared.client import GatewayClient
+from shared.membership import Membership
+from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
+
+
+class ScriptedGateway:
+    """Answers registrations and status calls; a poll waits until ``tag`` differs from what was acknowledged."""
+
+    def __init__(self) -> None:
+        self.registrations = 0
+        self.known: set[str] = set()
+        self.observed: list[ObservedState] = []
+        self.tag = "first"
+        self.left: list[str] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.registrations += 1
+            self.known.add(f"s{self.registrations}")
+            return httpx.Response(201, json={"service_id": f"s{self.registrations}", "lease_seconds": 5})
+        service_id = request.url.path.split("/")[3]
+        if request.method == "DELETE":
+            self.left.append(service_id)
+            return httpx.Response(204)
+        if service_id not in self.known:
+            return httpx.Response(404, json={"code": "not_found", "detail": "unknown service"})
+        observed = ObservedState.model_validate(json.loads(request.content))
+        self.observed.append(observed)
+        if float(request.url.params["wait"]) > 0:
+            while observed.acknowledged == self.tag and service_id in self.known:
+                await asyncio.sleep(0.001)
+        if service_id not in self.known:
+            return httpx.Response(404, json={"code": "not_found", "detail": "unknown service"})
+        return httpx.Response(200, json=DesiredState(tag=self.tag, state=WorkState.IDLE).model_dump(mode="json"))
+
+    async def until(self, condition: "object") -> None:
+        async with asyncio.timeout(2):
+            while not condition():  # type: ignore[operator]
+                await asyncio.sleep(0.001)
+
+
+def a_member(gateway: ScriptedGateway, applied: list[str]) -> Membership:
+    client = GatewayClient("http://gateway", "t", transport=httpx.MockTransport(gateway))
+
+    async def apply(desired: DesiredState) -> None:
+        applied.append(desired.tag)
+
+    registration = Registration(kind=ServiceKind.REWARD, address="http://r", host="h", pid=1, incarnation="i")
+    return Membership(client, registration, ObservedState, apply, poll_seconds=1)
+
+
+async def test_each_desired_state_is_applied_once_and_acknowledged() -> None:
+    gateway, applied = ScriptedGateway(), list[str]()
+    running = asyncio.create_task(a_member(gateway, applied).run())
+    await gateway.until(lambda: any(o.acknowledged == "first" for o in gateway.observed))
+
+    gateway.tag = "second"
+
+    await gateway.until(lambda: any(o.acknowledged == "second" for o in gateway.observed))
+    assert applied == ["first", "second"]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_member_that_was_forgotten_registers_again() -> None:
+    gateway, applied = ScriptedGateway(), list[str]()
+    running = asyncio.create_task(a_member(gateway, applied).run())
+    await gateway.until(lambda: applied == ["first"])
+
+    gateway.known.clear()
+
+    await gateway.until(lambda: gateway.registrations == 2 and applied == ["first", "first"])
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert gateway.left == ["s2"]

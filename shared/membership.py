@@ -67,14 +67,18 @@ class Membership:
     async def _repeat(self, call: Callable[[str], Awaitable[None]]) -> None:
         pause = 0.1
         while True:
+            called_as: str | None = None
             try:
-                await call(await self._registered())
+                called_as = await self._registered()
+                await call(called_as)
                 pause = 0.1
                 continue
             except NotFound:
-                log.info("the gateway does not know this service, it registers again")
-                self.service_id = None
-                self._acknowledged = None
+                # The other call may have registered again already.
+                if called_as == self.service_id:
+                    log.info("the gateway does not know this service, it registers again")
+                    self.service_id = None
+                    self._acknowledged = None
             except Unauthorized:
                 log.error("the gateway refuses this service's token", extra={"gateway": self._client.base_url})  # noqa: TRY400
             except FlotillaError as error:

@@ -7,10 +7,12 @@ others and ignored.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from services.rollout.engines.base import Completion, GenerationRequest
 from services.rollout.engines.sampling import RowSampling, seed_keys, uniforms
@@ -18,6 +20,8 @@ from services.rollout.engines.stop_text import StopText
 from shared.schemas.trajectory import FinishReason
 
 NO_TOKEN = -1
+
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,160 +76,184 @@ class Batch:
         self.samples: list[Sample | None] = [None] * num_slots
         self.num_rows = 0
         """Rows in use: every live sample lies below."""
+        self.num_running = 0
+        """Live samples."""
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         """Cached tokens: prompt and completion without the last sampled token."""
         self.last_tokens = np.zeros(num_slots, dtype=np.int64)
-        self.counts = np.zeros(num_slots, dtype=np.int64)
         self._vocab_size = vocab_size
         self._device = device
+        self._counts = np.zeros(num_slots, dtype=np.int64)
         self._is_alive = np.zeros(num_slots, dtype=np.bool_)
         self._limits = np.zeros(num_slots, dtype=np.int64)
         self._keys = np.zeros(num_slots, dtype=np.uint64)
         self._stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
         self._has_stop_text = np.zeros(num_slots, dtype=np.bool_)
+        self._temperatures = np.ones(num_slots, dtype=np.float32)
+        self._is_greedy = np.zeros(num_slots, dtype=np.bool_)
+        self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
+        self._top_p = np.ones(num_slots, dtype=np.float64)
         self._token_ids = np.empty((num_slots, context_tokens), dtype=np.int32)
         self._log_probs = np.empty((num_slots, context_tokens), dtype=np.float32)
-        self._places = np.arange(num_slots)
-        self._sampling: RowSampling | None = None
 
-    @property
-    def num_running(self) -> int:
-        """Count the live samples."""
-        return int(self._is_alive.sum())
-
-    def alive(self) -> npt.NDArray[np.int64]:
+    def alive(self) -> Rows:
         """List the rows that hold a sample."""
         return np.flatnonzero(self._is_alive)
 
-    def free_rows(self, num: int) -> list[int]:
+    def free_rows(self, num: int) -> Rows:
         """Find ``num`` rows to join, the lowest first."""
-        return [int(row) for row in np.flatnonzero(~self._is_alive)[:num]]
+        return np.flatnonzero(~self._is_alive)[:num]
 
-    def join(self, row: int, owner: ActiveRequest, index: int, version: int) -> None:
-        """Put one seed of a request into a free row; its prompt is cached and nothing is sampled yet."""
+    def rows_of(self, owner: ActiveRequest) -> Rows:
+        """List the rows that hold samples of a request."""
+        held = [row for row in self.alive() if (sample := self.samples[row]) is not None and sample.owner is owner]
+        return np.array(held, dtype=np.int64)
+
+    def join(self, rows: Rows, owner: ActiveRequest, version: int) -> None:
+        """Put the next seeds of a request into free rows; its prompt is cached and nothing is sampled yet."""
         request, sampling = owner.request, owner.request.sampling
-        self.samples[row] = Sample(owner, index, [(0, version)])
-        self.num_rows = max(self.num_rows, row + 1)
-        self.lengths[row] = len(request.prompt_ids)
-        self.counts[row] = 0
-        self._is_alive[row] = True
-        self._limits[row] = sampling.max_new_tokens
-        self._keys[row] = seed_keys(np.array([request.seeds[index]], dtype=np.uint64))[0]
+        first = owner.admitted
+        for index, row in enumerate(rows.tolist(), start=first):
+            self.samples[row] = Sample(owner, index, [(0, version)])
+        owner.admitted += rows.size
+        self.num_running += rows.size
+        self.num_rows = max(self.num_rows, int(rows.max()) + 1)
+        self._is_alive[rows] = True
+        self._keys[rows] = seed_keys(np.array(request.seeds[first : owner.admitted], dtype=np.uint64))
+        self.lengths[rows] = len(request.prompt_ids)
+        self._counts[rows] = 0
+        self._limits[rows] = sampling.max_new_tokens
+        self._is_greedy[rows] = sampling.greedy
+        if not sampling.greedy:
+            self._temperatures[rows] = sampling.temperature
+            self._top_k[rows] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+            self._top_p[rows] = sampling.top_p
         if len(owner.stop_ids) > self._stop_ids.shape[1]:
             more = len(owner.stop_ids) - self._stop_ids.shape[1]
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
-        self._stop_ids[row] = NO_TOKEN
-        self._stop_ids[row, : len(owner.stop_ids)] = owner.stop_ids
-        self._has_stop_text[row] = owner.stop_text is not None
-        self._sampling = None
+        self._stop_ids[rows, : len(owner.stop_ids)] = owner.stop_ids
+        self._has_stop_text[rows] = owner.stop_text is not None
 
-    def draws(self, rows: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.float64]:
+    def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
         """Draw the random number of each row's next token."""
-        return uniforms(self._keys[rows], self.counts[rows])
+        return uniforms(self._keys[rows], self._counts[rows])
 
-    def record(
-        self,
-        rows: npt.NDArray[np.int64] | slice,
-        token_ids: npt.NDArray[np.int64],
-        log_probs: npt.NDArray[np.float32],
-    ) -> list[int]:
-        """Append a sampled token to rows.
+    def sampling(self, rows: Rows | slice) -> RowSampling:
+        """Say how rows are sampled."""
+        greedy, temperatures = self._is_greedy[rows], self._temperatures[rows]
+        top_k, top_p = self._top_k[rows], self._top_p[rows]
+        filtered = np.flatnonzero((top_k < self._vocab_size) | (top_p < 1))
+        return RowSampling(
+            temperatures=self._tensor(temperatures) if (temperatures != 1).any() else None,
+            greedy=self._tensor(greedy) if greedy.any() else None,
+            filtered=self._tensor(filtered) if filtered.size else None,
+            top_k=self._tensor(top_k[filtered]) if filtered.size else None,
+            top_p=self._tensor(top_p[filtered]) if filtered.size else None,
+            widest_top_k=int(top_k[filtered].max(initial=0)),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def record(self, rows: Rows, token_ids: npt.NDArray[np.int64], log_probs: npt.NDArray[np.float32]) -> Rows:
+        """Append a sampled token to rows, those without a sample left out.
 
         Returns:
             The rows whose completion ended by it.
         """
-        counts, alive = self.counts[rows], self._is_alive[rows]
-        self._token_ids[self._places[rows], counts] = token_ids
-        self._log_probs[self._places[rows], counts] = log_probs
+        if self.num_running < rows.size:
+            is_alive = self._is_alive[rows]
+            rows, token_ids, log_probs = rows[is_alive], token_ids[is_alive], log_probs[is_alive]
+        counts = self._counts[rows]
+        self._token_ids[rows, counts] = token_ids
+        self._log_probs[rows, counts] = log_probs
         self.last_tokens[rows] = token_ids
-        self.counts[rows] = counts + alive
-        ended = self._stops(rows, token_ids) | (self.counts[rows] >= self._limits[rows])
-        ended &= alive
+        self._counts[rows] = counts = counts + 1
+        ended = (counts >= self._limits[rows]) | self._hits_stop_id(rows)
         if self._has_stop_text.any():
             ended |= self._ends_with_text(rows)
-        if not ended.any():
-            return []
-        return [int(row) for row in self._places[rows][ended]]
+        return rows[ended]
 
-    def _stops(self, rows: npt.NDArray[np.int64] | slice, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _hits_stop_id(self, rows: Rows) -> npt.NDArray[np.bool_]:
         if self._stop_ids.shape[1] == 1:
-            only: npt.NDArray[np.bool_] = self._stop_ids[rows, 0] == token_ids
+            only: npt.NDArray[np.bool_] = self._stop_ids[rows, 0] == self.last_tokens[rows]
             return only
-        stops: npt.NDArray[np.bool_] = (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        return stops
+        hits: npt.NDArray[np.bool_] = (self._stop_ids[rows] == self.last_tokens[rows, None]).any(axis=1)
+        return hits
 
-    def _ends_with_text(self, rows: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.bool_]:
-        return np.array([self._text_stops(int(row)) for row in self._places[rows]], dtype=np.bool_)
+    def _ends_with_text(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        ended = self._has_stop_text[rows]
+        for place in np.flatnonzero(ended):
+            row = rows[place]
+            sample = self.samples[row]
+            assert sample is not None and sample.owner.stop_text is not None
+            ended[place] = sample.owner.stop_text.ends(self._token_ids[row, : self._counts[row]])
+        return ended
 
-    def _text_stops(self, row: int) -> bool:
-        sample = self.samples[row]
-        if sample is None or sample.owner.stop_text is None:
-            return False
-        return sample.owner.stop_text.ends(self._token_ids[row, : self.counts[row]])
+    def leave_finished(self, rows: Rows) -> list[ActiveRequest]:
+        """Take samples that ``record`` reported out of their rows; give the requests that this finishes."""
+        stopped = self._hits_stop_id(rows)
+        if self._has_stop_text[rows].any():
+            stopped |= self._ends_with_text(rows)
+        reasons = [FinishReason.STOP if is_stopped else FinishReason.LENGTH for is_stopped in stopped.tolist()]
+        owners = {id(owner): owner for owner in self.leave(rows, reasons)}
+        return [owner for owner in owners.values() if owner.is_finished]
 
-    def completed(self, row: int) -> FinishReason:
-        """Say why a row that ``record`` reported has ended."""
-        last = self.last_tokens[row]
-        stopped = (self._stop_ids[row] == last).any() or self._text_stops(row)
-        return FinishReason.STOP if stopped else FinishReason.LENGTH
+    def leave(self, rows: Rows, reasons: Sequence[FinishReason]) -> list[ActiveRequest]:
+        """Take samples out of their rows and give their owners the completions; gives the owner of each."""
+        owners = []
+        for row, reason in zip(rows.tolist(), reasons, strict=True):
+            sample, count = self.samples[row], int(self._counts[row])
+            assert sample is not None
+            sample.owner.completions[sample.index] = Completion(
+                token_ids=self._token_ids[row, :count].copy(),
+                log_probs=self._log_probs[row, :count].copy(),
+                versions=tuple(run for run in sample.runs if run[0] < count),
+                finish_reason=reason,
+            )
+            owners.append(sample.owner)
+        self.num_running -= rows.size
+        self._vacate(rows)
+        return owners
 
-    def has_finite_log_prob(self, row: int) -> bool:
-        """Tell whether the last log-probability of a row is finite."""
-        return bool(np.isfinite(self._log_probs[row, self.counts[row] - 1]))
-
-    def leave(self, row: int, reason: FinishReason) -> Sample:
-        """Take a sample out of its row and give its owner the completion."""
-        sample, count = self.samples[row], int(self.counts[row])
-        assert sample is not None
-        sample.owner.completions[sample.index] = Completion(
-            token_ids=self._token_ids[row, :count].copy(),
-            log_probs=self._log_probs[row, :count].copy(),
-            versions=tuple(run for run in sample.runs if run[0] < count),
-            finish_reason=reason,
-        )
-        self._vacate(row)
-        self._shrink()
-        return sample
-
-    def _vacate(self, row: int) -> None:
-        self.samples[row] = None
-        self._is_alive[row] = False
-        self._has_stop_text[row] = False
-        self._stop_ids[row] = NO_TOKEN
-        self.lengths[row] = self.counts[row] = self.last_tokens[row] = 0
-        self._sampling = None
-
-    def _shrink(self) -> None:
+    def _vacate(self, rows: Rows) -> None:
+        """Make rows such that computing them along does no harm and asks for nothing."""
+        for row in rows.tolist():
+            self.samples[row] = None
+        self._is_alive[rows] = False
+        self._has_stop_text[rows] = self._is_greedy[rows] = False
+        self._stop_ids[rows] = NO_TOKEN
+        self._temperatures[rows] = self._top_p[rows] = 1
+        self._top_k[rows] = self._vocab_size
+        self.lengths[rows] = self._counts[rows] = self.last_tokens[rows] = 0
         alive = self.alive()
         self.num_rows = int(alive[-1]) + 1 if alive.size else 0
 
-    def compaction(self) -> tuple[list[int], list[int]]:
+    def compaction(self) -> tuple[Rows, Rows]:
         """Plan to move the highest rows into the free ones below: (sources, targets)."""
         alive = self.alive()
-        targets = np.flatnonzero(~self._is_alive[: alive.size])
-        sources = alive[alive >= alive.size]
-        return [int(row) for row in sources], [int(row) for row in targets]
+        return alive[alive >= alive.size], np.flatnonzero(~self._is_alive[: alive.size])
 
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def move(self, sources: Rows, targets: Rows) -> None:
         """Move samples to free rows, as ``compaction`` planned."""
-        for source, target in zip(sources, targets, strict=True):
-            for per_row in (self.lengths, self.last_tokens, self.counts, self._is_alive, self._limits, self._keys):
-                per_row[target] = per_row[source]
-            count = self.counts[source]
-            self._token_ids[target, :count] = self._token_ids[source, :count]
-            self._log_probs[target, :count] = self._log_probs[source, :count]
-            self._stop_ids[target] = self._stop_ids[source]
-            self._has_stop_text[target] = self._has_stop_text[source]
+        per_row: list[npt.NDArray[Any]] = [self.lengths, self.last_tokens, self._counts, self._is_alive, self._limits]
+        per_row += [self._keys, self._stop_ids, self._has_stop_text]
+        per_row += [self._temperatures, self._is_greedy, self._top_k, self._top_p]
+        for array in per_row:
+            array[targets] = array[sources]
+        longest = int(self._counts[sources].max())
+        for sampled in (self._token_ids, self._log_probs):
+            sampled[targets, :longest] = sampled[sources, :longest]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.samples[target] = self.samples[source]
-            self._vacate(source)
-        self._shrink()
+        self._vacate(sources)
 
     def tag(self, version: int) -> None:
         """Note that the next tokens of every sample are sampled under ``version``."""
         for row in self.alive():
             sample = self.samples[row]
             assert sample is not None
-            count = int(self.counts[row])
+            count = int(self._counts[row])
             if sample.runs[-1][0] == count:
                 sample.runs.pop()
             if not sample.runs or sample.runs[-1][1] != version:
@@ -236,31 +264,11 @@ class Batch:
         sample = self.samples[row]
         assert sample is not None
         prompt = np.array(sample.owner.request.prompt_ids, dtype=np.int64)
-        return np.concatenate([prompt, self._token_ids[row, : max(self.counts[row] - 1, 0)].astype(np.int64)])
+        return np.concatenate([prompt, self._token_ids[row, : max(self._counts[row] - 1, 0)].astype(np.int64)])
 
-    def sampling(self) -> RowSampling:
-        """Say how the rows in use are sampled; made anew only when a sample joined, left or moved."""
-        if self._sampling is None:
-            self._sampling = self.sampling_of(list(range(self.num_rows)))
-        return self._sampling
-
-    def sampling_of(self, rows: Sequence[int]) -> RowSampling:
-        """Say how some rows are sampled, in that order."""
-        parameters = [s.owner.request.sampling if (s := self.samples[row]) is not None else None for row in rows]
-        temperatures = [1.0 if p is None or p.greedy else p.temperature for p in parameters]
-        is_greedy = [p is not None and p.greedy for p in parameters]
-        filtered = [
-            (place, min(p.top_k or self._vocab_size, self._vocab_size), p.top_p)
-            for place, p in enumerate(parameters)
-            if p is not None and not p.greedy and (p.top_k or p.top_p < 1)
-        ]
-        device = self._device
-        places, top_k, top_p = zip(*filtered, strict=True) if filtered else ((), (), ())
-        return RowSampling(
-            temperatures=torch.tensor(temperatures, device=device) if set(temperatures) - {1.0} else None,
-            greedy=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
-            filtered=torch.tensor(places, device=device) if filtered else None,
-            top_k=torch.tensor(top_k, device=device) if filtered else None,
-            top_p=torch.tensor(top_p, dtype=torch.float64, device=device) if filtered else None,
-            widest_top_k=max(top_k, default=0),
-        )
+    def broken(self) -> list[ActiveRequest]:
+        """List the requests with a sample whose last log-probability is not finite."""
+        alive = self.alive()
+        bad = alive[~np.isfinite(self._log_probs[alive, self._counts[alive] - 1])]
+        owners = {id(sample.owner): sample.owner for row in bad if (sample := self.samples[row]) is not None}
+        return list(owners.values())

@@ -5,7 +5,8 @@ import queue
 from collections.abc import Callable
 
 from services.rollout.engines.commands import Abort, Cancel, Close, Command, Generate, Result, TakeLoad, UpdateWeights
-from services.rollout.engines.torch_engine import Generated, GenerationFailed, Outcome, TorchEngine, Updated
+from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
+from services.rollout.engines.torch_engine import TorchEngine
 from shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)

@@ -51,18 +51,21 @@ class KeyValueCache:
         self._largest = -(-context_tokens // SPAN_STEP) * SPAN_STEP
         self._dtype = dtype
         self._device = device
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
         self._capacity = min(FIRST_CAPACITY, self._largest)
         self._keys = [self._allocate() for _ in range(architecture.num_layers)]
         self._values = [self._allocate() for _ in range(architecture.num_layers)]
-        self._head_offsets = torch.arange(self._num_heads, device=device)
-        self._row_offsets = torch.arange(num_rows, device=device) * self._num_heads
+        self._ramp, self._head_starts = self._tables()
 
     def _allocate(self) -> Tensor:
         # Zeros: a masked position counts for nothing only if it is finite.
         shape = (self._num_rows, self._num_heads, self._capacity, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Make what every step reads: zeros followed by as many -inf, and where each head of each row starts."""
+        ramp = torch.zeros(2 * self._capacity, dtype=self._dtype, device=self._device)
+        ramp[self._capacity :] = float("-inf")
+        return ramp, torch.arange(self._num_rows * self._num_heads, device=self._device) * self._capacity
 
     def reserve(self, num_tokens: int) -> None:
         """Grow the capacity to at least ``num_tokens``."""
@@ -71,6 +74,7 @@ class KeyValueCache:
         old = self._capacity
         wanted = max(num_tokens, old + old // 2)
         self._capacity = min(-(-wanted // SPAN_STEP) * SPAN_STEP, self._largest)
+        self._ramp, self._head_starts = self._tables()
         for caches in (self._keys, self._values):
             for number, cache in enumerate(caches):
                 caches[number] = self._allocate()
@@ -81,12 +85,11 @@ class KeyValueCache:
         self.reserve(longest + 1)
         num = lengths.shape[0]
         span = min(-(-(longest + 1) // SPAN_STEP) * SPAN_STEP, self._capacity)
-        dead = torch.arange(span, device=self._device) > lengths.unsqueeze(1)
-        bias = torch.zeros((num, self._num_heads, span), dtype=self._dtype, device=self._device)
-        bias.masked_fill_(dead.unsqueeze(1), float("-inf"))
-        heads = self._row_offsets[:num].unsqueeze(1) + self._head_offsets
-        places = heads * self._capacity + lengths.unsqueeze(1)
-        return Step(num, span, bias.view(num * self._num_heads, 1, span), places.view(-1))
+        per_head = lengths.repeat_interleave(self._num_heads)
+        # A row of n tokens sees its new one too: its bias begins n + 1 zeros before the -inf half of the ramp.
+        bias = self._ramp.unfold(0, span, 1).index_select(0, self._capacity - 1 - per_head)
+        places = self._head_starts[: num * self._num_heads] + per_head
+        return Step(num, span, bias.unsqueeze(1), places)
 
     def append(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values [B, Hkv, D], and give all of the rows: [B * Hkv, span, D] each."""

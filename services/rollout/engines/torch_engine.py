@@ -6,70 +6,35 @@ samples, and gives every running sample one token. The engine knows nothing of t
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from services.rollout.engines.admission import group_sizes, prefill_batches
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
-from services.rollout.engines.batch import ActiveRequest, Batch
+from services.rollout.engines.base import EngineLoad, GenerationRequest
+from services.rollout.engines.batch import ActiveRequest, Batch, Rows
 from services.rollout.engines.checkpoint import read_eos_token_ids
 from services.rollout.engines.loading import load_decoder
+from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.requests import check_request, empty_completion
-from services.rollout.engines.sampling import RowSampling, sample
+from services.rollout.engines.sampling import sample
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
+from services.rollout.engines.updates import Update, UpdateQueue
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, InvalidRequest, ModelError, WeightTransferFailed
+from shared.errors import InvalidRequest, ModelError
 from shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generated:
-    """A request has ended: one completion per seed."""
-
-    request_id: str
-    completions: Sequence[Completion]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationFailed:
-    """A request has failed."""
-
-    request_id: str
-    error: FlotillaError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Updated:
-    """A weight update was applied, or was refused with ``error``."""
-
-    update_id: int
-    error: FlotillaError | None
-
-
-Outcome = Generated | GenerationFailed | Updated
-
-
-@dataclass(slots=True, eq=False)
-class _Update:
-    update_id: int
-    image: Path
-    version: int
-    mode: OnWeightUpdate
-    is_staged: bool = False
 
 
 class TorchEngine:
     """Samples completions under versioned weights; call ``step`` until ``is_idle``.
 
     Args:
-        settings: the model and the sizes.
+        settings: the model and the sizes; ``threads`` is the affair of the process, see ``use_threads``.
 
     Raises:
         ModelError: the model cannot be loaded as the settings say.
@@ -88,13 +53,12 @@ class TorchEngine:
         self._batch = Batch(settings.slots, self.context_tokens, self._decoder.vocab_size, self._device)
         self._requests: dict[str, ActiveRequest] = {}
         self._waiting: list[ActiveRequest] = []
-        self._updates: list[_Update] = []
+        self._updates = UpdateQueue(self._decoder)
         self._outcomes: list[Outcome] = []
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
         self._prefilled_tokens = 0
-        facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
-        log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
+        log.info("engine loaded: %s, context of %d tokens", self._decoder.description, self.context_tokens)
 
     @property
     def is_idle(self) -> bool:
@@ -116,7 +80,7 @@ class TorchEngine:
         """Accept a request; its outcome comes from a later ``step``.
 
         Raises:
-            InvalidRequest: it does not fit the engine or the model.
+            InvalidRequest: it does not fit the engine or the model, or its id is in flight.
         """
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.request_id in self._requests:
@@ -132,11 +96,10 @@ class TorchEngine:
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; unknown ids are ignored."""
         active = self._requests.get(request_id)
-        if active is None:
-            return
-        self._take_out(active)
-        missing = [empty_completion() if done is None else done for done in active.completions]
-        self._finish(active, Generated(request_id, missing))
+        if active is not None:
+            self._take_out(active)
+            ended = [empty_completion() if completion is None else completion for completion in active.completions]
+            self._outcomes.append(Generated(request_id, ended))
 
     def abort_all(self) -> None:
         """End every request now, with what it has, and forget the updates that wait."""
@@ -146,17 +109,19 @@ class TorchEngine:
 
     def request_update(self, update_id: int, image: Path, version: int, mode: OnWeightUpdate) -> None:
         """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
-        self._updates.append(_Update(update_id, image, version, mode))
+        self._updates.add(Update(update_id, image, version, mode))
 
     def cancel_update(self, update_id: int) -> None:
         """Forget an update that has not been applied."""
-        self._updates = [update for update in self._updates if update.update_id != update_id]
+        self._updates.cancel(update_id)
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Apply updates, admit samples, and sample one token for each running one."""
-        self._advance_updates()
-        self._admit()
+        if self._updates:
+            self._advance_updates()
+        if self._waiting:
+            self._admit()
         if self._batch.num_rows:
             self._decode()
         outcomes, self._outcomes = self._outcomes, []
@@ -168,140 +133,107 @@ class TorchEngine:
         return self._text_decoder
 
     def _advance_updates(self) -> None:
-        while self._updates:
-            update = self._updates[0]
-            if not update.is_staged:
-                try:
-                    self._decoder.stage(update.image)
-                except WeightTransferFailed as error:
-                    self._outcomes.append(Updated(update.update_id, error))
-                    self._updates.pop(0)
-                    continue
-                update.is_staged = True
-            if self._is_held_back(update):
+        while True:
+            update, refused = self._updates.stage_first()
+            self._outcomes += refused
+            if update is None or self._is_held_back(update):
                 return
-            self._apply(update)
-            self._updates.pop(0)
+            self._updates.apply_first()
+            self.version = update.version
+            self._batch.tag(update.version)
+            if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
+                rows = self._batch.alive()
+                self._prefill([self._batch.cached_tokens(row) for row in rows.tolist()], list(rows[:, None]))
             self._outcomes.append(Updated(update.update_id, None))
+            log.info("policy version %d serves, in flight: %s", update.version, update.mode.value)
 
-    def _is_held_back(self, update: _Update) -> bool:
+    def _is_held_back(self, update: Update) -> bool:
         if update.mode is OnWeightUpdate.DRAIN and self._batch.num_running:
             return True
         return any(active.request.holds_weights and active.admitted for active in self._requests.values())
 
-    def _apply(self, update: _Update) -> None:
-        self._decoder.switch()
-        self.version = update.version
-        self._batch.tag(update.version)
-        if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
-            self._prefill_again()
-        log.info("weights updated", extra={"version": update.version, "mode": update.mode.value})
-
-    def _prefill_again(self) -> None:
-        """Compute the cache of every running sample under the weights that serve now."""
-        rows = [int(row) for row in self._batch.alive()]
-        self._prefill([self._batch.cached_tokens(row) for row in rows], [[row] for row in rows])
-
-    def _prefill(self, sequences: Sequence[npt.NDArray[np.int64]], rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _prefill(self, sequences: Sequence[Rows], rows: Sequence[Rows]) -> Tensor:
         """Compute sequences in batches of similar length: [len(sequences), V] logits after the last tokens."""
-        logits: torch.Tensor | None = None
         lengths = [sequence.shape[0] for sequence in sequences]
-        for batch in prefill_batches(lengths, self._settings.prefill_tokens):
-            part = self._decoder.prefill([sequences[i] for i in batch], [rows[i] for i in batch])
-            if logits is None:
-                logits = part.new_empty((len(sequences), part.shape[1]))
-            logits[batch] = part
         self._prefilled_tokens += sum(lengths)
-        assert logits is not None
-        return logits
+        batches = prefill_batches(lengths, self._settings.prefill_tokens)
+        parts = [self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b]) for b in batches]
+        order = torch.tensor([index for batch in batches for index in batch], device=self._device)
+        return torch.cat(parts)[order.argsort()]
 
     def _admissible(self) -> list[ActiveRequest]:
         """List the waiting requests that may join, oldest first, given the update that waits."""
-        if not self._updates:
+        update = self._updates.first
+        if update is None:
             return self._waiting
-        drains = self._updates[0].mode is OnWeightUpdate.DRAIN
-        return [active for active in self._waiting if (active.admitted if active.request.holds_weights else not drains)]
+        drains = update.mode is OnWeightUpdate.DRAIN
+        return [a for a in self._waiting if (a.admitted if a.request.holds_weights else not drains)]
 
     def _admit(self) -> None:
+        batch, slots = self._batch, self._settings.slots
         candidates = self._admissible()
-        if not candidates:
-            return
-        slots = self._settings.slots
-        free = slots - self._batch.num_running
-        sizes = group_sizes([active.num_waiting for active in candidates], free, slots)
+        sizes = group_sizes([active.num_waiting for active in candidates], slots - batch.num_running, slots)
         if not sizes:
             return
+        rows = np.split(batch.free_rows(sum(sizes)), np.cumsum(sizes)[:-1])
         joining = candidates[: len(sizes)]
-        places = iter(self._batch.free_rows(sum(sizes)))
-        rows = [[next(places) for _ in range(size)] for size in sizes]
         prompts = [np.array(active.request.prompt_ids, dtype=np.int64) for active in joining]
         logits = self._prefill(prompts, rows)
         for active, group in zip(joining, rows, strict=True):
-            for row in group:
-                self._batch.join(row, active, active.admitted, self.version)
-                active.admitted += 1
+            batch.join(group, active, self.version)
         self._waiting = [active for active in self._waiting if active.num_waiting]
-        flat = [row for group in rows for row in group]
-        origins = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=self._device)
-        self._sample(logits[origins], np.array(flat), self._batch.sampling_of(flat))
+        origins = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(self._device)
+        self._sample(logits[origins], np.concatenate(rows))
 
     def _decode(self) -> None:
         batch = self._batch
         self._compact()
-        num = batch.num_rows
-        lengths = batch.lengths[:num]
-        token_ids = torch.from_numpy(batch.last_tokens[:num]).to(self._device)
+        lengths = batch.lengths[: batch.num_rows]
+        token_ids = torch.from_numpy(batch.last_tokens[: batch.num_rows]).to(self._device)
         logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
-        lengths += batch.counts[:num] > 0
-        self._sample(logits, slice(0, num), batch.sampling())
+        # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
+        lengths += lengths > 0
+        self._sample(logits, np.arange(batch.num_rows))
 
     def _compact(self) -> None:
         """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""
         batch = self._batch
         if (batch.num_rows - batch.num_running) * 8 > batch.num_rows:
             sources, targets = batch.compaction()
-            if sources:
-                self._decoder.move_rows(sources, targets, int(batch.lengths.max()))
+            if sources.size:
+                self._decoder.move_rows(sources.tolist(), targets.tolist(), int(batch.lengths.max()))
                 batch.move(sources, targets)
 
-    def _sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int64] | slice, how: RowSampling) -> None:
+    def _sample(self, logits: Tensor, rows: Rows) -> None:
         batch = self._batch
         draws = torch.from_numpy(batch.draws(rows)).to(self._device)
-        token_ids, log_probs = sample(logits, draws, how)
-        before = int(batch.counts.sum())
+        token_ids, log_probs = sample(logits, draws, batch.sampling(rows))
         values = log_probs.cpu().numpy()
+        self._generated_tokens += min(rows.size, batch.num_running)
         ended = batch.record(rows, token_ids.cpu().numpy(), values)
-        self._generated_tokens += int(batch.counts.sum()) - before
         if not np.isfinite(values).all():
-            self._fail_broken_rows()
-            ended = [row for row in ended if batch.samples[row] is not None]
-        for row in ended:
-            sample_ = batch.leave(row, batch.completed(row))
-            if sample_.owner.is_finished:
-                done = [completion for completion in sample_.owner.completions if completion is not None]
-                self._finish(sample_.owner, Generated(sample_.owner.request.request_id, done))
+            self._fail_broken()
+            ended = ended[[batch.samples[row] is not None for row in ended]]
+        if ended.size:
+            for active in batch.leave_finished(ended):
+                done = [completion for completion in active.completions if completion is not None]
+                del self._requests[active.request.request_id]
+                self._outcomes.append(Generated(active.request.request_id, done))
 
-    def _fail_broken_rows(self) -> None:
+    def _fail_broken(self) -> None:
         """Fail the requests whose logits are not finite: such weights sample nothing meaningful."""
-        for row in self._batch.alive():
-            sample_ = self._batch.samples[row]
-            if sample_ is None or self._batch.has_finite_log_prob(row):
-                continue
-            self._take_out(sample_.owner)
+        for active in self._batch.broken():
+            self._take_out(active)
             error = ModelError(f"logits are not finite under policy version {self.version}", version=self.version)
-            self._finish(sample_.owner, GenerationFailed(sample_.owner.request.request_id, error))
+            self._outcomes.append(GenerationFailed(active.request.request_id, error))
 
     def _take_out(self, active: ActiveRequest) -> None:
-        for row in self._batch.alive():
-            held = self._batch.samples[row]
-            if held is not None and held.owner is active:
-                self._batch.leave(int(row), FinishReason.ABORTED)
+        """Forget a request; its unfinished completions end as aborted."""
+        rows = self._batch.rows_of(active)
+        self._batch.leave(rows, [FinishReason.ABORTED] * rows.size)
+        del self._requests[active.request.request_id]
         if active in self._waiting:
             self._waiting.remove(active)
-
-    def _finish(self, active: ActiveRequest, outcome: Generated | GenerationFailed) -> None:
-        del self._requests[active.request.request_id]
-        self._outcomes.append(outcome)
 
 
 def use_threads(num: int) -> None:

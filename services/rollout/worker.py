@@ -106,8 +106,9 @@ class RolloutWorker:
             async with hop.renewing(claim), asyncio.timeout(config.task_seconds):
                 task = claim.task()
                 if not await self._right_version(task):
-                    await hop.hand_back(claim)
+                    # Held for a moment first: handed back at once, it would come straight back here.
                     await asyncio.sleep(OTHER_VERSION_PAUSE_SECONDS)
+                    await hop.hand_back(claim)
                     return
                 group = await self._episodes.run(task)
             if await hop.forward(claim, group):

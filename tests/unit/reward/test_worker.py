@@ -1,0 +1,153 @@
+"""Groups are graded and forwarded; a failed grade is never a reward."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.reward.worker import RewardLane, RewardWorker
+from shared.config.reward import RewardConfig
+from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+from shared.streams.memory import MemoryDataPlane
+from shared.testing.builders import a_group, a_task, a_trajectory
+
+Grader = Callable[[GradingSample], Grade]
+
+
+class ScriptedVerifier:
+    def __init__(self, grade: Grader) -> None:
+        self.grade = grade
+        self.seen: list[GradingSample] = []
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        self.seen += samples
+        return [self.grade(sample) for sample in samples]
+
+    async def aclose(self) -> None:
+        return None
+
+
+class World:
+    def __init__(self, grade: Grader, config: RewardConfig, *, is_filtered: bool = True) -> None:
+        self.plane = MemoryDataPlane()
+        self.tasks = self.plane.hop(HopName.TASKS, "rollout")
+        self.verifier = ScriptedVerifier(grade)
+        hop = self.plane.hop(HopName.GENERATED, "reward")
+        self.worker = RewardWorker([RewardLane("train", hop, is_filtered)], self.verifier, config, concurrency=4)
+
+    async def generate(self, *groups: Group) -> None:
+        await self.plane.admission.issue_many([group.task for group in groups], limit=1000)
+        claims = await self.tasks.claim(len(groups), wait_seconds=1)
+        assert all(await self.tasks.forward_many(list(zip(claims, groups, strict=True))))
+
+    async def until(self, condition: Callable[[Ledger], bool]) -> Ledger:
+        async with asyncio.timeout(3):
+            while True:
+                ledger = await self.plane.ledger()
+                assert ledger.balanced
+                if condition(ledger):
+                    return ledger
+                await asyncio.sleep(0.001)
+
+    async def scored(self) -> list[Group]:
+        queue = self.plane.trainer("trainer")
+        await queue.take_over()
+        return [claim.group() for claim in await queue.hop.claim(100, wait_seconds=0)]
+
+
+@asynccontextmanager
+async def a_world(grade: Grader, *, is_filtered: bool = True, **config: object) -> AsyncIterator[World]:
+    world = World(grade, RewardConfig.model_validate(config), is_filtered=is_filtered)
+    world.worker.resume()
+    task = asyncio.create_task(world.worker.run())
+    try:
+        yield world
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def by_index(sample: GradingSample) -> Grade:
+    return Grade.scored(float(sample.id.endswith("/1")))
+
+
+async def test_rewards_are_written_onto_their_trajectories() -> None:
+    async with a_world(by_index) as world:
+        await world.generate(a_group(0), a_group(1))
+        await world.until(lambda ledger: ledger.waiting.scored == 2)
+
+        groups = await world.scored()
+
+    assert [group.rewards() for group in groups] == [[0.0, 1.0], [0.0, 1.0]]
+    assert [sample.label for sample in world.verifier.seen[:2]] == ["1", "1"]
+
+
+async def test_a_sample_whose_grade_failed_has_no_reward() -> None:
+    def grade(sample: GradingSample) -> Grade:
+        return Grade.error("grader is away") if sample.id.endswith("/0") else Grade.scored(1.0)
+
+    async with a_world(grade) as world:
+        await world.generate(a_group(0))
+        await world.until(lambda ledger: ledger.waiting.scored == 1)
+        (group,) = await world.scored()
+
+    assert [t.status for t in group.trajectories] == [GradeStatus.ERROR, GradeStatus.SCORED]
+    assert [t.reward for t in group.trajectories] == [None, 1.0]
+    assert group.trajectories[0].reason == "grader is away"
+
+
+async def test_a_group_that_nobody_could_grade_fails() -> None:
+    async with a_world(lambda sample: Grade.error("away"), max_consecutive_failures=2) as world:
+        await world.generate(a_group(0), a_group(1))
+
+        ledger = await world.until(lambda ledger: sum(ledger.failed.values()) == 2)
+
+    assert ledger.failed == {"grading_error": 2}
+    assert world.worker.why_hopeless is not None
+    assert "away" in world.worker.why_hopeless
+
+
+async def test_one_graded_group_ends_a_row_of_failures() -> None:
+    def grade(sample: GradingSample) -> Grade:
+        return Grade.scored(1.0) if sample.id.startswith("1/") else Grade.error("away")
+
+    async with a_world(grade, max_consecutive_failures=2) as world:
+        for number in range(3):
+            await world.generate(a_group(number))
+            await world.until(lambda ledger, n=number: ledger.waiting.generated + ledger.claimed.generated == 0)
+
+    assert world.worker.why_hopeless is None
+
+
+async def test_a_group_that_teaches_nothing_is_filtered_on_request() -> None:
+    async with a_world(lambda sample: Grade.scored(1.0), filter_zero_spread=True) as world:
+        await world.generate(a_group(0))
+
+        ledger = await world.until(lambda ledger: bool(ledger.filtered))
+
+    assert ledger.filtered == {"zero_spread": 1}
+
+
+async def test_evaluation_is_never_filtered() -> None:
+    async with a_world(lambda sample: Grade.scored(1.0), is_filtered=False, filter_zero_spread=True) as world:
+        await world.generate(a_group(0))
+
+        await world.until(lambda ledger: ledger.waiting.scored == 1)
+
+
+async def test_an_aborted_completion_is_not_graded() -> None:
+    group = Group(
+        a_task(0), (a_trajectory(finish_reason=FinishReason.ABORTED), a_trajectory()), prompt="What is 0 plus 1?"
+    )
+    async with a_world(lambda sample: Grade.scored(1.0)) as world:
+        await world.generate(group)
+        await world.until(lambda ledger: ledger.waiting.scored == 1)
+        (read,) = await world.scored()
+
+    assert [t.status for t in read.trajectories] == [GradeStatus.ABSTAINED, GradeStatus.SCORED]
+    assert [sample.id for sample in world.verifier.seen] == ["0/1"]

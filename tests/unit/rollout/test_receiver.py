@@ -1,0 +1,247 @@
+"""A version is served only when it is complete, right and committed; what is missed is pulled."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.receiver import WeightReceiver
+from services.rollout.version import VersionGate
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import NotFound, WeightTransferFailed
+from shared.schemas.publication import (
+    Manifest,
+    PublicationOrder,
+    PublicationPhase,
+    ReceiveState,
+    Rendezvous,
+)
+from shared.schemas.service import DesiredState, WorkState
+
+CHECKSUM = "00000000deadbeef"
+
+
+class RecordingEngine:
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+        await self.may_load.wait()
+        assert image.exists()
+        self.loaded.append(version)
+
+
+class ScriptedEndpoint:
+    """Receives whatever ``checksum`` says, unless ``fails``."""
+
+    def __init__(self) -> None:
+        self.checksum = CHECKSUM
+        self.fails: str | None = None
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.paths: list[Path] = []
+
+    async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
+        self.opened.append(rendezvous.epoch)
+
+    async def joined(self, epoch: int, deadline_seconds: float) -> None:
+        return None
+
+    async def receive(self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline: float) -> str:
+        self.paths.append(image_path)
+        if self.fails:
+            raise WeightTransferFailed(self.fails)
+        return self.checksum
+
+    async def close_epoch(self, epoch: int) -> None:
+        self.closed.append(epoch)
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.engine, self.gate, self.endpoint = RecordingEngine(), VersionGate(), ScriptedEndpoint()
+        self.pulled: list[int] = []
+        self.may_pull = True
+        self.told = 0
+        self.directory = directory
+        self.receiver = WeightReceiver(
+            self.engine,  # type: ignore[arg-type]
+            self.gate,
+            self.endpoint,  # type: ignore[arg-type]
+            self.pull,
+            directory,
+            OnWeightUpdate.DRAIN,
+            self.tell,
+        )
+
+    def tell(self) -> None:
+        self.told += 1
+
+    async def pull(self, url: str, version: int, directory: Path, deadline_seconds: float) -> Path:
+        if not self.may_pull:
+            raise NotFound("not there")
+        self.pulled.append(version)
+        path = directory / "pulled"
+        path.write_bytes(b"x")
+        return path
+
+    def want(self, version: int, order: PublicationOrder | None = None, **fields: Any) -> None:
+        self.receiver.take(
+            DesiredState(tag="t", state=WorkState.RUNNING, policy_version=version, publication=order, **fields)
+        )
+
+    async def until(self, condition: "Any") -> None:
+        async with asyncio.timeout(3):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def reports(self, state: ReceiveState) -> bool:
+        return self.receiver.report is not None and self.receiver.report.state is state
+
+
+def an_order(version: int, epoch: int = 1, phase: PublicationPhase = PublicationPhase.PREPARING) -> PublicationOrder:
+    return PublicationOrder(
+        version=version,
+        epoch=epoch,
+        rank=1,
+        phase=phase,
+        rendezvous=Rendezvous(host="127.0.0.1", port=1, epoch=epoch, world_size=2),
+        manifest=Manifest(version=version, image_bytes=64, slice_bytes=64, checksum=CHECKSUM, tensors=()),
+        deadline_seconds=1.0,
+    )
+
+
+@asynccontextmanager
+async def a_world(directory: Path, serving: int | None = 0) -> AsyncIterator[World]:
+    world = World(directory)
+    await world.gate.set(serving)
+    running = asyncio.create_task(world.receiver.run())
+    try:
+        yield world
+    finally:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await world.receiver.close()
+    assert not any(path.exists() for path in world.endpoint.paths)
+
+
+async def test_a_received_version_is_served_only_after_its_commit(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order(1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        assert world.engine.loaded == []
+
+        world.want(1)
+
+        await world.until(lambda: world.gate.version == 1)
+        assert (world.engine.loaded, world.pulled) == ([1], [])
+
+
+async def test_an_epoch_is_joined_once(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        for version in (1, 2, 3):
+            world.want(version - 1, an_order(version))
+            await world.until(
+                lambda v=version: world.reports(ReceiveState.RECEIVED) and world.receiver.report.version == v
+            )
+            world.want(version)
+            await world.until(lambda v=version: world.gate.version == v)
+
+    assert world.endpoint.opened == [1]
+
+
+async def test_a_wrong_checksum_is_reported_and_never_served(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.endpoint.checksum = "0" * 16
+        world.want(0, an_order(1))
+
+        await world.until(lambda: world.reports(ReceiveState.FAILED))
+
+        assert (world.engine.loaded, world.endpoint.closed) == ([], [1])
+
+
+async def test_a_new_epoch_replaces_the_failed_one(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.endpoint.fails = "connection closed by peer"
+        world.want(0, an_order(1, epoch=1))
+        await world.until(lambda: world.reports(ReceiveState.FAILED))
+
+        world.endpoint.fails = None
+        world.want(0, an_order(1, epoch=2))
+
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        assert world.endpoint.opened == [1, 2]
+
+
+async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(4, weights_url="http://trainer")
+
+        await world.until(lambda: world.gate.version == 4)
+
+    assert (world.pulled, world.engine.loaded) == ([4], [4])
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_version_that_cannot_be_pulled_yet_is_tried_again(tmp_path: Path) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        world.may_pull = False
+        world.want(4, weights_url="http://trainer")
+        await asyncio.sleep(0.01)
+        assert world.gate.version is None
+
+        world.may_pull = True
+
+        await world.until(lambda: world.gate.version == 4)
+
+
+async def test_an_engine_with_the_initial_weights_serves_version_0(tmp_path: Path) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        world.want(0)
+
+        await world.until(lambda: world.gate.version == 0)
+        assert world.engine.loaded == []
+
+
+async def test_a_held_version_is_not_left(tmp_path: Path) -> None:
+    async with a_world(tmp_path, serving=3) as world:
+        world.want(4, weights_url="http://trainer", hold_version=3)
+        await asyncio.sleep(0.01)
+        assert world.gate.version == 3
+
+        world.want(4, weights_url="http://trainer")
+
+        await world.until(lambda: world.gate.version == 4)
+
+
+async def test_a_version_is_received_while_an_older_one_is_loaded(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.engine.may_load.clear()
+        world.want(0, an_order(1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        world.want(1, an_order(2))
+        await world.until(lambda: world.receiver.report.version == 2 and world.reports(ReceiveState.RECEIVED))
+        world.want(2, an_order(3))
+        await world.until(lambda: world.receiver.report.version == 3 and world.reports(ReceiveState.RECEIVED))
+        assert len(set(world.endpoint.paths)) == 3
+        world.want(3)
+
+        world.engine.may_load.set()
+
+        await world.until(lambda: world.gate.version == 3)
+        assert world.engine.loaded == [1, 3]
+
+
+async def test_an_older_version_is_never_served_again(tmp_path: Path) -> None:
+    async with a_world(tmp_path, serving=5) as world:
+        world.want(4, weights_url="http://trainer")
+        await asyncio.sleep(0.01)
+
+        assert world.gate.version == 5
+        assert world.pulled == []

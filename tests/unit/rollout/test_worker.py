@@ -1,0 +1,174 @@
+"""Tasks become groups; versions are respected; what cannot be finished is handed back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.rollout.version import VersionGate
+from services.rollout.worker import LaneConfig, RolloutWorker
+from shared.errors import InvalidRequest, WorkerDied
+from shared.schemas.task import Task
+from shared.schemas.trajectory import Group
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+from shared.streams.memory import MemoryDataPlane
+from shared.testing.builders import a_group, a_task
+
+
+class ScriptedEpisodes:
+    """Answers at once, or as ``answer`` says; remembers what it was asked and when."""
+
+    def __init__(self, answer: Callable[[Task], Group] | None = None) -> None:
+        self.answer = answer or a_group
+        self.asked: list[Task] = []
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+
+    async def run(self, task: Task) -> Group:
+        self.asked.append(task)
+        await self.may_finish.wait()
+        return self.answer(task)
+
+
+class World:
+    def __init__(self, episodes: ScriptedEpisodes, *, task_seconds: float = 5.0) -> None:
+        self.plane = MemoryDataPlane()
+        self.gate = VersionGate()
+        self.deaths: list[WorkerDied] = []
+        hop = self.plane.hop(HopName.TASKS, "rollout")
+        lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), hop)]
+        self.worker = RolloutWorker(lanes, episodes, self.gate, self.deaths.append)  # type: ignore[arg-type]
+
+    async def issue(self, *tasks: Task) -> None:
+        await self.plane.admission.issue_many(tasks, limit=1000)
+
+    async def until(self, condition: Callable[[Ledger], bool]) -> Ledger:
+        async with asyncio.timeout(3):
+            while True:
+                ledger = await self.plane.ledger()
+                assert ledger.balanced
+                if condition(ledger):
+                    return ledger
+                await asyncio.sleep(0.001)
+
+    @asynccontextmanager
+    async def running(self, version: int | None = 0) -> AsyncIterator["World"]:
+        await self.gate.set(version)
+        self.worker.resume()
+        task = asyncio.create_task(self.worker.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_every_task_is_answered_and_forwarded() -> None:
+    async with World(ScriptedEpisodes()).running() as world:
+        await world.issue(*(a_task(n) for n in range(10)))
+
+        ledger = await world.until(lambda ledger: ledger.waiting.generated == 10)
+
+    assert ledger.outstanding == 10
+
+
+async def test_no_more_than_the_lanes_groups_are_in_work() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    async with World(episodes).running() as world:
+        await world.issue(*(a_task(n) for n in range(10)))
+
+        ledger = await world.until(lambda ledger: ledger.claimed.tasks == 4)
+        await asyncio.sleep(0.02)
+
+        assert len(episodes.asked) == 4
+        assert ledger.waiting.tasks == 6
+
+
+async def test_a_paused_worker_claims_nothing_and_finishes_what_it_has() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    async with World(episodes).running() as world:
+        await world.issue(a_task(0))
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+
+        world.worker.pause()
+        episodes.may_finish.set()
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+    assert world.worker.answered == 1
+
+
+async def test_a_task_waits_for_the_version_it_needs() -> None:
+    episodes = ScriptedEpisodes()
+    async with World(episodes).running(version=1) as world:
+        await world.issue(a_task(0, min_version=2))
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+        await asyncio.sleep(0.02)
+        assert episodes.asked == []
+
+        await world.gate.set(2)
+
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+
+async def test_a_task_pinned_to_an_older_version_is_handed_back() -> None:
+    episodes = ScriptedEpisodes()
+    async with World(episodes).running(version=3) as world:
+        await world.issue(a_task(0, pinned_version=2))
+
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+        await world.until(lambda ledger: ledger.waiting.tasks == 1)
+
+    assert episodes.asked == []
+
+
+async def test_a_cancelled_worker_hands_its_claims_back() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    async with World(episodes).running() as world:
+        await world.issue(a_task(0), a_task(1))
+        await world.until(lambda ledger: ledger.claimed.tasks == 2)
+
+    ledger = await world.plane.ledger()
+    assert (ledger.waiting.tasks, ledger.claimed.tasks) == (2, 0)
+
+
+async def test_a_prompt_that_does_not_fit_fails_with_its_reason() -> None:
+    def refuse(task: Task) -> Group:
+        raise InvalidRequest("too long")
+
+    async with World(ScriptedEpisodes(refuse)).running() as world:
+        await world.issue(a_task(0))
+
+        ledger = await world.until(lambda ledger: bool(ledger.failed))
+
+    assert ledger.failed == {"prompt_too_long": 1}
+
+
+async def test_an_answer_that_takes_too_long_fails_with_its_reason() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    async with World(episodes, task_seconds=0.01).running() as world:
+        await world.issue(a_task(0))
+
+        ledger = await world.until(lambda ledger: bool(ledger.failed))
+
+    assert ledger.failed == {"rollout_timeout": 1}
+
+
+async def test_an_engines_death_is_told_and_the_task_handed_back() -> None:
+    def die(task: Task) -> Group:
+        world.worker.pause()
+        raise WorkerDied("killed by SIGKILL")
+
+    world = World(ScriptedEpisodes(die))
+    async with world.running():
+        await world.issue(a_task(0))
+
+        await world.until(lambda ledger: ledger.waiting.tasks == 1 and bool(world.deaths))
+
+    assert world.deaths[0].detail == "killed by SIGKILL"

@@ -4,7 +4,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from redis.asyncio import Redis
 
@@ -55,7 +54,6 @@ class CrewOpener:
         service_name: what consumer names begin with.
         streams: leases and deliveries.
         pull: fetches versions that were missed.
-        directory: for files that live as long as the service.
         host: address that this service is reached at.
     """
 
@@ -63,7 +61,6 @@ class CrewOpener:
     service_name: str
     streams: StreamsConfig
     pull: Puller
-    directory: Path
     host: str
 
     async def __call__(
@@ -92,9 +89,7 @@ class CrewOpener:
                 raise error.exceptions[0] from None
             raise
         gate = VersionGate()
-        receiver = WeightReceiver(
-            engine, gate, endpoint, self.pull, self.directory, spec.asynchrony.on_weight_update, tell
-        )
+        receiver = WeightReceiver(engine, gate, endpoint, self.pull, spec.asynchrony.on_weight_update, tell)
         limits = TurnLimits(
             train=spec.rollout.sampling.max_new_tokens,
             evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,

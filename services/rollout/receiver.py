@@ -55,8 +55,8 @@ class GroupEndpoint(Protocol):
 class Puller(Protocol):
     """Fetches a committed version over HTTP."""
 
-    async def __call__(self, url: str, version: int, directory: Path, deadline_seconds: float) -> Path:
-        """Write the verified image into a file of ``directory``."""
+    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+        """Write the verified image into a file of ``directory``, or of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class WeightReceiver:
         gate: learns each version that serves.
         endpoint: joins weight groups.
         pull: fetches versions that were missed.
-        directory: where pulled images are kept until they are loaded.
         on_update: what happens to samples in flight.
         tell: called when there is something new to report.
     """
@@ -86,7 +85,6 @@ class WeightReceiver:
         gate: VersionGate,
         endpoint: GroupEndpoint,
         pull: Puller,
-        directory: Path,
         on_update: OnWeightUpdate,
         tell: Callable[[], None],
     ) -> None:
@@ -94,7 +92,6 @@ class WeightReceiver:
         self._gate = gate
         self._endpoint = endpoint
         self._pull = pull
-        self._directory = directory
         self._images: list[WeightImage] = []
         self._on_update = on_update
         self._tell = tell
@@ -257,7 +254,7 @@ class WeightReceiver:
         url = self._desired.weights_url if self._desired else None
         if url is None:
             raise NotFound(f"nobody serves version {version} now")
-        path = await self._pull(url, version, self._directory, PULL_SECONDS)
+        path = await self._pull(url, version, None, PULL_SECONDS)
         try:
             await self._engine.load_weights(path, version, self._on_update)
         finally:

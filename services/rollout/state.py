@@ -4,13 +4,11 @@ import contextlib
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
-from shared.weights.pull import pull_image
+from shared.weights.pull_client import WeightPuller
 
 from services.rollout.crew import CrewOpener
 from services.rollout.service import RolloutService
@@ -40,17 +38,11 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flotilla-rollout-")))
-
-        async def pull(url: str, version: int, directory: Path, deadline_seconds: float) -> Path:
-            return await pull_image(url, settings.token, version, directory, deadline_seconds)
-
         opener = CrewOpener(
             redis=redis,
             service_name=f"rollout-{os.getpid()}",
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
-            pull=pull,
-            directory=directory,
+            pull=WeightPuller(settings.token),
             host=settings.host,
         )
         service = RolloutService(opener)

@@ -74,7 +74,6 @@ class World:
             self.gate,
             self.endpoint,  # type: ignore[arg-type]
             self.pull,
-            directory,
             OnWeightUpdate.DRAIN,
             self.tell,
         )
@@ -82,11 +81,11 @@ class World:
     def tell(self) -> None:
         self.told += 1
 
-    async def pull(self, url: str, version: int, directory: Path, deadline_seconds: float) -> Path:
+    async def pull(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
         self.pulled.append(version)
-        path = directory / "pulled"
+        path = self.directory / "pulled"
         path.write_bytes(b"x")
         return path
 

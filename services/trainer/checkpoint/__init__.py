@@ -1,0 +1,1 @@
+"""What a trainer keeps on disk, and when."""

@@ -1,0 +1,74 @@
+"""What the loop is told from outside: go on, pause, stop. Taken in at step boundaries and while waiting."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from shared.schemas.service import WorkState
+
+Answer = TypeVar("Answer")
+
+
+class Control:
+    """The switch between whoever commands and the loop that obeys.
+
+    Args:
+        on_state: told each change of what the loop does.
+    """
+
+    def __init__(self, on_state: Callable[[WorkState], None]) -> None:
+        self._on_state = on_state
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._stopped = asyncio.Event()
+        self.state = WorkState.STARTING
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the loop shall end."""
+        return self._stopped.is_set()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._may_run.set()
+
+    def pause(self) -> None:
+        """Start no further step."""
+        self._may_run.clear()
+
+    def stop(self) -> None:
+        """End after the step under way."""
+        self._stopped.set()
+        self._may_run.set()
+
+    def become(self, state: WorkState) -> None:
+        """Say what the loop does now."""
+        if state is not self.state:
+            self.state = state
+            self._on_state(state)
+
+    async def may_go_on(self) -> bool:
+        """Wait out a pause; False if the loop shall end."""
+        if not self._may_run.is_set():
+            self.become(WorkState.PAUSED)
+            await self._may_run.wait()
+        if self.is_stopped:
+            return False
+        self.become(WorkState.RUNNING)
+        return True
+
+    async def until_stopped(self) -> None:
+        """Wait until the loop shall end."""
+        await self._stopped.wait()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+        """Do the work, but give it up when the loop shall end: then None."""
+        doing = asyncio.create_task(work)
+        stopping = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if doing.done() else None
+        finally:
+            stopping.cancel()
+            doing.cancel()
+            await asyncio.gather(doing, stopping, return_exceptions=True)

@@ -1,0 +1,140 @@
+"""The trained samples of some groups, as tensors: tokens laid end to end, nothing padded.
+
+A sequence is one scored trajectory. Its *span* are the positions from its first sampled token to its end: all that a
+loss can look at. [T] tensors hold the spans of all sequences one after another, [S] tensors one value per sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.sequences import PackedSequences
+from shared.errors import DataError
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """Scored trajectories of whole groups, ready for advantages and losses.
+
+    Attributes:
+        token_ids: per sequence [L] int64, prompt included: what the model reads.
+        span_starts: per sequence, the position of its first sampled token; L where none was sampled.
+        group_ids: [S] int64, the task's id.
+        group_index: [S] int64, number of the sequence's group in this batch, from 0.
+        rewards: [S] float32.
+        components: per sequence, what the reward was made of.
+        sequences: which token of the spans belongs to which sequence, and which were sampled.
+        positions: [T] int64, position of each token of the spans within its sequence.
+        rollout_log_probs: [T] float32 nats, under the version that sampled the token; 0 where not sampled.
+        versions: [T] int64, that version.
+    """
+
+    token_ids: tuple[npt.NDArray[np.int64], ...]
+    span_starts: tuple[int, ...]
+    group_ids: Tensor
+    group_index: Tensor
+    rewards: Tensor
+    components: tuple[Mapping[str, float], ...]
+    sequences: PackedSequences
+    positions: Tensor
+    rollout_log_probs: Tensor
+    versions: Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.token_ids)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that have a scored trajectory."""
+        return int(self.group_index[-1]) + 1
+
+    @property
+    def span_lengths(self) -> list[int]:
+        """Tokens in the span of each sequence."""
+        return [len(ids) - start for ids, start in zip(self.token_ids, self.span_starts, strict=True)]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.sequences.response_mask.sum())
+
+    def to(self, device: torch.device) -> "TrainingBatch":
+        """Move the tensors."""
+        if device.type == "cpu":
+            return self
+        moved = PackedSequences(
+            self.sequences.index.to(device), self.sequences.response_mask.to(device), self.sequences.count
+        )
+        return TrainingBatch(
+            self.token_ids,
+            self.span_starts,
+            self.group_ids.to(device),
+            self.group_index.to(device),
+            self.rewards.to(device),
+            self.components,
+            moved,
+            self.positions.to(device),
+            self.rollout_log_probs.to(device),
+            self.versions.to(device),
+        )
+
+
+def scored_trajectories(group: Group) -> tuple[Trajectory, ...]:
+    """List the members that bear a reward: an abstention or a failed grade is not a sample of reward 0."""
+    return tuple(t for t in group.trajectories if t.status is GradeStatus.SCORED and t.reward is not None)
+
+
+def check_group(group: Group, vocabulary: int) -> None:
+    """Hold a group against what the model can read.
+
+    Raises:
+        DataError: a token id outside the vocabulary, or a sampled token without anything before it.
+    """
+    for trajectory in scored_trajectories(group):
+        ids = trajectory.token_ids
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise DataError(f"group {group.task.group_id} has a token id outside the model's {vocabulary} tokens")
+        if trajectory.loss_mask[0]:
+            raise DataError(f"group {group.task.group_id} has a trajectory without a prompt")
+
+
+def make_batch(groups: Sequence[Group]) -> TrainingBatch:
+    """Lay the scored trajectories of groups end to end, in order.
+
+    Raises:
+        ValueError: no group has a scored trajectory.
+    """
+    members = [(number, group, t) for number, group in enumerate(groups) for t in scored_trajectories(group)]
+    if not members:
+        raise ValueError("a batch needs at least one scored trajectory")
+    trajectories = [trajectory for _, _, trajectory in members]
+    starts = tuple(_span_start(trajectory) for trajectory in trajectories)
+    spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
+    cuts = list(zip(trajectories, starts, strict=True))
+    mask = torch.from_numpy(np.concatenate([t.loss_mask[start:].astype(bool) for t, start in cuts]))
+    index = torch.from_numpy(np.repeat(np.arange(len(members)), spans))
+    log_probs = torch.from_numpy(np.concatenate([t.log_probs[start:].astype(np.float32) for t, start in cuts]))
+    return TrainingBatch(
+        token_ids=tuple(t.token_ids.astype(np.int64) for t in trajectories),
+        span_starts=starts,
+        group_ids=torch.tensor([group.task.group_id for _, group, _ in members]),
+        group_index=torch.tensor([number for number, _, _ in members]),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        components=tuple(dict(t.components) for t in trajectories),
+        sequences=PackedSequences(index, mask, len(members)),
+        positions=torch.from_numpy(np.concatenate([np.arange(start, t.token_ids.shape[0]) for t, start in cuts])),
+        rollout_log_probs=torch.where(mask, log_probs, 0.0),
+        versions=torch.from_numpy(np.concatenate([t.token_versions()[start:] for t, start in cuts])),
+    )
+
+
+def _span_start(trajectory: Trajectory) -> int:
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    return int(sampled[0]) if sampled.size else int(trajectory.token_ids.shape[0])

@@ -1,0 +1,112 @@
+"""Which groups a step trains: those of a standing plan, or the oldest ready ones under a new plan.
+
+With ``on_max_lag: pace``, the last step before a publication first waits for the groups that the next version would
+make too old, so that they are trained and not dropped.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from services.trainer.data.source import GroupSource
+from services.trainer.patience import retrying
+from shared.config.spec import ExperimentSpec
+from shared.schemas.trajectory import Group
+from shared.streams.admission import Admission
+from shared.streams.plans import TrainerQueue
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepGroups:
+    """What a step trains.
+
+    Attributes:
+        groups: in training order.
+        is_replay: whether the plan stood already.
+        wait_seconds: time until they were there, ``pace_seconds`` included.
+        pace_seconds: of it, time spent waiting for groups that would have become too old.
+    """
+
+    groups: tuple[Group, ...]
+    is_replay: bool
+    wait_seconds: float
+    pace_seconds: float
+
+
+class StepPlanner:
+    """Chooses and plans the groups of one step after the other."""
+
+    def __init__(self, spec: ExperimentSpec, queue: TrainerQueue, admission: Admission, source: GroupSource) -> None:
+        self._queue = queue
+        self._admission = admission
+        self._source = source
+        self._count = spec.groups_per_step
+        self._max_lag = spec.asynchrony.resolved_max_lag
+        self._paces = spec.asynchrony.on_max_lag == "pace" and self._max_lag > 0
+        self._patience_seconds = spec.rollout.task_seconds
+
+    async def groups_of(self, step: int, version: int, *, ends_version: bool) -> StepGroups:
+        """Find the groups of a step, waiting as long as it takes; the plan stands when this returns.
+
+        Args:
+            step: from 1.
+            version: that the step trains.
+            ends_version: whether the next version is published after this step, and further steps follow.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+            NotFound: a plan stands and its groups are gone.
+        """
+        started = time.monotonic()
+        if await retrying(lambda: self._queue.load_plan(step)) is not None:
+            claims = await retrying(lambda: self._queue.replay(step))
+            groups = tuple(claim.group() for claim in claims)
+            log.info("step is replayed from its plan", extra={"step": step, "num_groups": len(groups)})
+            return StepGroups(groups, True, time.monotonic() - started, 0.0)
+        pace_seconds = 0.0
+        while True:
+            await self._until_enough(step)
+            if await retrying(lambda: self._source.drop_stale(version)):
+                continue
+            if ends_version and self._paces:
+                pacing = time.monotonic()
+                await self._await_old_groups(version)
+                pace_seconds += time.monotonic() - pacing
+            chosen = self._source.oldest(self._count)
+            if await retrying(partial(self._source.plan, step, chosen, version)):
+                groups = tuple(each.group for each in chosen)
+                return StepGroups(groups, False, time.monotonic() - started, pace_seconds)
+
+    async def _until_enough(self, step: int) -> None:
+        while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=REPORT_SECONDS):
+            log.info("waiting for groups", extra={"step": step, "ready": self._source.num_ready, "needed": self._count})
+
+    async def _await_old_groups(self, version: int) -> None:
+        """Wait for outstanding groups that the version after ``version`` would find too old, as many as fit."""
+        too_old_below = version + 1 - self._max_lag
+        if too_old_below <= 0:
+            return
+        end = time.monotonic() + self._patience_seconds
+        next_report = time.monotonic() + REPORT_SECONDS
+        while True:
+            old = await retrying(lambda: self._admission.outstanding_older_than(too_old_below))
+            awaited = set(old[: self._count])
+            if await self._source.until(awaited.issubset, wait_seconds=LOOK_SECONDS):
+                if len(old) > self._count:
+                    log.warning("more old groups than one step holds", extra={"old": len(old), "held": self._count})
+                return
+            if time.monotonic() > end:
+                log.warning(
+                    "old groups did not arrive in time, they will be dropped",
+                    extra={"group_ids": sorted(awaited), "waited_seconds": self._patience_seconds},
+                )
+                return
+            if time.monotonic() > next_report:
+                next_report += REPORT_SECONDS
+                log.info("publication waits for old groups", extra={"group_ids": sorted(awaited)})

@@ -1,0 +1,218 @@
+"""From the scored stream to the groups of a step: claims in the background, hands out the oldest first.
+
+The trainer's claims last until a later trainer takes over, so they need no renewal. What can never be trained (no
+reward, too few members to compare, a token that is too old) is resolved with its reason as soon as that is known.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from services.trainer.data.batch import check_group, scored_trajectories
+from services.trainer.metrics import Totals
+from shared.errors import Conflict, DataError, Unavailable
+from shared.schemas.trajectory import GradeStatus, Group
+from shared.streams.hop import Claim, Resolution
+from shared.streams.intervals import IntervalSet
+from shared.streams.plans import TrainerQueue
+
+log = logging.getLogger(__name__)
+
+CLAIM_COUNT = 64
+CLAIM_WAIT_SECONDS = 1.0
+PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a group must have to be trained.
+
+    Attributes:
+        vocabulary: token ids that the model can read.
+        min_scored: members with a reward; 2 where members are compared with each other.
+        components: names that every reward must be made of.
+        max_lag: versions that a token may be older than the one being trained.
+    """
+
+    vocabulary: int
+    min_scored: int
+    components: tuple[str, ...]
+    max_lag: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyGroup:
+    """A claimed group that can be trained."""
+
+    claim: Claim
+    group: Group
+
+    @property
+    def group_id(self) -> int:
+        """The task's id."""
+        return self.group.task.group_id
+
+
+class GroupSource:
+    """Holds the claimed groups that wait for their step.
+
+    Args:
+        queue: the trainer's, after ``take_over``.
+        requirements: of a group.
+        trained: ids of the groups trained in this lineage; grows elsewhere.
+        totals: counts what is resolved here.
+    """
+
+    def __init__(self, queue: TrainerQueue, requirements: Requirements, trained: IntervalSet, totals: Totals) -> None:
+        self._queue = queue
+        self._requirements = requirements
+        self._trained = trained
+        self._totals = totals
+        self._ready: dict[int, ReadyGroup] = {}
+        self._already_trained: list[Claim] = []
+        self._durable = IntervalSet.from_list(trained.to_list())
+        self._changed = asyncio.Event()
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that could be trained now."""
+        return len(self._ready)
+
+    async def run(self) -> None:
+        """Claim until cancelled; a server that is away is waited for.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        while True:
+            try:
+                for claim in await self._queue.hop.claim(CLAIM_COUNT, wait_seconds=CLAIM_WAIT_SECONDS):
+                    await self._take_in(claim)
+            except Unavailable as error:
+                log.warning("the data plane is away", extra={"error": error.detail})
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def until(self, is_enough: Callable[[Collection[int]], bool], *, wait_seconds: float) -> bool:
+        """Wait until the ids of the ready groups are enough; False if they were not in time."""
+        end = asyncio.get_running_loop().time() + wait_seconds
+        while not is_enough(self._ready.keys()):
+            self._changed.clear()
+            remaining = end - asyncio.get_running_loop().time()
+            if remaining <= 0:
+                return False
+            try:
+                async with asyncio.timeout(remaining):
+                    await self._changed.wait()
+            except TimeoutError:
+                return is_enough(self._ready.keys())
+        return True
+
+    def oldest(self, count: int) -> list[ReadyGroup]:
+        """Choose the ready groups with the lowest ids, in their order."""
+        return [self._ready[group_id] for group_id in sorted(self._ready)[:count]]
+
+    async def drop_stale(self, version: int) -> int:
+        """Resolve the groups that have a token too old for ``version``, and count them."""
+        oldest_allowed = version - self._requirements.max_lag
+        stale = [each for each in self._ready.values() if each.claim.header.oldest_version < oldest_allowed]
+        for each in stale:
+            log.warning(
+                "group is too old to be trained",
+                extra={
+                    "group_id": each.group_id,
+                    "oldest_version": each.claim.header.oldest_version,
+                    "trained_version": version,
+                    "num_tokens": each.group.num_sampled,
+                },
+            )
+            del self._ready[each.group_id]
+            self._totals.dropped_groups += 1
+            await self._queue.hop.resolve(each.claim, Resolution.DROPPED, "stale")
+        return len(stale)
+
+    async def plan(self, step: int, chosen: list[ReadyGroup], version: int) -> bool:
+        """Write the plan of a step; False if a claim of it was lost meanwhile: choose again.
+
+        Raises:
+            Conflict: another plan of the step stands.
+            ClaimLost: a later trainer took over.
+        """
+        claims = [each.claim for each in chosen]
+        if await self._queue.plan(step, claims, version):
+            for each in chosen:
+                del self._ready[each.group_id]
+            return True
+        standing = await self._queue.load_plan(step)
+        if standing is not None:
+            raise Conflict(f"step {step} has another plan already, of groups {list(standing.group_ids)}")
+        lost = {claim.header.group_id for claim in await self._queue.hop.renew(claims)}
+        # A claim may be held and its group yet not outstanding: the server came back from its log in between.
+        for group_id in lost or {each.group_id for each in chosen}:
+            log.warning("claim of a group was lost", extra={"group_id": group_id})
+            self._ready.pop(group_id, None)
+        return False
+
+    async def on_durable(self, trained: IntervalSet) -> None:
+        """Take in which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
+        self._durable = IntervalSet.from_list(trained.to_list())
+        held, self._already_trained = self._already_trained, []
+        for claim in held:
+            await self._resolve_trained(claim)
+
+    async def _take_in(self, claim: Claim) -> None:
+        group_id = claim.header.group_id
+        if group_id in self._trained:
+            await self._resolve_trained(claim)
+            return
+        try:
+            group = claim.group()
+        except ValueError as error:
+            await self._refuse(claim, Resolution.FAILED, "unreadable", repr(error))
+            return
+        self._totals.generated_tokens += group.num_sampled
+        problem = find_problem(group, self._requirements)
+        if problem is not None:
+            await self._refuse(claim, *problem)
+            return
+        self._ready[group_id] = ReadyGroup(claim, group)
+        self._changed.set()
+
+    async def _resolve_trained(self, claim: Claim) -> None:
+        if claim.header.group_id not in self._durable:
+            # It counts as trained once a checkpoint contains it: until then a crash may still undo it.
+            self._already_trained.append(claim)
+            return
+        log.info("group was trained already", extra={"group_id": claim.header.group_id})
+        await self._queue.resolve_already_trained(claim)
+
+    async def _refuse(self, claim: Claim, resolution: Resolution, reason: str, detail: str) -> None:
+        log.info(
+            "group cannot be trained", extra={"group_id": claim.header.group_id, "reason": reason, "detail": detail}
+        )
+        if resolution is Resolution.FILTERED:
+            self._totals.filtered_groups += 1
+        else:
+            self._totals.failed_groups += 1
+        await self._queue.hop.resolve(claim, resolution, reason)
+
+
+def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, str, str] | None:
+    """Say why a group can never be trained: resolution, reason and detail; None if it can."""
+    scored = scored_trajectories(group)
+    if len(scored) < requirements.min_scored:
+        detail = f"{len(scored)} of {len(group.trajectories)} scored, {requirements.min_scored} needed"
+        has_errors = any(t.status is GradeStatus.ERROR for t in group.trajectories)
+        if not scored and not has_errors:
+            return Resolution.FILTERED, "abstained", detail
+        return Resolution.FAILED, "too_few_scored", detail
+    if not any(t.num_sampled for t in scored):
+        return Resolution.FILTERED, "nothing_sampled", "no trajectory has a sampled token"
+    missing = [name for name in requirements.components if any(name not in t.components for t in scored)]
+    if missing:
+        return Resolution.FAILED, "missing_component", f"rewards lack the component {missing[0]}"
+    try:
+        check_group(group, requirements.vocabulary)
+    except DataError as error:
+        return Resolution.FAILED, "invalid_tokens", error.detail
+    return None

@@ -1,0 +1,144 @@
+"""When a checkpoint is due, and what becomes final with it: the plans of the steps that it contains.
+
+Checkpoints are made where the weights are a published version, so that a trainer that comes back can publish that
+version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training goes on
+for one more interval, as its plans can still be replayed, and then ends with the cause.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from services.trainer.checkpoint.manager import CheckpointManager, Progress
+from services.trainer.data.source import GroupSource
+from services.trainer.learner import Learner
+from services.trainer.patience import retrying
+from services.trainer.publisher import Publisher
+from services.trainer.reporter import Reporter
+from shared.clock import rfc3339
+from shared.config.checkpoint import CheckpointConfig
+from shared.errors import FlotillaError, Unavailable
+from shared.schemas.experiment import CheckpointView
+from shared.schemas.service import Failure
+from shared.streams.plans import TrainerQueue
+
+log = logging.getLogger(__name__)
+
+LAST_ATTEMPTS = 10
+PAUSE_SECONDS = 1.0
+SETTLE_SECONDS = 3.0
+
+
+class CheckpointOverdue(FlotillaError):
+    """No checkpoint could be written for a whole interval."""
+
+    code, title, status = "checkpoint_overdue", "No checkpoint can be written", 507
+
+
+class Durability:
+    """Makes training durable.
+
+    Args:
+        config: when.
+        manager: how.
+        learner, progress: what.
+        queue, source: told when steps are final.
+        reporter: told of each checkpoint.
+        compute: the thread that may touch the weights.
+        on_failure: told that a checkpoint failed and will be tried again.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        manager: CheckpointManager,
+        learner: Learner,
+        progress: Progress,
+        queue: TrainerQueue,
+        source: GroupSource,
+        reporter: Reporter,
+        compute: Executor,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self.progress = progress
+        self._config, self._manager, self._learner = config, manager, learner
+        self._queue, self._source, self._reporter = queue, source, reporter
+        self._compute, self._on_failure = compute, on_failure
+        self._durable_step = progress.step
+        self._committed_step = progress.step
+
+    async def begin(self) -> None:
+        """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
+        if self.progress.step:
+            await self._commit([plan.step for plan in await retrying(partial(self._queue.plans_from, 0))])
+
+    async def after_step(self, version: int, *, is_at_version: bool) -> None:
+        """Write a checkpoint if one is due.
+
+        Raises:
+            CheckpointOverdue: it could not be written for a whole interval.
+        """
+        if self._config.durability == "step":
+            await self._commit([self.progress.step])
+        late = self.progress.step - self._durable_step - self._config.every_steps
+        if late < 0 or not is_at_version:
+            return
+        try:
+            await self._checkpoint(version)
+        except Unavailable as error:
+            if late >= self._config.every_steps:
+                raise CheckpointOverdue(error.detail) from error
+            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
+            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+
+    async def at_the_end(self, version: int, *, is_at_version: bool, publisher: Publisher) -> None:
+        """Make the last step durable; between two versions only if nothing is left to publish.
+
+        Raises:
+            CheckpointOverdue: it could not be written.
+        """
+        if self.progress.step == self._durable_step:
+            return
+        if not is_at_version and not await _is_settled(publisher):
+            log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
+            return
+        for attempt in range(LAST_ATTEMPTS):
+            try:
+                await self._checkpoint(version)
+                return
+            except Unavailable as error:
+                log.warning("last checkpoint failed, it is tried again", extra={"error": error.detail})
+                self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+                if attempt == LAST_ATTEMPTS - 1:
+                    raise CheckpointOverdue(error.detail) from error
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _checkpoint(self, version: int) -> None:
+        loop = asyncio.get_running_loop()
+        path = await loop.run_in_executor(
+            self._compute, partial(self._manager.save, self._learner, self.progress, version)
+        )
+        self._durable_step = self.progress.step
+        await self._commit(range(self._committed_step + 1, self.progress.step + 1))
+        view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
+        self._reporter.checkpoint(view)
+        log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
+
+    async def _commit(self, steps: range | list[int]) -> None:
+        final = [step for step in steps if step <= self.progress.step]
+        if final:
+            await retrying(partial(self._queue.commit, final))
+            self._committed_step = max(final)
+        await retrying(partial(self._source.on_durable, self.progress.trained))
+
+
+async def _is_settled(publisher: Publisher) -> bool:
+    try:
+        async with asyncio.timeout(SETTLE_SECONDS):
+            await publisher.settled()
+    except TimeoutError:
+        return False
+    return True

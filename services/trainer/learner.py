@@ -1,0 +1,299 @@
+"""The computation of one step: from groups to updated weights. Everything here blocks and knows no service.
+
+A step's groups are split in order into K mini-batches, each of which makes one optimiser update, and that
+``epochs_per_step`` times over. Advantages are computed once, over all groups of the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
+from services.trainer.algorithms.importance import importance_weights
+from services.trainer.algorithms.kl import updated_coefficient
+from services.trainer.algorithms.metrics import Metrics, combine, summarise
+from services.trainer.algorithms.objective import denominators_of, policy_objective
+from services.trainer.data.batch import TrainingBatch, make_batch
+from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
+from services.trainer.metrics import algorithm_names, mean_of_updates
+from services.trainer.models.loading import LoadedModel
+from services.trainer.models.log_probs import Policy
+from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from services.trainer.models.versions import VersionedWeights
+from shared.config.advantage import GdpoConfig
+from shared.config.algorithm import KlLossConfig, KlRewardConfig
+from shared.config.spec import ExperimentSpec
+from shared.errors import DataError, InvalidSpec
+from shared.schemas.trajectory import Group
+from shared.weights.flat_parameters import FlatParameters
+
+LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
+"""Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
+
+UNSUPPORTED_ADVANTAGES: Mapping[str, str] = {
+    "gae": "a critic, which the trainer does not have",
+    "remax": "greedy answers beside the sampled ones, which the rollouts do not make",
+    "gigpo": "the states of an environment's steps, which trajectories do not carry",
+    "step_reinforce": "the states of an environment's steps, which trajectories do not carry",
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What training one step gave.
+
+    Attributes:
+        updates: one result per optimiser update.
+        metrics: losses, ratios, corrections and advantages, by the name they are reported under.
+    """
+
+    updates: tuple[UpdateResult, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A step's batch with all that is fixed before its first update; tensors are [T] over the batch's span tokens."""
+
+    batch: TrainingBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    advantages: Tensor
+
+
+def check_supported(spec: ExperimentSpec) -> None:
+    """Refuse what the trainer cannot do.
+
+    Raises:
+        InvalidSpec: the advantage estimator needs an input that nobody makes.
+    """
+    missing = UNSUPPORTED_ADVANTAGES.get(spec.algorithm.advantage.kind)
+    if missing is not None:
+        raise InvalidSpec(f"algorithm.advantage.kind {spec.algorithm.advantage.kind} needs {missing}")
+
+
+class Learner:
+    """Owns the policy's weights and their optimiser.
+
+    Args:
+        spec: the experiment.
+        loaded: the policy.
+        reference: the policy that the KL is measured from; needed if the spec has a KL.
+
+    Raises:
+        InvalidSpec: see ``check_supported``.
+        ModelError: packing was asked for and the model cannot be packed.
+    """
+
+    def __init__(self, spec: ExperimentSpec, loaded: LoadedModel, reference: LoadedModel | None = None) -> None:
+        check_supported(spec)
+        self.spec = spec
+        self.loaded = loaded
+        self.flat = FlatParameters(loaded.model)
+        self.policy = Policy(loaded.model, temperature=spec.rollout.sampling.temperature)
+        self.device = self.policy.device
+        self._packing = self.policy.resolve_packing(spec.optimisation.packing)
+        self._reference = None
+        if reference is not None:
+            self._reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
+        self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
+        total = spec.optimisation.steps * self.updates_per_step
+        self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
+        self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
+        self.versions: VersionedWeights | None = None
+        if spec.algorithm.old_log_probs == "recompute_at_version":
+            self.versions = VersionedWeights(self.flat, max_lag=spec.asynchrony.resolved_max_lag)
+            self.versions.keep(0)
+
+    def train(self, groups: Sequence[Group], step: int) -> StepResult:
+        """Train one step.
+
+        Args:
+            groups: in training order; each with a scored trajectory.
+            step: its number, from 1; seeds what the losses draw.
+        """
+        batch = make_batch(groups).to(self.device)
+        prepared, advantage_metrics = self._prepare(batch)
+        generator = torch.Generator(self.device).manual_seed(self.spec.seed * 1_000_003 + step)
+        mini_batches = [self._micro_batches(prepared, members) for members in self._mini_batches(batch)]
+        results: list[UpdateResult] = []
+        tallies: list[Metrics] = []
+        for _ in range(self.spec.optimisation.epochs_per_step):
+            for members, micro_batches in mini_batches:
+                denominators_at = slice(members.start, members.stop)
+                tallies.append(self._accumulate(prepared, denominators_at, micro_batches, generator))
+                results.append(self.optimizer.update())
+        metrics = combine(tallies)
+        self._adapt_kl(metrics, batch.num_sequences)
+        summary = summarise(metrics) | summarise(advantage_metrics)
+        return StepResult(tuple(results), algorithm_names(mean_of_updates(summary, len(results))))
+
+    def keep_version(self, version: int) -> None:
+        """Remember the present weights as this version, if log-probs under earlier versions are wanted."""
+        if self.versions is not None:
+            self.versions.keep(version)
+
+    def _mini_batches(self, batch: TrainingBatch) -> list[range]:
+        """Split the sequences by groups, in order, into K contiguous ranges of whole groups."""
+        size = self.spec.optimisation.groups_per_mini_batch
+        starts = torch.searchsorted(batch.group_index.cpu(), torch.arange(0, batch.num_groups, size)).tolist()
+        return [range(start, end) for start, end in zip(starts, [*starts[1:], batch.num_sequences], strict=True)]
+
+    def _prepare(self, batch: TrainingBatch) -> tuple[_Prepared, Metrics]:
+        config = self.spec.algorithm
+        needs_squares = config.advantage.kind == "optimal_token_baseline"
+        needs_passes = config.old_log_probs != "rollout" or self._reference is not None or needs_squares
+        micro_batches = self._cut(batch, range(batch.num_sequences)) if needs_passes else []
+        old, squares = batch.rollout_log_probs, None
+        if config.old_log_probs == "recompute" or needs_squares:
+            current, squares = self._evaluate(self.policy, batch, micro_batches, with_squares=needs_squares)
+            old = current if config.old_log_probs == "recompute" else old
+        if config.old_log_probs == "recompute_at_version":
+            old = self._evaluate_at_versions(batch, micro_batches)
+        reference = None
+        if self._reference is not None:
+            reference, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
+        found = self._advantages(batch, old, reference, squares)
+        if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
+            observed = float(found.observed_kl)
+            self.kl_coefficient = updated_coefficient(
+                self.kl_coefficient, config.kl, observed_kl=observed, num_sequences=batch.num_sequences
+            )
+        return _Prepared(batch, old, reference, found.advantages), found.metrics
+
+    def _advantages(
+        self, batch: TrainingBatch, old: Tensor, reference: Tensor | None, squares: Tensor | None
+    ) -> Advantages:
+        config = self.spec.algorithm
+        weights = None
+        correction = config.resolved_correction
+        if squares is not None and correction is not None and correction.weight is not None:
+            weights = importance_weights(old - batch.rollout_log_probs, batch.sequences, correction.weight)
+        inputs = AdvantageInputs(
+            sequences=batch.sequences,
+            scores=batch.rewards,
+            group_index=batch.group_index,
+            old_log_probs=old,
+            ref_log_probs=reference,
+            sum_pi_squared=squares,
+            importance_weights=weights,
+            component_scores=_component_scores(batch, config.advantage)
+            if isinstance(config.advantage, GdpoConfig)
+            else None,
+        )
+        kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
+        return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=self.kl_coefficient if kl else None)
+
+    def _micro_batches(self, prepared: _Prepared, members: range) -> tuple[range, list[MicroBatch]]:
+        chosen: Sequence[int] = members
+        if self._can_skip_zero_advantages:
+            sums = prepared.batch.sequences.sum(prepared.advantages.abs()).tolist()
+            chosen = [number for number in members if sums[number] > 0]
+        return members, self._cut(prepared.batch, chosen)
+
+    @property
+    def _can_skip_zero_advantages(self) -> bool:
+        config = self.spec.algorithm
+        return (
+            config.policy_loss.kind in LOSSES_OF_ADVANTAGE_ALONE
+            and not config.entropy_coefficient
+            and config.supervised is None
+            and not isinstance(config.kl, KlLossConfig)
+        )
+
+    def _cut(self, batch: TrainingBatch, members: Sequence[int]) -> list[MicroBatch]:
+        return make_micro_batches(
+            batch,
+            members,
+            max_tokens=self.spec.optimisation.micro_batch_tokens,
+            packing=self._packing,
+            device=self.device,
+        )
+
+    @torch.no_grad()
+    def _evaluate(
+        self, policy: Policy, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], *, with_squares: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute log-probs [T], and sum p^2 [T] if wanted, without gradient."""
+        log_probs = torch.zeros_like(batch.rollout_log_probs)
+        squares = torch.zeros_like(log_probs) if with_squares else None
+        for micro in micro_batches:
+            found = policy.statistics(micro.inputs, with_entropy=False, with_sum_pi_squared=with_squares)
+            log_probs[micro.tokens] = micro.spread(found.log_probs)
+            if squares is not None and found.sum_pi_squared is not None:
+                squares[micro.tokens] = micro.spread(found.sum_pi_squared)
+        return log_probs, squares
+
+    def _evaluate_at_versions(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Compute log-probs [T] of each token under the version that sampled it."""
+        assert self.versions is not None
+        log_probs = torch.zeros_like(batch.rollout_log_probs)
+        mask = batch.sequences.response_mask
+        for version in torch.unique(batch.versions[mask]).tolist():
+            is_of_version = mask & (batch.versions == version)
+            holders = [micro for micro in micro_batches if bool(is_of_version[micro.tokens].any())]
+            with self.versions.using(version):
+                found, _ = self._evaluate(self.policy, batch, holders, with_squares=False)
+            log_probs = torch.where(is_of_version, found, log_probs)
+        return log_probs
+
+    def _accumulate(
+        self,
+        prepared: _Prepared,
+        members: slice,
+        micro_batches: Sequence[MicroBatch],
+        generator: torch.Generator,
+    ) -> Metrics:
+        """Leave the gradient of one mini-batch on the parameters."""
+        batch, config = prepared.batch, self.spec.algorithm
+        of_mini_batch = (batch.sequences.index >= members.start) & (batch.sequences.index < members.stop)
+        denominators = denominators_of(
+            config,
+            old_log_probs=prepared.old_log_probs[of_mini_batch],
+            rollout_log_probs=batch.rollout_log_probs[of_mini_batch],
+            response_mask=batch.sequences.response_mask[of_mini_batch],
+            sequence_index=batch.sequences.index[of_mini_batch] - members.start,
+            num_sequences=members.stop - members.start,
+        )
+        tallies: list[Metrics] = []
+        for micro in micro_batches:
+            found = self.policy.statistics(micro.inputs, with_entropy=True)
+            assert found.entropy is not None
+            objective = policy_objective(
+                config,
+                log_probs=micro.spread(found.log_probs),
+                old_log_probs=prepared.old_log_probs[micro.tokens],
+                rollout_log_probs=batch.rollout_log_probs[micro.tokens],
+                advantages=prepared.advantages[micro.tokens],
+                response_mask=micro.sequences.response_mask,
+                sequence_index=micro.sequences.index,
+                denominators=denominators,
+                ref_log_probs=None if prepared.ref_log_probs is None else prepared.ref_log_probs[micro.tokens],
+                entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
+                scores=batch.rewards[micro.members],
+                num_sequences=len(micro.members),
+                kl_coefficient=self.kl_coefficient,
+                generator=generator,
+            )
+            torch.autograd.backward(objective.loss)
+            self.optimizer.collect()
+            tallies.append(objective.metrics)
+        return combine(tallies)
+
+    def _adapt_kl(self, metrics: Metrics, num_sequences: int) -> None:
+        config = self.spec.algorithm.kl
+        if isinstance(config, KlLossConfig) and self.kl_coefficient is not None and "kl" in metrics:
+            self.kl_coefficient = updated_coefficient(
+                self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
+            )
+
+
+def _component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:
+    """Lay out the named reward components: [S, K]."""
+    missing = {name for name in config.components for found in batch.components if name not in found}
+    if missing:
+        raise DataError(f"algorithm.advantage.components names {sorted(missing)[0]}, which the rewards do not have")
+    rows = [[found[name] for name in config.components] for found in batch.components]
+    return torch.tensor(rows, dtype=torch.float32, device=batch.rewards.device)

@@ -1,0 +1,127 @@
+"""The training loop: one step per iteration, in the order of the paper.
+
+    groups -> plan -> old log-probs, advantages, updates -> publish -> checkpoint, commit -> report
+
+It waits for groups, for a pause to end, and for the last publication when the next one is due; for nothing else.
+Computation runs on one thread of its own, so leases, publications and reports go on meanwhile.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from services.trainer.control import Control
+from services.trainer.data.plan import StepGroups, StepPlanner
+from services.trainer.durability import Durability
+from services.trainer.images import ImagePool
+from services.trainer.learner import Learner, StepResult
+from services.trainer.metrics import describe_groups
+from services.trainer.publisher import Publisher
+from services.trainer.reporter import Reporter
+from services.trainer.step_report import StepTimes, describe_step
+from shared.errors import ModelError
+from shared.schemas.experiment import MetricBatch
+from shared.schemas.service import WorkState
+
+log = logging.getLogger(__name__)
+
+MAX_BROKEN_STEPS = 3
+
+Answer = TypeVar("Answer")
+
+
+class TrainingLoop:
+    """Trains an experiment to its last step. Everything that it uses is opened and closed elsewhere."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        planner: StepPlanner,
+        publisher: Publisher,
+        images: ImagePool,
+        durability: Durability,
+        reporter: Reporter,
+        control: Control,
+        compute: Executor,
+    ) -> None:
+        self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
+        self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
+        self.progress = durability.progress
+        self.total_steps = learner.spec.optimisation.steps
+        self.steps_per_version = learner.spec.asynchrony.trigger_parameter_sync_step
+        self._times = StepTimes()
+        self._broken_steps = 0
+
+    @property
+    def version(self) -> int:
+        """The policy version that the weights are, or that the next steps train."""
+        done = self.progress.step
+        return math.ceil(done / self.steps_per_version) if done == self.total_steps else done // self.steps_per_version
+
+    async def run(self) -> bool:
+        """Train until the last step is published and durable: True. Stopped before that: False."""
+        if self.progress.step and self.is_at_version:
+            # The gateway may not have it yet, and rollouts may want to pull it.
+            await self._publish()
+        while self.progress.step < self.total_steps:
+            if not await self._control.may_go_on():
+                break
+            step = self.progress.step + 1
+            ends_version = step % self.steps_per_version == 0 and step < self.total_steps
+            work = self._planner.groups_of(step, self.version, ends_version=ends_version)
+            planned = await self._control.unless_stopped(work)
+            if planned is None or not await self._control.may_go_on():
+                break
+            await self._train(step, planned)
+        return await self._finish()
+
+    async def _train(self, step: int, planned: StepGroups) -> None:
+        version, started = self.version, time.monotonic()
+        values = describe_groups(planned.groups, version, self.progress.totals)
+        result = await self._on_compute_thread(lambda: self._learner.train(planned.groups, step))
+        computed = time.monotonic()
+        self._check(result, step)
+        self.progress.step = step
+        self.progress.trained.add_many(group.task.group_id for group in planned.groups)
+        if self.is_at_version:
+            await self._publish()
+        published = time.monotonic()
+        await self._durability.after_step(self.version, is_at_version=self.is_at_version)
+        self._times.add(planned, computed - started, published - computed, time.monotonic() - published)
+        values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
+        self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
+        log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
+
+    @property
+    def is_at_version(self) -> bool:
+        """Whether the weights are a version that is published."""
+        return self.progress.step % self.steps_per_version == 0 or self.progress.step == self.total_steps
+
+    async def _publish(self) -> None:
+        await self._on_compute_thread(lambda: self._learner.keep_version(self.version))
+        await self._publisher.publish(
+            self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)
+        )
+
+    async def _finish(self) -> bool:
+        is_last = self.progress.step == self.total_steps
+        if is_last:
+            # Told to stop, it does not wait for a gateway that may be gone.
+            await self._control.unless_stopped(self._publisher.settled())
+        await self._durability.at_the_end(self.version, is_at_version=self.is_at_version, publisher=self._publisher)
+        if is_last and self._publisher.is_idle:
+            self._control.become(WorkState.FINISHED)
+        return is_last
+
+    def _check(self, result: StepResult, step: int) -> None:
+        is_broken = not any(update.is_applied for update in result.updates)
+        self._broken_steps = self._broken_steps + 1 if is_broken else 0
+        if self._broken_steps == MAX_BROKEN_STEPS:
+            raise ModelError(f"the gradient was not finite in {MAX_BROKEN_STEPS} steps, the last one being step {step}")
+
+    async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -1,0 +1,125 @@
+"""Names and definitions of what a step reports. verl's names where they exist; lags are exact, per token.
+
+A metric of a ratio of sums is computed from the sums. Cumulative figures travel with the checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from services.trainer.data.batch import scored_trajectories
+from shared.schemas.trajectory import Group
+
+RENAMED: Mapping[str, str] = {
+    "loss": "loss/total",
+    "policy_loss": "loss/policy",
+    "kl_loss": "loss/kl",
+    "supervised_loss": "loss/supervised",
+    "kl": "kl/mean",
+    "ratio": "ratio/mean",
+    "approx_kl": "ratio/approx_kl",
+    "clip_fraction": "ratio/clip_fraction",
+    "clip_fraction_lower": "ratio/clip_fraction_lower",
+    "advantage": "advantage/mean",
+    "advantage_squared": "advantage/mean_square",
+    "advantage_clip_fraction": "advantage/clip_fraction",
+    "flat_group_fraction": "groups/flat_fraction",
+    "group_std": "reward/std_within_group",
+}
+SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss")
+"""Reported per update: their tallies add up over the updates of a step."""
+
+
+def mean_of_updates(summary: Mapping[str, float], num_updates: int) -> dict[str, float]:
+    """Divide what was summed over a step's updates by their number."""
+    return {
+        name: value / num_updates if name in SUMS_OVER_UPDATES and num_updates else value
+        for name, value in summary.items()
+    }
+
+
+def algorithm_names(summary: Mapping[str, float]) -> dict[str, float]:
+    """Give the algorithms' figures the names they are reported under; ``score`` is reported as the reward."""
+    return {RENAMED.get(name, name): value for name, value in summary.items() if name != "score"}
+
+
+@dataclass
+class Totals:
+    """Figures that grow over the whole experiment; they are part of a checkpoint.
+
+    Attributes:
+        trained_tokens: sampled tokens that were trained.
+        generated_tokens: sampled tokens of all groups that arrived, trained or not.
+        trained_groups, trained_trajectories: what was trained.
+        stale_groups, stale_trajectories: of them, those with a token that an older version sampled.
+        filtered_groups, dropped_groups, failed_groups: what the trainer resolved otherwise.
+    """
+
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    trained_groups: int = 0
+    trained_trajectories: int = 0
+    stale_groups: int = 0
+    stale_trajectories: int = 0
+    filtered_groups: int = 0
+    dropped_groups: int = 0
+    failed_groups: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Make a mapping of it."""
+        return asdict(self)
+
+
+def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> dict[str, float]:
+    """Measure what is about to be trained, and add it to the totals.
+
+    Args:
+        groups: of one step.
+        version: that is being trained; a token's lag is this less the version that sampled it. After a crash with
+            ``durability: step`` a token may be newer than the weights; its lag counts as 0.
+        totals: changed.
+
+    Returns:
+        Rewards, lengths, lags and verl's counts of stale and partial trajectories. ``stale`` means that some sampled
+        token of the group or trajectory has a lag of 1 or more (verl looks at the version at the end alone);
+        ``partial`` that its tokens bear several versions, ``span`` how far those are apart.
+    """
+    members = [[(t, t.sampled_versions()) for t in scored_trajectories(group)] for group in groups]
+    flat = [pair for group in members for pair in group]
+    rewards = np.array([t.reward for t, _ in flat], dtype=np.float64)
+    lengths = np.array([versions.size for _, versions in flat])
+    lags = np.maximum(version - np.concatenate([versions for _, versions in flat]), 0)
+    spans = np.array([int(versions.max() - versions.min()) if versions.size else 0 for _, versions in flat])
+    is_stale = [bool(versions.size and versions.min() < version) for _, versions in flat]
+    totals.trained_tokens += int(lengths.sum())
+    totals.trained_groups += len(groups)
+    totals.trained_trajectories += len(flat)
+    totals.stale_trajectories += sum(is_stale)
+    totals.stale_groups += sum(any(v.size and v.min() < version for _, v in group) for group in members)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "completion_tokens/mean": float(lengths.mean()),
+        "completion_tokens/max": float(lengths.max()),
+        "prompt_tokens/mean": float(np.mean([t.token_ids.size for t, _ in flat]) - lengths.mean()),
+        "lag/mean": float(lags.mean()) if lags.size else 0.0,
+        "lag/max": float(lags.max()) if lags.size else 0.0,
+        "tokens/trained_in_step": float(lengths.sum()),
+        "tokens/trained": float(totals.trained_tokens),
+        "tokens/generated": float(totals.generated_tokens),
+        "groups/in_step": float(len(groups)),
+        "groups/trained": float(totals.trained_groups),
+        "groups/filtered": float(totals.filtered_groups),
+        "groups/dropped": float(totals.dropped_groups),
+        "groups/failed": float(totals.failed_groups),
+        "samples/in_step": float(len(flat)),
+        "samples/without_reward": float(sum(len(group.trajectories) for group in groups) - len(flat)),
+        "fully_async/count/stale_samples_processed": float(totals.stale_groups),
+        "fully_async/count/stale_trajectory_processed": float(totals.stale_trajectories),
+        "fully_async/partial/total_partial_num": float((spans > 0).sum()),
+        "fully_async/partial/partial_ratio": float((spans > 0).mean()),
+        "fully_async/partial/max_partial_span": float(spans.max()),
+    }

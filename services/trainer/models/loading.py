@@ -1,0 +1,123 @@
+"""Load a causal language model from a local directory, or say in one sentence why that is impossible."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from shared.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+WEIGHT_PATTERNS = ("*.safetensors",)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A policy and where its tokenizer lies.
+
+    Attributes:
+        model: in evaluation mode (dropout would make its log-probs differ from the engine's), with gradients.
+        source: the directory it was loaded from.
+    """
+
+    model: nn.Module
+    source: Path
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model can read."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+
+def check_device(device: str) -> torch.device:
+    """Find a device.
+
+    Raises:
+        ModelError: it does not exist here.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"device {device} cannot be used: {first_line}") from None
+    return found
+
+
+def load_model(path: Path, *, dtype: str, device: torch.device) -> LoadedModel:
+    """Load config, weights and tokenizer; nothing is ever fetched from a network.
+
+    Args:
+        path: a directory in Hugging Face format.
+        dtype: float32 or bfloat16.
+        device: where the weights go.
+
+    Raises:
+        ModelError: something is missing or does not fit; one sentence names it.
+    """
+    check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: config or tokenizer cannot be read: {_first_line(error)}") from error
+    model = _load_weights(path, config, DTYPES[dtype])
+    return LoadedModel(model.to(device).eval(), path)
+
+
+def check_directory(path: Path) -> None:
+    """Look for the files of a model without loading it.
+
+    Raises:
+        ModelError: the directory, its config.json, its weights or its tokenizer are missing.
+    """
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist")
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelError(f"model directory {path} has no config.json")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{config} is not readable JSON: {error}") from None
+    if not any(found for pattern in WEIGHT_PATTERNS for found in path.glob(pattern)):
+        raise ModelError(f"model directory {path} has no *.safetensors weights (pickled weights are not loaded)")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ModelError(f"model directory {path} has no tokenizer (tokenizer.json or tokenizer.model)")
+
+
+def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except MemoryError:
+        raise
+    # transformers raises whatever a broken file leads to, safetensors an error of its own that derives from Exception.
+    except Exception as error:
+        raise ModelError(f"{path}: weights cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(map(str, report.get("missing_keys") or ()))
+    if missing:
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the config's model, such as {missing[0]}")
+    mismatched = sorted(str(entry) for entry in report.get("mismatched_keys") or ())
+    if mismatched:
+        raise ModelError(f"{path}: tensors have other shapes than the config says, such as {mismatched[0]}")
+    loaded: nn.Module = model
+    return loaded
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

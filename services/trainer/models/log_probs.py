@@ -1,0 +1,122 @@
+"""A causal language model as a policy: log-probabilities and entropy of sampled tokens, for one micro-batch.
+
+Hidden states are taken at the positions that predict a sampled token, and go through the output layer in chunks, so
+that no [T, V] tensor exists. Models whose logits are more than ``hidden W^T`` (a bias, a soft cap, a scale), and models
+whose attention does not stay within a given mask, are recognised by a probe when they are loaded.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
+from services.trainer.data.packing import ModelInput, Packing
+from shared.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 12
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+class Policy:
+    """Computes what losses need of each sampled token.
+
+    Args:
+        model: a Hugging Face causal LM.
+        temperature: of sampling; logits are divided by it, so that the policy that is trained is the one that sampled.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float) -> None:
+        self.model: Any = model
+        self.temperature = temperature
+        self.base: Any = self.model.base_model
+        self.device = next(model.parameters()).device
+        self.has_plain_head = self._has_plain_head()
+        self.can_pack = self._can_pack()
+        if not self.has_plain_head:
+            log.info("logits are more than a product with the output embedding: they are computed whole")
+
+    def statistics(
+        self, inputs: ModelInput, *, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> TokenStatistics:
+        """Compute log-probs, and the entropy if wanted, of the labels: [N] each, in their order."""
+        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
+        if inputs.attention_mask is not None:
+            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+        if not self.has_plain_head:
+            logits = self.model(**arguments).logits
+            chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
+            return statistics_from_logits(chosen, inputs.labels, self.temperature)
+        hidden = self.base(**arguments).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+        return log_probs_and_entropy(
+            chosen,
+            self.model.get_output_embeddings().weight,
+            inputs.labels,
+            self.temperature,
+            with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+        )
+
+    def resolve_packing(self, wanted: Packing) -> Packing:
+        """Say how rows may be filled.
+
+        Raises:
+            ModelError: packed rows were asked for, and this model's sequences would see each other.
+        """
+        if self.can_pack:
+            return wanted
+        if wanted == "packed":
+            raise ModelError(
+                f"optimisation.packing: packed does not work with {type(self.model).__name__}, whose layers are not "
+                "all plain attention under a mask: use auto or padded"
+            )
+        return "padded"
+
+    def _probe(self, seed: int) -> Tensor:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(self.device)
+
+    @torch.no_grad()
+    def _has_plain_head(self) -> bool:
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            return False
+        ids = self._probe(0)
+        expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
+        return self._agree((hidden @ head.weight.T).float(), expected)
+
+    @torch.no_grad()
+    def _can_pack(self) -> bool:
+        config = self.model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        uses_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+        if kinds != {"full_attention"} or (uses_window and not getattr(config, "layer_types", None)):
+            return False
+        first, second = self._probe(1), self._probe(2)
+        joined = torch.cat([first, second], dim=1)
+        owner = torch.arange(2, device=self.device).repeat_interleave(PROBE_TOKENS)
+        mask = (owner[:, None] == owner[None, :]).tril()[None, None]
+        positions = torch.arange(PROBE_TOKENS, device=self.device).repeat(2)[None]
+        try:
+            packed = self._hidden(input_ids=joined, attention_mask=mask, position_ids=positions)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            log.info("model does not take a mask of its own: no packing", extra={"error": repr(error)})
+            return False
+        apart = torch.cat([self._hidden(input_ids=first), self._hidden(input_ids=second)], dim=1)
+        return self._agree(packed, apart)
+
+    def _hidden(self, **arguments: Tensor) -> Tensor:
+        hidden: Tensor = self.base(**arguments, use_cache=False).last_hidden_state.float()
+        return hidden
+
+    def _agree(self, found: Tensor, expected: Tensor) -> bool:
+        if found.shape != expected.shape:
+            return False
+        tolerance = PROBE_TOLERANCE.get(next(self.model.parameters()).dtype, 1e-4)
+        return bool((found - expected).abs().max() <= tolerance * (1 + expected.abs().max()))

@@ -1,0 +1,155 @@
+"""AdamW on float32 masters, a learning-rate schedule, and one clip of the global gradient norm.
+
+Where the model is float32, its parameters are the masters. Where it is bfloat16, a float32 copy of each parameter is
+trained and rounded into the model after every update, and gradients of micro-batches add up in float32: bfloat16's
+8 bits would swallow updates smaller than 1/256 of a weight.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shared.config.optimisation import OptimisationConfig
+from shared.errors import ModelError
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimiser update did.
+
+    Attributes:
+        grad_norm: global L2 norm before clipping.
+        learning_rate: that was used.
+        is_applied: False if the gradient was not finite and the update was left out.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    is_applied: bool
+
+
+def learning_rate_at(update: int, total_updates: int, config: OptimisationConfig) -> float:
+    """Compute the learning rate of an update, numbered from 0.
+
+    Warm-up gives update ``u`` the share ``(u + 1) / warmup_updates``; linear and cosine then fall and reach
+    ``min_learning_rate_ratio`` at the last update.
+    """
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.learning_rate
+    length = total_updates - 1 - config.warmup_updates
+    progress = min(1.0, (update - config.warmup_updates) / length) if length > 0 else 1.0
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    floor = config.min_learning_rate_ratio
+    return config.learning_rate * (floor + (1 - floor) * shape)
+
+
+class PolicyOptimizer:
+    """Updates a model's parameters from the gradients that micro-batches left on them.
+
+    Args:
+        parameters: by name; those without ``requires_grad`` are not touched.
+        config: the optimisation section.
+        total_updates: of the whole experiment, for the schedule.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimisationConfig, total_updates: int
+    ) -> None:
+        self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._config = config
+        self._total_updates = total_updates
+        self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
+        decayed = [master for master in self._masters.values() if master.dim() >= 2]
+        plain = [master for master in self._masters.values() if master.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            fused=True,
+        )
+        self.updates = 0
+
+    def collect(self) -> None:
+        """Add the gradients of a micro-batch to the masters'; nothing to do where they are the same tensors."""
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def update(self) -> UpdateResult:
+        """Clip, step, and clear the gradients. A gradient that is not finite is thrown away; the schedule goes on."""
+        rate = learning_rate_at(self.updates, self._total_updates, self._config)
+        limit = self._config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self._masters.values(), math.inf if limit is None else limit)
+        grad_norm = float(norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+            self._round_into_model()
+        for master in self._masters.values():
+            master.grad = None
+        self.updates += 1
+        return UpdateResult(grad_norm, rate, is_finite)
+
+    @torch.no_grad()
+    def _round_into_model(self) -> None:
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Give all state as named tensors: both moments and the step count of each parameter, and masters."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            for key, value in self._adam.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value.detach()
+            if master is not self._parameters[name]:
+                tensors[f"master/{name}"] = master.detach()
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """Take in what ``state`` gave.
+
+        Raises:
+            ModelError: the tensors are of another model.
+        """
+        self.updates = updates
+        for name, master in self._masters.items():
+            found = {key: tensors[f"{key}/{name}"] for key in _ADAM_STATE if f"{key}/{name}" in tensors}
+            if found.get("exp_avg", master).shape != master.shape:
+                raise ModelError(f"the checkpoint's optimiser state of {name} has another shape than the model")
+            if found:
+                self._adam.state[master] = {
+                    key: value.to(device="cpu" if key == "step" else master.device).clone()
+                    for key, value in found.items()
+                }
+            if f"master/{name}" in tensors and master is not self._parameters[name]:
+                with torch.no_grad():
+                    master.copy_(tensors[f"master/{name}"])
+        expected = {f"{key}/{name}" for name in self._masters for key in (*_ADAM_STATE, "master")}
+        unknown = sorted(set(tensors) - expected)
+        if unknown:
+            raise ModelError(f"the checkpoint's optimiser state has {unknown[0]}, which the model does not have")
+
+
+_ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float().clone())

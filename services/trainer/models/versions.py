@@ -1,0 +1,72 @@
+"""Weights of earlier policy versions, kept to compute log-probs under the version that sampled a token."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shared.weights.flat_parameters import FlatParameters
+
+_PREFIX = "version"
+
+
+class VersionedWeights:
+    """Copies of the flat weights, one for each version that a trained token may bear.
+
+    Args:
+        flat: the model's weights.
+        max_lag: how many versions before the newest are kept.
+    """
+
+    def __init__(self, flat: FlatParameters, *, max_lag: int) -> None:
+        self._flat = flat
+        self._max_lag = max_lag
+        self._kept: dict[int, dict[torch.dtype, Tensor]] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions that are kept, oldest first."""
+        return tuple(sorted(self._kept))
+
+    def keep(self, version: int) -> None:
+        """Copy the present weights as this version, and forget those that are too old to be needed."""
+        self._kept[version] = {dtype: buffer.clone() for dtype, buffer in self._flat.buffers.items()}
+        for old in [each for each in self._kept if each < version - self._max_lag]:
+            del self._kept[old]
+
+    @contextmanager
+    def using(self, version: int) -> Iterator[None]:
+        """Put a version's weights into the model while the block runs; the present ones come back bit by bit.
+
+        Raises:
+            KeyError: the version is not kept.
+        """
+        chosen = self._kept[version]
+        present = {dtype: buffer.clone() for dtype, buffer in self._flat.buffers.items()}
+        try:
+            self._fill(chosen)
+            yield
+        finally:
+            self._fill(present)
+
+    def state(self) -> dict[str, Tensor]:
+        """Give the copies as named tensors."""
+        return {
+            f"{_PREFIX}/{version}/{str(dtype).removeprefix('torch.')}": buffer
+            for version, buffers in self._kept.items()
+            for dtype, buffer in buffers.items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take in what ``state`` gave, in place of what was kept."""
+        self._kept = {}
+        for name, tensor in tensors.items():
+            _, version, dtype = name.split("/")
+            device = self._flat.buffers[getattr(torch, dtype)].device
+            self._kept.setdefault(int(version), {})[getattr(torch, dtype)] = tensor.to(device).clone()
+
+    @torch.no_grad()
+    def _fill(self, buffers: Mapping[torch.dtype, Tensor]) -> None:
+        for dtype, buffer in buffers.items():
+            self._flat.buffers[dtype].copy_(buffer)

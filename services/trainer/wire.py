@@ -1,0 +1,78 @@
+"""What the supervisor and its worker say to each other: JSON lines on the worker's standard input and output.
+
+Secrets travel here and nowhere else: not in arguments, not in files, not in the environment. The end of the input
+ends the worker.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.schemas.publication import Wire
+from shared.schemas.service import Assignment, Failure, WorkState
+
+
+class Line(Wire):
+    """One message."""
+
+    def line(self) -> bytes:
+        """Encode as one line, newline included."""
+        return self.model_dump_json().encode() + b"\n"
+
+
+class Launch(Line):
+    """Supervisor to worker, once and first: what to train."""
+
+    kind: Literal["launch"] = "launch"
+    assignment: Assignment
+    service_id: str
+    incarnation: int | None
+    """Rises with every worker; None lets the data plane number it."""
+    gateway_url: str
+    redis_url: str
+    token: str
+    host: str
+    """Address that the weight group binds to, and that rollouts reach it at."""
+    log_level: str
+
+
+class Order(Line):
+    """Supervisor to worker: what to do from now on."""
+
+    kind: Literal["order"] = "order"
+    state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING]
+
+
+class Status(Line):
+    """Worker to supervisor: where it stands."""
+
+    kind: Literal["status"] = "status"
+    state: WorkState
+    step: int
+    version: int | None
+    """Version published last; None before the first."""
+    load: Mapping[str, float] = Field(default_factory=dict)
+
+
+class ImageReady(Line):
+    """Worker to supervisor: the image of a version may be served."""
+
+    kind: Literal["image"] = "image"
+    version: int
+    path: str
+
+
+class Failed(Line):
+    """Worker to supervisor: something failed. After a fatal failure the worker ends."""
+
+    kind: Literal["failed"] = "failed"
+    failure: Failure
+    is_hopeless: bool
+    """Whether starting again would fail the same way."""
+
+
+TO_WORKER: TypeAdapter[Launch | Order] = TypeAdapter(Annotated[Launch | Order, Field(discriminator="kind")])
+FROM_WORKER: TypeAdapter[Status | ImageReady | Failed] = TypeAdapter(
+    Annotated[Status | ImageReady | Failed, Field(discriminator="kind")]
+)

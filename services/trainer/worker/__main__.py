@@ -1,0 +1,36 @@
+"""Train one experiment in a process of its own. Started by the trainer's supervisor, never by hand."""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import IO
+
+from services.trainer.worker.run import Orphaned, WorkerProcess
+from shared.processes import die_with_parent
+
+EXIT_ORPHANED = 3
+
+
+def main() -> None:
+    """Speak with the supervisor over standard input and output until one of both ends."""
+    die_with_parent(os.getppid())
+    # Ctrl-C reaches the whole process group; the supervisor decides when its worker ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What libraries print must not get between the messages.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.exit(asyncio.run(_serve(answers)))
+
+
+async def _serve(answers: IO[bytes]) -> int:
+    orders = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    try:
+        return await WorkerProcess(orders, answers).run()
+    except Orphaned:
+        return EXIT_ORPHANED
+
+
+if __name__ == "__main__":
+    main()

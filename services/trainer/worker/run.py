@@ -1,0 +1,175 @@
+"""The worker's life: read the launch, train, obey orders, say how it ends."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import IO, cast
+
+from services.trainer.control import Control
+from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Order, Status
+from services.trainer.worker.session import Session, Surroundings, open_session
+from shared.client import GatewayClient
+from shared.config.load import validate_spec
+from shared.errors import ClaimLost, FlotillaError
+from shared.schemas.service import Failure, WorkState
+from shared.streams.connection import connect
+from shared.streams.plane import DataPlane
+from shared.streams.redis_plane import RedisDataPlane
+from shared.telemetry import logging as telemetry
+from shared.weights.endpoint_client import EndpointClient
+from shared.weights.image import sweep
+
+log = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+STATUS_SECONDS = 1.0
+MAX_CAUSE_CHARACTERS = 2000
+COMPONENT = "trainer"
+
+
+class Orphaned(Exception):
+    """The supervisor is gone."""
+
+
+class WorkerProcess:
+    """Trains what it is launched for.
+
+    Args:
+        orders: lines from the supervisor.
+        answers: where lines to the supervisor go.
+    """
+
+    def __init__(self, orders: asyncio.StreamReader, answers: IO[bytes]) -> None:
+        self._orders = orders
+        self._answers = answers
+        self._control = Control(on_state=lambda _: self._say_status())
+        self._session: Session | None = None
+        self._started = time.monotonic()
+
+    async def run(self) -> int:
+        """Work until the supervisor says stop or the training fails; returns the exit code."""
+        launch = await self._read()
+        if not isinstance(launch, Launch):
+            raise Orphaned
+        telemetry.configure_logging("trainer-worker", launch.log_level)
+        telemetry.experiment_id.set(launch.assignment.experiment_id)
+        telemetry.service_id.set(launch.service_id)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                obeying = tasks.create_task(self._obey(), name="orders")
+                telling = tasks.create_task(self._tell(), name="status")
+                await self._train(launch)
+                obeying.cancel()
+                telling.cancel()
+        except BaseExceptionGroup as group:
+            if group.subgroup(Orphaned) is not None:
+                raise Orphaned from None
+            self._say_failure(_first(group))
+            return EXIT_FAILED
+        return EXIT_DONE
+
+    async def _train(self, launch: Launch) -> None:
+        swept = sweep()
+        if swept:
+            log.info("images of ended workers were removed", extra={"count": len(swept)})
+        spec = validate_spec(launch.assignment.spec)
+        redis = connect(launch.redis_url)
+        endpoint = EndpointClient(bind_host=launch.host)
+        try:
+            async with GatewayClient(launch.gateway_url, launch.token) as gateway:
+                around = Surroundings(
+                    experiment_id=launch.assignment.experiment_id,
+                    service_id=launch.service_id,
+                    directory=_directory(launch),
+                    incarnation=launch.incarnation,
+                    gateway=gateway,
+                    endpoint=endpoint,
+                    plane=cast(DataPlane, RedisDataPlane(redis, launch.assignment.experiment_id)),
+                    on_image=lambda version, path: self._say(ImageReady(version=version, path=str(path))),
+                    on_failure=lambda failure: self._say(Failed(failure=failure, is_hopeless=False)),
+                )
+                async with open_session(spec, around, self._control) as session:
+                    self._session = session
+                    self._say_status()
+                    if await session.run():
+                        # Its images are served until the supervisor ends it.
+                        await self._control.until_stopped()
+        finally:
+            await endpoint.close()
+            await redis.aclose()
+
+    async def _obey(self) -> None:
+        while True:
+            order = await self._read()
+            if not isinstance(order, Order):
+                continue
+            if order.state is WorkState.RUNNING:
+                self._control.resume()
+            elif order.state is WorkState.PAUSED:
+                self._control.pause()
+            else:
+                self._control.stop()
+
+    async def _read(self) -> Launch | Order:
+        line = await self._orders.readline()
+        if not line:
+            raise Orphaned
+        return TO_WORKER.validate_json(line)
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            self._say_status()
+
+    def _say_status(self) -> None:
+        session = self._session
+        if session is None:
+            self._say(Status(state=self._control.state, step=0, version=None))
+            return
+        load = {
+            "ready_groups": float(session.source.num_ready),
+            "trained_tokens": float(session.loop.progress.totals.trained_tokens),
+            "seconds": time.monotonic() - self._started,
+        }
+        version = session.publisher.published_version
+        self._say(Status(state=self._control.state, step=session.loop.progress.step, version=version, load=load))
+
+    def _say_failure(self, error: BaseException) -> None:
+        log.error("training failed", exc_info=error)
+        self._say(describe_failure(error))
+
+    def _say(self, line: Line) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._answers.write(line.line())
+            self._answers.flush()
+
+
+def describe_failure(error: BaseException) -> Failed:
+    """Turn what ended the training into one sentence, and say whether starting again could help."""
+    if isinstance(error, MemoryError):
+        cause = f"out of memory: {error}" if str(error) else "out of memory"
+        return _failed(cause, is_hopeless=False)
+    if isinstance(error, ClaimLost):
+        return Failed(failure=Failure(component=COMPONENT, cause=error.detail, fatal=False), is_hopeless=True)
+    if isinstance(error, FlotillaError):
+        return _failed(error.detail, is_hopeless=not error.retryable)
+    text = str(error).strip().splitlines()
+    return _failed(f"{type(error).__name__}: {text[0] if text else 'no message'}", is_hopeless=False)
+
+
+def _failed(cause: str, *, is_hopeless: bool) -> Failed:
+    failure = Failure(component=COMPONENT, cause=cause[:MAX_CAUSE_CHARACTERS], fatal=is_hopeless)
+    return Failed(failure=failure, is_hopeless=is_hopeless)
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def _directory(launch: Launch) -> Path:
+    return Path(launch.assignment.directory)

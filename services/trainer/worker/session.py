@@ -1,0 +1,155 @@
+"""Everything that training one experiment needs: opened in order, closed in reverse."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from services.trainer.checkpoint.manager import CheckpointManager
+from services.trainer.checkpoint.storage import CheckpointStorage
+from services.trainer.control import Control
+from services.trainer.data.plan import StepPlanner
+from services.trainer.data.source import GroupSource, Requirements
+from services.trainer.durability import Durability
+from services.trainer.images import ImagePool
+from services.trainer.learner import Learner, check_supported
+from services.trainer.loop import TrainingLoop
+from services.trainer.publisher import Gateway, Publisher
+from services.trainer.reporter import Reporter
+from shared.config.advantage import GdpoConfig
+from shared.config.spec import ExperimentSpec
+from shared.schemas.service import Failure
+from shared.streams.plane import DataPlane
+from shared.weights.transport import WeightSender
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+GROUP_ESTIMATORS = frozenset(
+    {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
+)
+"""Estimators that compare the members of a group."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a session is opened in.
+
+    Attributes:
+        experiment_id, service_id: who works for what.
+        directory: the experiment's.
+        incarnation: number of this trainer; None lets the data plane choose.
+        gateway, endpoint, plane: the three planes.
+        image_directory: where snapshots lie; None chooses shared memory.
+        on_image: told of each image that may be served.
+        on_failure: told of failures that the session recovers from.
+    """
+
+    experiment_id: str
+    service_id: str
+    directory: Path
+    incarnation: int | None
+    gateway: Gateway
+    endpoint: WeightSender
+    plane: DataPlane
+    on_image: Callable[[int, Path], None]
+    on_failure: Callable[[Failure], None]
+    image_directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loop that is ready to run, and what must run beside it."""
+
+    loop: TrainingLoop
+    source: GroupSource
+    publisher: Publisher
+    reporter: Reporter
+
+    async def run(self) -> bool:
+        """Train; True when the last step is done. A failure of anything beside the loop ends it, too."""
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(self.source.run(), name="group source"),
+                tasks.create_task(self.reporter.run(), name="reporter"),
+            ]
+            try:
+                is_finished = await self.loop.run()
+                await self.reporter.flush(FLUSH_SECONDS)
+            finally:
+                for task in beside:
+                    task.cancel()
+        return is_finished
+
+
+FLUSH_SECONDS = 2.0
+
+
+@contextlib.asynccontextmanager
+async def open_session(spec: ExperimentSpec, around: Surroundings, control: Control) -> AsyncIterator[Session]:
+    """Take over the experiment, load model and checkpoint, and put the loop together.
+
+    Raises:
+        FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
+    """
+    check_supported(spec)
+    queue = around.plane.trainer(around.service_id)
+    # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
+    await queue.take_over(around.incarnation)
+    storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
+    manager = CheckpointManager(around.experiment_id, storage)
+    with compute_thread(spec.optimisation.threads) as compute:
+        loop = asyncio.get_running_loop()
+        learner, progress = await loop.run_in_executor(compute, partial(manager.restore, spec))
+        images = ImagePool(learner.flat, directory=around.image_directory)
+        reporter = Reporter(around.gateway, around.experiment_id)
+        source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals)
+        publisher = Publisher(
+            around.gateway,
+            around.endpoint,
+            images,
+            experiment_id=around.experiment_id,
+            service_id=around.service_id,
+            on_image=around.on_image,
+        )
+        durability = Durability(
+            spec.checkpoint, manager, learner, progress, queue, source, reporter, compute, around.on_failure
+        )
+        planner = StepPlanner(spec, queue, around.plane.admission, source)
+        try:
+            await durability.begin()
+            training = TrainingLoop(learner, planner, publisher, images, durability, reporter, control, compute)
+            yield Session(training, source, publisher, reporter)
+        finally:
+            await publisher.close()
+            images.close()
+
+
+def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
+    """Say what a group must have to be trained under this spec."""
+    advantage = spec.algorithm.advantage
+    compares = advantage.kind in GROUP_ESTIMATORS and spec.rollout.group_size > 1
+    return Requirements(
+        vocabulary=learner.loaded.vocabulary,
+        min_scored=2 if compares else 1,
+        components=advantage.components if isinstance(advantage, GdpoConfig) else (),
+        max_lag=spec.asynchrony.resolved_max_lag,
+    )
+
+
+@contextlib.contextmanager
+def compute_thread(threads: int) -> Iterator[Executor]:
+    """Run all computation on one thread, so that weights are never touched by two and results never depend on it."""
+    executor = ThreadPoolExecutor(
+        1, thread_name_prefix="compute", initializer=torch.set_num_threads, initargs=(threads,)
+    )
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,256 @@
+"""A fleet in one process around the real trainer: a sampler that is written plainly, a gateway that only says yes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from services.trainer.control import Control
+from services.trainer.worker.session import Session, Surroundings, open_session
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import StalePolicyVersion
+from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest
+from shared.schemas.service import Failure, WorkState
+from shared.schemas.task import Message, Task, sample_seed
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.streams.admission import IssueOutcome
+from shared.streams.keys import HopName
+from shared.streams.memory import MemoryDataPlane
+
+VOCABULARY = 48
+END = 1
+
+
+def save_tiny_model(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random Qwen3 of 2 layers, with a tokenizer of one token per number."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(directory)
+    words = {"<pad>": 0, "<end>": END} | {str(number): number for number in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(directory)
+    return directory
+
+
+def a_spec(model: Path, **sections: Mapping[str, Any]) -> ExperimentSpec:
+    """Make a small spec; sections are merged into the defaults."""
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 7,
+        "model": {"path": str(model)},
+        "data": {"path": "unused.jsonl"},
+        "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 12}},
+        "reward": {"components": [{"kind": "exact"}]},
+        "optimisation": {"steps": 5, "groups_per_mini_batch": 4, "learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 2},
+    }
+    for name, values in sections.items():
+        document[name] = document.get(name, {}) | dict(values)
+    return validate_spec(document)
+
+
+def prompt_of(group_id: int) -> list[int]:
+    """Make a prompt that depends on the group alone, of 3 to 8 tokens."""
+    generator = np.random.default_rng(group_id)
+    return [int(token) for token in generator.integers(2, VOCABULARY, generator.integers(3, 9))]
+
+
+def reward_of(completion: list[int]) -> float:
+    """Reward the share of even tokens."""
+    return sum(token % 2 == 0 for token in completion) / len(completion)
+
+
+@torch.no_grad()
+def sample(model: Qwen3ForCausalLM, prompt: list[int], seed: int, limit: int) -> tuple[list[int], list[float]]:
+    """Sample a completion token by token without any cache; gives tokens and their log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, log_probs = list(prompt), []
+    for _ in range(limit):
+        logits = model(torch.tensor([tokens])).logits[0, -1].float()
+        log_all = torch.log_softmax(logits, -1)
+        token = int(torch.multinomial(log_all.exp(), 1, generator=generator))
+        tokens.append(token)
+        log_probs.append(float(log_all[token]))
+        if token == END:
+            break
+    return tokens[len(prompt) :], log_probs
+
+
+def answer(model: Qwen3ForCausalLM, task: Task, version: int, limit: int) -> Group:
+    """Sample and grade a task's group."""
+    prompt = prompt_of(task.group_id)
+    made = []
+    for index in range(task.group_size):
+        completion, log_probs = sample(model, prompt, sample_seed(task.seed, index), limit)
+        made.append(
+            Trajectory(
+                token_ids=np.array(prompt + completion, dtype=np.int32),
+                loss_mask=np.array([0] * len(prompt) + [1] * len(completion), dtype=np.uint8),
+                log_probs=np.array([0.0] * len(prompt) + log_probs, dtype=np.float32),
+                versions=((0, version),),
+                finish_reason=FinishReason.STOP,
+            ).graded(GradeStatus.SCORED, reward_of(completion))
+        )
+    return Group(task, tuple(made))
+
+
+def task_of(group_id: int, spec: ExperimentSpec, version: int) -> Task:
+    """Make the task with this id."""
+    return Task(
+        group_id=group_id,
+        row=group_id,
+        messages=(Message("user", str(group_id)),),
+        group_size=spec.rollout.group_size,
+        seed=1000 + group_id,
+        min_version=version,
+    )
+
+
+class YesGateway:
+    """Commits every publication at once, since it has no members, and remembers what it is told."""
+
+    def __init__(self, plane: Any) -> None:
+        self.plane = plane
+        self.version = 0
+        self.published: list[int] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.checkpoints: list[int] = []
+        self.images: dict[int, Path] = {}
+        self.on_version: list[asyncio.Queue[int]] = []
+
+    async def call(self, method: str, path: str, *, body: Any = None, params: Any = None, **_: Any) -> Any:
+        """Answer like the gateway's routes."""
+        if path.endswith("/metrics"):
+            self.metrics[body.step] = dict(body.values)
+            return None
+        if path.endswith("/checkpoints"):
+            self.checkpoints.append(body.step)
+            return None
+        assert isinstance(body, PublicationRequest), (method, path)
+        version = body.manifest.version
+        if version <= self.version:
+            raise StalePolicyVersion(f"version {version} is not newer than {self.version}")
+        self.version = version
+        self.published.append(version)
+        await self.plane.admission.published(version)
+        return Publication(
+            experiment_id="e",
+            version=version,
+            epoch=1,
+            phase=PublicationPhase.COMMITTED,
+            members=(),
+            deadline_seconds=5.0,
+        ).model_dump(mode="json")
+
+    def on_image(self, version: int, path: Path) -> None:
+        """Remember where a version can be read."""
+        self.images[version] = path
+
+
+class NoEndpoint:
+    """A weight group that nobody joins."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called without members")
+
+
+class ScriptedFleet:
+    """Feeder, rollout and reward as one task on a plane: fills the budget, samples under the current version."""
+
+    def __init__(self, spec: ExperimentSpec, plane: Any, gateway: YesGateway) -> None:
+        self.spec, self.plane, self.gateway = spec, plane, gateway
+        self.model = Qwen3ForCausalLM.from_pretrained(spec.model.path).eval()
+        self.model_version = 0
+        self.answered: dict[int, Group] = {}
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        tasks, generated = self.plane.hop(HopName.TASKS, "rollout"), self.plane.hop(HopName.GENERATED, "reward")
+        while True:
+            await self._fill()
+            for claim in await tasks.claim(1, wait_seconds=0.02):
+                self._load_newest()
+                group = answer(self.model, claim.task(), self.model_version, self.spec.rollout.sampling.max_new_tokens)
+                self.answered[group.task.group_id] = group
+                await tasks.forward(claim, group)
+            for claim in await generated.claim(16, wait_seconds=0.0):
+                await generated.forward(claim, self.answered[claim.header.group_id])
+
+    async def _fill(self) -> None:
+        while True:
+            number = await self.plane.admission.next_group_id()
+            task = task_of(number, self.spec, self.gateway.version)
+            issued = await self.plane.admission.issue(task, limit=self.spec.admission_budget)
+            if issued.outcome is not IssueOutcome.ISSUED:
+                return
+
+    def _load_newest(self) -> None:
+        if self.gateway.version == self.model_version:
+            return
+        image = self.gateway.images[self.gateway.version]
+        self.model.load_state_dict(load(image.read_bytes()), strict=False)
+        self.model_version = self.gateway.version
+
+
+@contextlib.asynccontextmanager
+async def a_session(
+    spec: ExperimentSpec, directory: Path, plane: Any, gateway: YesGateway, **surroundings: Any
+) -> AsyncIterator[tuple[Session, Control]]:
+    """Open the trainer's session as the worker process does."""
+    states: list[WorkState] = []
+    failures: list[Failure] = []
+    control = Control(states.append)
+    around = Surroundings(
+        **(
+            {
+                "experiment_id": "e",
+                "service_id": "trainer",
+                "directory": directory,
+                "incarnation": None,
+                "gateway": gateway,
+                "endpoint": NoEndpoint(),
+                "plane": plane,
+                "on_image": gateway.on_image,
+                "on_failure": failures.append,
+                "image_directory": directory,
+            }
+            | surroundings
+        )
+    )
+    directory.mkdir(exist_ok=True)
+    async with open_session(spec, around, control) as session:
+        yield session, control
+
+
+async def train(spec: ExperimentSpec, directory: Path, plane: MemoryDataPlane, gateway: YesGateway) -> bool:
+    """Train to the end beside a scripted fleet."""
+    fleet = ScriptedFleet(spec, plane, gateway)
+    working = asyncio.create_task(fleet.run())
+    try:
+        async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(120):
+            return await session.run()
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import psutil
-from shared.weights.pull_client import WeightPuller
 
 from services.rollout.crew import CrewOpener
 from services.rollout.service import RolloutService
@@ -20,6 +19,7 @@ from shared.settings import ServiceSettings
 from shared.streams.connection import connect
 from shared.streams.settings import StreamsConfig
 from shared.weights.image import sweep
+from shared.weights.pull_client import WeightPuller
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from shared.streams.plans import TrainerQueue
 class DataPlane(Protocol):
     """One lane of one experiment."""
 
-    admission: Admission
+    @property
+    def admission(self) -> Admission:
+        """The feeder's side."""
+        ...
 
     def hop(self, name: HopName, service_id: str) -> Hop:
         """Open a hop as a consumer of its own; the train lane's scored hop belongs to the trainer."""

@@ -72,8 +72,10 @@ class Plan:
 class TrainerQueue(Protocol):
     """The scored hop for the one trainer of an experiment. Every call may raise ``Unavailable``."""
 
-    hop: Hop
-    """Claims of it last until a later trainer takes over: they need no renewal."""
+    @property
+    def hop(self) -> Hop:
+        """The scored hop. Claims of it last until a later trainer takes over: they need no renewal."""
+        ...
 
     async def take_over(self, incarnation: int | None = None) -> int:
         """Become the trainer, and return the number of this incarnation.

@@ -1,0 +1,63 @@
+"""Run the gateway: ``python -m services.gateway``."""
+
+import asyncio
+import os
+import sys
+
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from services.gateway.store.sql import SqlStore
+from shared.errors import FlotillaError
+from shared.processes import die_with_parent
+from shared.serving import address_of, bind, serve
+from shared.settings import read_settings
+from shared.streams.connection import check_server
+from shared.telemetry.logging import configure_logging
+
+DEFAULT_PORT = 8470
+CANNOT_START = 2
+
+
+def main() -> int:
+    """Read the settings, check what the gateway needs, serve until SIGTERM or SIGINT.
+
+    Returns:
+        0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
+    """
+    try:
+        common = read_settings(default_port=DEFAULT_PORT)
+        configure_logging("gateway", common.log_level)
+        if common.parent_pid is not None:
+            die_with_parent(common.parent_pid)
+        settings = GatewaySettings(
+            token=common.token,
+            redis_url=common.redis_url,
+            data=common.data,
+            database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
+        )
+        listening = bind(common.host, common.port)
+        with listening:
+            # Before serving, so that what cannot be reached is said in one sentence.
+            asyncio.run(check(settings))
+            sys.stdout.write(f"{address_of(listening)}\n")
+            sys.stdout.flush()
+            serve(create_app(settings), listening)
+    except FlotillaError as error:
+        sys.stderr.write(f"gateway cannot start: {error.detail}\n")
+        return CANNOT_START
+    except OSError as error:
+        sys.stderr.write(f"gateway cannot start: {error}\n")
+        return CANNOT_START
+    return 0
+
+
+async def check(settings: GatewaySettings) -> None:
+    """Prove that the data plane and the database answer, and bring the database up to date."""
+    await check_server(settings.redis_url)
+    settings.data.mkdir(parents=True, exist_ok=True)
+    store = await SqlStore.open(settings.resolved_database_url)
+    await store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The gateway's HTTP interface. ``create_app`` opens nothing; its lifespan does."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import Scope
+
+from services.gateway.guard import Guard
+from services.gateway.routes import experiments, health, publications, series, services
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import GatewayState, OpenState, open_state
+from services.gateway.store.base import Store
+from shared.clock import Clock
+from shared.serving import add_problem_handlers
+
+DESCRIPTION = "Control plane of a fleet that post-trains language models by asynchronous reinforcement learning."
+
+
+def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state) -> FastAPI:
+    """Make the app; ``open_state`` is entered when it starts and left when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        async with open_state(settings) as state:
+            app.state.gateway = state
+            yield {"gateway": state}
+
+    app = FastAPI(title="Flotilla gateway", description=DESCRIPTION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_problem_handlers(app)
+    app.include_router(health.router)
+    for module in (experiments, services, publications, series):
+        app.include_router(module.router, prefix="/v1")
+    app.add_middleware(Guard, token=settings.token, body_bytes=settings.body_bytes, store_of=_store_of)
+    return app
+
+
+def _store_of(scope: Scope) -> tuple[Store, Clock]:
+    state: GatewayState = scope["state"]["gateway"]
+    return state.store, state.clock

@@ -1,0 +1,154 @@
+"""The evaluator: held-out problems through the evaluation lane, pinned to one version, never two at a time.
+
+While it lasts, ``evaluating_version`` stands in the experiment's record: rollouts hold that version. An evaluation that
+a restart of the gateway interrupted is given up, and its tasks are resolved as dropped.
+"""
+
+import asyncio
+import logging
+
+from services.gateway.evaluation.schedule import due_version
+from services.gateway.evaluation.summary import summarise
+from services.gateway.events.log import EventLog
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.leftovers import GATEWAY, resolve_leftovers
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.store.base import Store
+from shared.clock import Clock, rfc3339
+from shared.config.evaluation import EvaluationConfig
+from shared.errors import Unavailable
+from shared.schemas.experiment import ExperimentState, MetricPoint
+from shared.schemas.task import Lane
+from shared.schemas.trajectory import Group
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+
+log = logging.getLogger(__name__)
+
+BATCH = 64
+COLLECT_SECONDS = 0.5
+AWAY_SECONDS = 1.0
+
+
+class Evaluator:
+    """Evaluates one experiment."""
+
+    def __init__(
+        self, experiment: Experiment, dataset: Dataset, book: Book, store: Store, events: EventLog, clock: Clock
+    ) -> None:
+        assert experiment.spec.evaluation is not None
+        self._config: EvaluationConfig = experiment.spec.evaluation
+        self._experiment = experiment
+        self._dataset = dataset
+        self._book = book
+        self._store = store
+        self._events = events
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Evaluate whatever is due, until cancelled."""
+        while True:
+            try:
+                await self.abandon()
+                break
+            except Unavailable as error:
+                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                await asyncio.sleep(AWAY_SECONDS)
+        while True:
+            changed = self._experiment.changed.next
+            version = self.due()
+            if version is None or self._experiment.state is not ExperimentState.RUNNING:
+                await changed.wait()
+                continue
+            try:
+                await self.evaluate(version)
+            except Unavailable as error:
+                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                await self._give_up(version, f"the data plane does not answer: {error.detail}")
+
+    def due(self) -> int | None:
+        """Find the version to evaluate now."""
+        record = self._experiment.record
+        return due_version(
+            policy_version=record.policy_version,
+            evaluated_version=record.evaluated_version,
+            every_versions=self._config.every_versions,
+            is_trained=record.is_trained,
+        )
+
+    async def abandon(self) -> None:
+        """Give up what an earlier process was evaluating."""
+        version = self._experiment.record.evaluating_version
+        if version is not None:
+            await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
+            await self._events.append(self._experiment.id, "evaluation_abandoned", version=version)
+            await self._book.update(self._experiment, evaluating_version=None)
+
+    async def evaluate(self, version: int) -> None:
+        """Evaluate one version and record what was found."""
+        started_at = self._clock.monotonic()
+        await self._book.update(self._experiment, evaluating_version=version)
+        num_issued = await self._issue(version)
+        groups = await self._collect(num_issued)
+        if groups is None:
+            await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_deadline")
+            await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
+            return
+        metrics = summarise(groups, num_lost=num_issued - len(groups))
+        step = self._experiment.record.published_step
+        at = rfc3339(self._clock.now())
+        points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
+        await self._store.put_metrics(self._experiment.id, points)
+        seconds = round(self._clock.monotonic() - started_at, 3)
+        await self._book.update(self._experiment, evaluating_version=None, evaluated_version=version)
+        await self._events.append(
+            self._experiment.id, "evaluation", version=version, step=step, seconds=seconds, metrics=metrics
+        )
+
+    async def _give_up(self, version: int, cause: str) -> None:
+        await self._book.update(self._experiment, evaluating_version=None, evaluated_version=version)
+        await self._events.append(self._experiment.id, "evaluation_failed", version=version, cause=cause)
+
+    async def _issue(self, version: int) -> int:
+        admission = self._experiment.evaluation.admission
+        first = await admission.next_group_id()
+        num_rows = len(self._dataset.rows)
+        while (issued := await admission.next_group_id() - first) < num_rows:
+            batch = range(issued, min(issued + BATCH, num_rows))
+            tasks = [
+                self._dataset.task(
+                    first + row,
+                    row=row,
+                    group_size=self._config.group_size,
+                    min_version=version,
+                    pinned_version=version,
+                    greedy=self._config.greedy,
+                    issued_at=self._clock.now(),
+                )
+                for row in batch
+            ]
+            # Nothing else is outstanding in this lane, and all rows may be at once.
+            await admission.issue_many(tasks, limit=num_rows)
+        return num_rows
+
+    async def _collect(self, num_issued: int) -> list[Group] | None:
+        """Take answers in until none is outstanding; None if the deadline came first. Pauses do not count."""
+        hop = self._experiment.evaluation.hop(HopName.SCORED, GATEWAY)
+        groups: list[Group] = []
+        left = self._config.deadline_seconds
+        looked_at = self._clock.monotonic()
+        while left > 0:
+            claims = await hop.claim(BATCH, wait_seconds=COLLECT_SECONDS)
+            for claim in claims:
+                group = claim.group()
+                if await hop.resolve(claim, Resolution.TRAINED, "evaluated"):
+                    groups.append(group)
+            if len(groups) >= num_issued or (
+                not claims and (await self._experiment.evaluation.ledger()).outstanding == 0
+            ):
+                return groups
+            now = self._clock.monotonic()
+            if self._experiment.state is ExperimentState.RUNNING:
+                left -= now - looked_at
+            looked_at = now
+        return None

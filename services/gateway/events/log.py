@@ -1,0 +1,70 @@
+"""Events of the experiments: stored first, then told to whoever follows."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from services.gateway.store.base import Store
+from shared.clock import Clock
+from shared.schemas.experiment import Event
+
+log = logging.getLogger(__name__)
+
+PAGE = 200
+
+
+class EventLog:
+    """Appends events and wakes the followers of their experiment."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._followers: dict[str, set[asyncio.Event]] = {}
+
+    async def append(self, experiment_id: str, kind: str, **data: Any) -> Event:
+        """Store an event and tell the followers."""
+        facts: Mapping[str, Any] = {name: value for name, value in data.items() if value is not None}
+        event = await self._store.append_event(experiment_id, kind, self._clock.now(), facts)
+        log.info(
+            "event",
+            extra={"experiment_id": experiment_id, "event": kind, **{f"event_{k}": v for k, v in facts.items()}},
+        )
+        self.wake(experiment_id)
+        return event
+
+    def wake(self, experiment_id: str) -> None:
+        """Let the followers of an experiment look again."""
+        for follower in self._followers.get(experiment_id, ()):
+            follower.set()
+
+    async def follow(
+        self, experiment_id: str, after: int, *, is_over: Callable[[], bool], heartbeat_seconds: float
+    ) -> AsyncIterator[Event | None]:
+        """Yield every event after ``after``, and None as a heartbeat when nothing happens.
+
+        Ends when ``is_over`` and everything was yielded.
+        """
+        news = asyncio.Event()
+        self._followers.setdefault(experiment_id, set()).add(news)
+        try:
+            while True:
+                news.clear()
+                # Asked before the page is read, so that no event slips in between.
+                ends = is_over()
+                page = await self._store.events(experiment_id, after=after, limit=PAGE)
+                for event in page:
+                    yield event
+                    after = event.id
+                if page:
+                    continue
+                if ends:
+                    return
+                try:
+                    await asyncio.wait_for(news.wait(), heartbeat_seconds)
+                except TimeoutError:
+                    yield None
+        finally:
+            self._followers[experiment_id].discard(news)
+            if not self._followers[experiment_id]:
+                del self._followers[experiment_id]

@@ -1,0 +1,109 @@
+"""Why an experiment makes no progress: a pure function of what is observed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.publication import PublicationPhase
+from shared.schemas.service import ServiceKind, WorkState
+from shared.streams.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One service, as far as a diagnosis needs it."""
+
+    service_id: str
+    kind: ServiceKind
+    state: WorkState
+    policy_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything that a diagnosis looks at.
+
+    Attributes:
+        ledger: the train lane; None while the data plane does not answer.
+        budget, groups_per_step: the admission budget and R.
+        publication: phase of the open publication, if any.
+        evaluating_version: version under evaluation, if any.
+    """
+
+    state: ExperimentState
+    services: Sequence[Observation]
+    ledger: Ledger | None
+    budget: int
+    groups_per_step: int
+    policy_version: int
+    publication: PublicationPhase | None = None
+    evaluating_version: int | None = None
+    is_trained: bool = False
+
+    def of(self, kind: ServiceKind) -> list[Observation]:
+        """List the live services of a kind."""
+        return [service for service in self.services if service.kind is kind]
+
+
+def progress_of(step: int, policy_version: int, ledger: Ledger | None, evaluation: Ledger | None) -> tuple[int, ...]:
+    """Sum up what counts as progress: any change of it does."""
+    counters = [step, policy_version]
+    for lane in (ledger, evaluation):
+        if lane is not None:
+            resolved = [sum(reasons.values()) for reasons in (lane.filtered, lane.dropped, lane.failed)]
+            counters += [lane.issued, lane.planned, lane.trained, lane.tokens.generated, lane.tokens.scored, *resolved]
+    return tuple(counters)
+
+
+def diagnose(situation: Situation) -> tuple[str, str]:
+    """Name the component that holds everything up, and why; call it when there was no progress for long."""
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        if not situation.of(kind):
+            return kind.value, f"no live {kind} service"
+    if situation.state is ExperimentState.STARTING:
+        return _not_started(situation)
+    if situation.ledger is None:
+        return "redis", "the data plane does not answer"
+    if situation.publication is not None:
+        return "publication", f"a publication is {situation.publication}"
+    if situation.is_trained and situation.evaluating_version is not None:
+        return "evaluation", f"the final evaluation of version {situation.evaluating_version} makes no progress"
+    return _stuck_work(situation, situation.ledger)
+
+
+def _not_started(situation: Situation) -> tuple[str, str]:
+    for service in situation.services:
+        if service.state is not WorkState.RUNNING:
+            return service.kind.value, f"{service.service_id} is {service.state} and not yet running"
+    starting = next((s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < 0), None)
+    if starting is not None:
+        return "rollout", f"{starting.service_id} has not loaded its engine"
+    return "gateway", "every service runs, but the experiment does not"
+
+
+def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str]:
+    ready = ledger.waiting.scored + ledger.claimed.scored
+    if ready >= situation.groups_per_step:
+        return "trainer", f"{ready} scored groups are ready, a step needs {situation.groups_per_step}, none is trained"
+    if ledger.claimed.generated:
+        return "reward", f"{ledger.claimed.generated} generated groups are claimed and none is scored"
+    if ledger.waiting.generated:
+        return "reward", f"{ledger.waiting.generated} generated groups wait and none is claimed"
+    if ledger.claimed.tasks:
+        return "rollout", f"{ledger.claimed.tasks} tasks are claimed and none is finished"
+    if ledger.waiting.tasks:
+        behind = [s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < situation.policy_version]
+        if behind:
+            found = f"{behind[0].service_id} serves version {behind[0].policy_version}"
+            return "rollout", f"{ledger.waiting.tasks} tasks wait for version {situation.policy_version}; {found}"
+        return "rollout", f"{ledger.waiting.tasks} tasks wait and none is claimed"
+    used = ledger.outstanding + ledger.consumed_since_publication
+    if used >= situation.budget:
+        consumed = ledger.consumed_since_publication
+        return (
+            "trainer",
+            f"the budget of {situation.budget} groups is used ({consumed} consumed) and nothing is published",
+        )
+    if situation.is_trained:
+        return "gateway", "training is over and the experiment does not end"
+    return "gateway", "tasks could be issued and are not"

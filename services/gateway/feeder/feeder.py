@@ -1,0 +1,81 @@
+"""The feeder: issues an experiment's tasks against its admission budget.
+
+It alone records published versions in the data plane, always before it issues under them: the budget that a
+publication frees is never filled with tasks of the version before.
+"""
+
+import asyncio
+import logging
+
+from services.gateway.experiments.book import Experiment
+from services.gateway.feeder.admission import admitted
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.signals import wait_for_any
+from shared.clock import Clock
+from shared.errors import Unavailable
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.task import Task
+
+log = logging.getLogger(__name__)
+
+BATCH = 64
+BLOCKED_SECONDS = 0.03
+IDLE_SECONDS = 0.5
+AWAY_SECONDS = 1.0
+
+
+class Feeder:
+    """Issues tasks of one experiment while it runs."""
+
+    def __init__(self, experiment: Experiment, dataset: Dataset, clock: Clock) -> None:
+        self._experiment = experiment
+        self._dataset = dataset
+        self._clock = clock
+        self._admission = experiment.train.admission
+        self._recorded_version: int | None = None
+
+    async def run(self) -> None:
+        """Issue until cancelled. While the data plane is away, nothing is issued and nothing is lost."""
+        while True:
+            changed = self._experiment.changed.next
+            try:
+                pause = await self.feed()
+            except Unavailable as error:
+                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                pause = AWAY_SECONDS
+            if pause:
+                await wait_for_any(pause, changed)
+            else:
+                await asyncio.sleep(0)
+
+    async def feed(self) -> float:
+        """Issue one batch, as far as the budget admits; return how long to wait before the next, in seconds."""
+        version = self._experiment.record.policy_version
+        if self._recorded_version != version:
+            await self._admission.published(version)
+            self._recorded_version = version
+        ledger = await self._experiment.train.ledger()
+        self._experiment.ledger = ledger
+        if self._experiment.state is not ExperimentState.RUNNING:
+            return IDLE_SECONDS
+        spec = self._experiment.spec
+        room = admitted(
+            ledger,
+            budget=spec.admission_budget,
+            steps=spec.optimisation.steps,
+            groups_per_step=spec.groups_per_step,
+        )
+        if room == 0:
+            return BLOCKED_SECONDS
+        first = await self._admission.next_group_id()
+        tasks = [self._task(group_id, version) for group_id in range(first, first + min(room, BATCH))]
+        result = await self._admission.issue_many(tasks, limit=spec.admission_budget)
+        return 0.0 if result.count else BLOCKED_SECONDS
+
+    def _task(self, group_id: int, version: int) -> Task:
+        return self._dataset.task(
+            group_id,
+            group_size=self._experiment.spec.rollout.group_size,
+            min_version=version,
+            issued_at=self._clock.now(),
+        )

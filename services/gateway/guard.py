@@ -1,0 +1,184 @@
+"""What every request passes before a route sees it: the token, the size of the body, the idempotency key.
+
+Everything is refused without a token but the few paths that say nothing about anybody's work.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.store.base import Store
+from services.gateway.store.records import StoredAnswer
+from shared.clock import Clock
+from shared.errors import FlotillaError, IdempotencyMismatch, InvalidRequest, Unauthorized
+from shared.security import bearer_of, is_same_secret
+from shared.serving import problem_response
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
+LONGEST_KEY = 200
+LAST_STATUS_KEPT = 499
+
+StoreOf = Callable[[Scope], tuple[Store, Clock]]
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: what it guards.
+        token: the fleet's token.
+        body_bytes: largest body that is read.
+        store_of: finds the store that keeps first answers, in the request's scope.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str, body_bytes: int, store_of: StoreOf) -> None:
+        self._app = app
+        self._token = token
+        self._body_bytes = body_bytes
+        self._store_of = store_of
+        self._busy: dict[str, asyncio.Lock] = {}
+        self._users: dict[str, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._handle(scope, receive, send)
+        except _Refused as refused:
+            await problem_response(refused.error)(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["path"] not in OPEN_PATHS and not is_same_secret(bearer_of(headers.get("authorization")), self._token):
+            raise _Refused(Unauthorized("send the fleet's token as 'Authorization: Bearer TOKEN'"))
+        body = await self._read(headers, receive)
+        replayed = _with_body(body, receive)
+        key = headers.get("idempotency-key")
+        if scope["method"] != "POST" or key is None:
+            await self._app(scope, replayed, send)
+            return
+        if not 0 < len(key) <= LONGEST_KEY:
+            raise _Refused(InvalidRequest(f"Idempotency-Key must have 1 to {LONGEST_KEY} characters"))
+        full_key = f"{scope['path']} {key}"
+        if len(full_key) > 2 * LONGEST_KEY:
+            full_key = hashlib.sha256(full_key.encode()).hexdigest()
+        async with self._alone(full_key):
+            await self._once(full_key, body, scope, replayed, send)
+
+    async def _read(self, headers: MutableMapping[str, str], receive: Receive) -> bytes:
+        too_large = _Refused(_TooLarge(f"the body must not be larger than {self._body_bytes} bytes"))
+        declared = headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._body_bytes:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return b"".join(parts)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._body_bytes:
+                raise too_large
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        store, clock = self._store_of(scope)
+        digest = hashlib.sha256(body + scope["query_string"]).hexdigest()
+        try:
+            known = await store.answer(key)
+        except FlotillaError as error:
+            raise _Refused(error) from None
+        if known is not None:
+            if known.body_digest != digest:
+                detail = "this Idempotency-Key came with another body before: use a new key for a new request"
+                raise _Refused(IdempotencyMismatch(detail))
+            await _send(send, known.status, known.content_type, known.body.encode())
+            return
+        answer = _Answer()
+        await self._app(scope, receive, answer.send)
+        if answer.status <= LAST_STATUS_KEPT:
+            text = answer.body.decode()
+            await store.put_answer(StoredAnswer(key, digest, answer.status, answer.content_type, text, clock.now()))
+        await answer.pass_on(send)
+
+    @asynccontextmanager
+    async def _alone(self, key: str) -> AsyncIterator[None]:
+        """Let one request with this key through at a time."""
+        lock = self._busy.setdefault(key, asyncio.Lock())
+        self._users[key] = self._users.get(key, 0) + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key], self._busy[key]
+
+
+class _TooLarge(InvalidRequest):
+    """The body is larger than the gateway reads."""
+
+    code, title, status = "body_too_large", "The body is too large", 413
+
+
+class _Refused(Exception):
+    """Ends a request with a problem."""
+
+    def __init__(self, error: FlotillaError) -> None:
+        super().__init__(error.detail)
+        self.error = error
+
+
+class _Answer:
+    """Holds back a response until it is stored."""
+
+    def __init__(self) -> None:
+        self.status = 500
+        self.content_type = ""
+        self.body = b""
+        self._messages: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        """Take one message of the response."""
+        self._messages.append(message)
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = {name.lower(): value for name, value in message.get("headers", [])}
+            self.content_type = headers.get(b"content-type", b"").decode("latin-1")
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+    async def pass_on(self, send: Send) -> None:
+        """Send what was held back."""
+        for message in self._messages:
+            await send(message)
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """Give a body that was read already to the app, then whatever the server says next."""
+    is_given = False
+
+    async def replay() -> MutableMapping[str, Any]:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _send(send: Callable[[Message], Awaitable[None]], status: int, content_type: str, body: bytes) -> None:
+    headers = [(b"content-length", str(len(body)).encode())]
+    if content_type:
+        headers.append((b"content-type", content_type.encode("latin-1")))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

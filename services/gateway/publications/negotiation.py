@@ -1,0 +1,221 @@
+"""One publication as a pure state machine: events in, the next state out. No clock, no store, no network.
+
+    preparing      until every member has joined the epoch, or the deadline takes out those that have not
+    transferring   until every member has reported the right checksum, or the deadline takes out those that have not
+    committed      every remaining member holds the version (or none remained: they will pull it)
+    aborted        the sender is gone, or was overtaken
+
+Taking a member out closes the epoch: the next one has a new number and no rendezvous, and starts in ``preparing``.
+Reports that bear another epoch or version mean nothing, so late and repeated ones are harmless.
+"""
+
+from dataclasses import dataclass, replace
+
+from services.gateway.publications.epochs import Epoch, members_of
+from shared.schemas.publication import (
+    Manifest,
+    PublicationPhase,
+    PublicationReport,
+    ReceiveState,
+    Rendezvous,
+)
+
+STALLS_BEFORE_BLAME = 1
+"""Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does
+not confirm the next epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The sender opened the epoch's store."""
+
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A member said how far it is."""
+
+    service_id: str
+    report: PublicationReport
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The sender finished its part."""
+
+    epoch: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """The sender could not finish its part."""
+
+    epoch: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGone:
+    """A member's lease ended, or it was taken away."""
+
+    service_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderGone:
+    """The sending trainer is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The phase took too long."""
+
+
+NegotiationEvent = Opened | Reported | Sent | SendFailed | MemberGone | SenderGone | DeadlinePassed
+
+
+@dataclass(frozen=True, slots=True)
+class Negotiation:
+    """Where a publication stands.
+
+    Attributes:
+        step: optimiser steps that the version contains.
+        joined, received: members of the present epoch that said so.
+        is_sent: the sender reported that it is done in the present epoch.
+        stalls: epochs of this publication that ended without any member having received it.
+        reason: why it was aborted, or why the last epoch was closed.
+    """
+
+    version: int
+    step: int
+    manifest: Manifest
+    epoch: Epoch
+    phase: PublicationPhase
+    joined: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    is_sent: bool = False
+    stalls: int = 0
+    reason: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing changes any more."""
+        return self.phase in {PublicationPhase.COMMITTED, PublicationPhase.ABORTED}
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Services that belong to the present epoch."""
+        return frozenset(self.epoch.service_ids)
+
+
+def announce(version: int, step: int, manifest: Manifest, epoch: Epoch) -> Negotiation:
+    """Start a publication; without members it is committed at once."""
+    phase = PublicationPhase.PREPARING if epoch.members else PublicationPhase.COMMITTED
+    return Negotiation(version, step, manifest, epoch, phase)
+
+
+def transition(state: Negotiation, event: NegotiationEvent) -> Negotiation:
+    """Take one event in; events that mean nothing here leave the state as it is."""
+    if state.is_over:
+        return state
+    match event:
+        case Opened(rendezvous):
+            return _opened(state, rendezvous)
+        case Reported(service_id, report):
+            return _reported(state, service_id, report)
+        case Sent(epoch, checksum):
+            return _sent(state, epoch, checksum)
+        case SendFailed(epoch, detail):
+            return _send_failed(state, epoch, detail)
+        case MemberGone(service_id):
+            return _without(state, {service_id}, f"{service_id} is gone") if service_id in state.members else state
+        case SenderGone(reason):
+            return replace(state, phase=PublicationPhase.ABORTED, reason=reason)
+        case DeadlinePassed():
+            return _late(state)
+
+
+def _opened(state: Negotiation, rendezvous: Rendezvous) -> Negotiation:
+    if rendezvous.epoch != state.epoch.number or state.epoch.rendezvous is not None:
+        return state
+    return replace(state, epoch=replace(state.epoch, rendezvous=rendezvous))
+
+
+def _reported(state: Negotiation, service_id: str, report: PublicationReport) -> Negotiation:
+    is_ours = report.version == state.version and report.epoch == state.epoch.number
+    if not is_ours or service_id not in state.members:
+        return state
+    if report.state is ReceiveState.FAILED:
+        return _without(state, {service_id}, f"{service_id} failed: {report.detail or 'no detail'}")
+    if report.state is ReceiveState.RECEIVED and report.checksum != state.manifest.checksum:
+        return _without(state, {service_id}, f"{service_id} received checksum {report.checksum}")
+    state = replace(state, joined=state.joined | {service_id})
+    if report.state is ReceiveState.RECEIVED:
+        state = replace(state, received=state.received | {service_id})
+    return _advance(state)
+
+
+def _advance(state: Negotiation) -> Negotiation:
+    if state.phase is PublicationPhase.PREPARING and state.joined == state.members:
+        state = replace(state, phase=PublicationPhase.TRANSFERRING)
+    if state.phase is PublicationPhase.TRANSFERRING and state.received == state.members:
+        state = replace(state, phase=PublicationPhase.COMMITTED)
+    return state
+
+
+def _sent(state: Negotiation, epoch: int, checksum: str) -> Negotiation:
+    if epoch != state.epoch.number:
+        return state
+    if checksum != state.manifest.checksum:
+        return replace(state, phase=PublicationPhase.ABORTED, reason=f"the sender sent checksum {checksum}")
+    return replace(state, is_sent=True)
+
+
+def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
+    if epoch != state.epoch.number:
+        return state
+    # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
+    is_blamed = bool(state.received) or state.stalls >= STALLS_BEFORE_BLAME
+    silent = set(state.members - state.received) if is_blamed else set()
+    return _without(state, silent, f"the send failed: {detail}")
+
+
+def _late(state: Negotiation) -> Negotiation:
+    if state.epoch.rendezvous is None:
+        return replace(state, phase=PublicationPhase.ABORTED, reason="the sender did not open the epoch in time")
+    if state.phase is PublicationPhase.PREPARING:
+        late = state.members - state.joined
+        return _without(state, set(late), f"did not join in time: {', '.join(sorted(late))}")
+    late = state.members - state.received
+    if not state.received and state.stalls < STALLS_BEFORE_BLAME:
+        return _without(state, set(), "nobody received the version in time")
+    return _without(state, set(late), f"did not receive the version in time: {', '.join(sorted(late))}")
+
+
+def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
+    """Close the epoch and open the next with the members that remain."""
+    remaining = members_of(state.members - gone)
+    stalls = state.stalls + (0 if state.received else 1)
+    if remaining and remaining == members_of(state.received):
+        # Everybody who is left holds the version already.
+        return replace(
+            state,
+            epoch=Epoch(state.epoch.number + 1, state.epoch.sender, remaining),
+            phase=PublicationPhase.COMMITTED,
+            reason=reason,
+        )
+    phase = PublicationPhase.PREPARING if remaining else PublicationPhase.COMMITTED
+    return replace(
+        state,
+        epoch=Epoch(state.epoch.number + 1, state.epoch.sender, remaining),
+        phase=phase,
+        joined=frozenset(),
+        received=frozenset(),
+        is_sent=False,
+        stalls=stalls,
+        reason=reason,
+    )

@@ -1,0 +1,343 @@
+"""The open publications: takes events in, keeps deadlines, commits, remembers.
+
+``negotiation.transition`` decides; this module gives it events one at a time per experiment, stores what it decided,
+and wakes those who wait.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from services.gateway.events.log import EventLog
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.publications.epochs import Epoch, epoch_for
+from services.gateway.publications.negotiation import DeadlinePassed as Late
+from services.gateway.publications.negotiation import (
+    MemberGone,
+    Negotiation,
+    NegotiationEvent,
+    SenderGone,
+    announce,
+    transition,
+)
+from services.gateway.registry.services import LiveService, Registry
+from services.gateway.signals import Signal, wait_for_any
+from services.gateway.store.base import Store
+from services.gateway.store.records import PublicationRecord
+from shared.clock import Clock
+from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
+from shared.schemas.publication import (
+    Manifest,
+    Member,
+    Publication,
+    PublicationOrder,
+    PublicationPhase,
+    PublicationRequest,
+    Rendezvous,
+)
+from shared.schemas.service import ServiceKind, WorkState
+
+log = logging.getLogger(__name__)
+
+SLOWEST_BYTES_PER_SECOND = 50_000_000
+SENDER_PATIENCE = 3
+"""The sender may take this many phase deadlines to open an epoch: nobody else waits busily for it."""
+
+
+@dataclass
+class _Open:
+    """A publication that is not over."""
+
+    negotiation: Negotiation
+    announced_at: float
+    deadline: float
+    changed: Signal = field(default_factory=Signal)
+
+
+class Publications:
+    """Publications of all experiments.
+
+    Args:
+        phase_seconds: what each phase may take besides the time of the bytes.
+    """
+
+    def __init__(
+        self, store: Store, clock: Clock, registry: Registry, book: Book, events: EventLog, *, phase_seconds: float
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._registry = registry
+        self._book = book
+        self._events = events
+        self._phase_seconds = phase_seconds
+        self._open: dict[str, _Open] = {}
+        self._epochs: dict[str, Epoch] = {}
+        self._last_numbers: dict[str, int] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def load(self) -> None:
+        """Take back what an earlier process had open; its deadlines start anew."""
+        for experiment in self._book:
+            records = await self._store.publications(experiment.id)
+            if not records or experiment.state.is_final:
+                continue
+            self._last_numbers[experiment.id] = max(record.epoch for record in records)
+            newest = max(records, key=lambda record: record.announced_at)
+            negotiation = _negotiation(newest)
+            if not negotiation.is_over:
+                self._open[experiment.id] = _Open(negotiation, newest.announced_at, self._deadline(negotiation))
+            elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.rendezvous is not None:
+                self._epochs[experiment.id] = negotiation.epoch
+
+    def phase_seconds(self, manifest: Manifest) -> float:
+        """How long each phase of a publication may take."""
+        return self._phase_seconds + manifest.image_bytes / SLOWEST_BYTES_PER_SECOND
+
+    def open_phase(self, experiment_id: str) -> PublicationPhase | None:
+        """Where the open publication of an experiment stands; None if there is none."""
+        entry = self._open.get(experiment_id)
+        return entry.negotiation.phase if entry else None
+
+    async def announce(self, experiment_id: str, request: PublicationRequest) -> Publication:
+        """Open a publication.
+
+        Raises:
+            StalePolicyVersion: the version is not newer than the current one.
+            Conflict: the experiment is not active, or the caller is not its trainer.
+            Unavailable: the gateway has just started and has not yet heard from every rollout.
+        """
+        experiment = self._book.get(experiment_id)
+        async with self._lock(experiment_id):
+            self._check(experiment, request)
+            version = request.manifest.version
+            entry = self._open.get(experiment_id)
+            if entry is not None:
+                known = entry.negotiation
+                is_repeated = known.manifest == request.manifest and known.epoch.sender == request.service_id
+                if is_repeated and known.epoch.rendezvous is None:
+                    return self._view(experiment_id, known)
+                await self._take(experiment, entry, transition(known, SenderGone("announced again")))
+            members = [service.id for service in self._receivers(experiment_id)]
+            last_number = self._last_numbers.get(experiment_id, 0)
+            epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, members)
+            negotiation = announce(version, request.step, request.manifest, epoch)
+            entry = _Open(negotiation, self._clock.now(), self._deadline(negotiation))
+            self._open[experiment_id] = entry
+            await self._events.append(
+                experiment_id, "publication_announced", version=version, epoch=epoch.number, members=members
+            )
+            await self._take(experiment, entry, negotiation)
+            return self._view(experiment_id, entry.negotiation)
+
+    def _check(self, experiment: Experiment, request: PublicationRequest) -> None:
+        if not experiment.is_active:
+            raise Conflict(f"experiment {experiment.id} is {experiment.state}: nothing is published")
+        trainer = self._registry.trainer_of(experiment.id)
+        if trainer is None or trainer.id != request.service_id:
+            raise Conflict(f"{request.service_id} is not the trainer of {experiment.id}")
+        version, current = request.manifest.version, experiment.record.policy_version
+        if version <= current:
+            raise StalePolicyVersion(f"version {version} is not newer than {current}", version=version, current=current)
+        unheard = [s.id for s in self._registry.of(experiment.id, ServiceKind.ROLLOUT) if not s.is_observed]
+        if unheard:
+            raise Unavailable(f"the gateway has not yet heard from {', '.join(unheard)}")
+
+    def _receivers(self, experiment_id: str) -> list[LiveService]:
+        return [
+            service
+            for service in self._registry.of(experiment_id, ServiceKind.ROLLOUT)
+            if service.observed.experiment_id == experiment_id
+            and (service.observed.policy_version if service.observed.policy_version is not None else -1) >= 0
+            and service.observed.state not in {WorkState.FAILED, WorkState.IDLE, WorkState.DRAINING}
+            and not service.record.is_draining
+            and "gloo" in service.capabilities.transports
+        ]
+
+    async def apply(self, experiment_id: str, event: NegotiationEvent) -> None:
+        """Take an event in; without an open publication it means nothing."""
+        if experiment_id not in self._open:
+            self._forget_epoch(experiment_id, event)
+            return
+        async with self._lock(experiment_id):
+            entry = self._open.get(experiment_id)
+            if entry is None:
+                return
+            after = transition(entry.negotiation, event)
+            if after != entry.negotiation:
+                await self._take(self._book.get(experiment_id), entry, after)
+
+    async def apply_to_version(self, experiment_id: str, version: int, event: NegotiationEvent) -> Publication:
+        """Take an event of one version in, and show where it stands then."""
+        entry = self._open.get(experiment_id)
+        if entry is not None and entry.negotiation.version == version:
+            await self.apply(experiment_id, event)
+        return await self.get(experiment_id, version)
+
+    async def get(
+        self,
+        experiment_id: str,
+        version: int,
+        *,
+        wait_seconds: float = 0.0,
+        phase: PublicationPhase | None = None,
+        epoch: int | None = None,
+    ) -> Publication:
+        """Show a publication; waits while it stands at ``phase`` and ``epoch``.
+
+        Raises:
+            NotFound: the version was never announced.
+        """
+        end = self._clock.monotonic() + wait_seconds
+        while True:
+            entry = self._open.get(experiment_id)
+            if entry is None or entry.negotiation.version != version:
+                record = await self._store.publication(experiment_id, version)
+                if record is None:
+                    raise NotFound(f"version {version} of {experiment_id} was never announced", version=version)
+                return self._view(experiment_id, _negotiation(record))
+            news = entry.changed.next
+            view = self._view(experiment_id, entry.negotiation)
+            remaining = end - self._clock.monotonic()
+            is_news = (phase is not None and view.phase != phase) or (epoch is not None and view.epoch != epoch)
+            if is_news or remaining <= 0 or (phase is None and epoch is None):
+                return view
+            await wait_for_any(remaining, news)
+
+    async def all(self, experiment_id: str) -> list[Publication]:
+        """List an experiment's publications by version."""
+        records = await self._store.publications(experiment_id)
+        return [self._view(experiment_id, _negotiation(record)) for record in records]
+
+    def order_for(self, service_id: str, experiment_id: str) -> PublicationOrder | None:
+        """What a service has to do for the open publication of its experiment; None unless it is a member."""
+        entry = self._open.get(experiment_id)
+        if entry is None:
+            return None
+        negotiation = entry.negotiation
+        rank = next((each.rank for each in negotiation.epoch.members if each.service_id == service_id), None)
+        if rank is None:
+            return None
+        return PublicationOrder(
+            version=negotiation.version,
+            epoch=negotiation.epoch.number,
+            rank=rank,
+            phase=negotiation.phase,
+            rendezvous=negotiation.epoch.rendezvous,
+            manifest=negotiation.manifest,
+            deadline_seconds=self.phase_seconds(negotiation.manifest),
+        )
+
+    async def check_deadlines(self) -> None:
+        """Give every phase that took too long its ``DeadlinePassed``."""
+        now = self._clock.monotonic()
+        for experiment_id in [key for key, entry in self._open.items() if entry.deadline <= now]:
+            await self.apply(experiment_id, Late())
+
+    async def gone(self, experiment_id: str, service: LiveService, reason: str) -> None:
+        """Take in that a service does not work for the experiment any more."""
+        if service.kind is ServiceKind.TRAINER:
+            await self.apply(experiment_id, SenderGone(f"trainer {service.id}: {reason}"))
+        elif service.kind is ServiceKind.ROLLOUT:
+            await self.apply(experiment_id, MemberGone(service.id))
+
+    async def close(self, experiment_id: str, reason: str) -> None:
+        """Abort what is open and forget the epoch: the experiment ends."""
+        await self.apply(experiment_id, SenderGone(reason))
+        self._epochs.pop(experiment_id, None)
+
+    def _forget_epoch(self, experiment_id: str, event: NegotiationEvent) -> None:
+        epoch = self._epochs.get(experiment_id)
+        is_broken = isinstance(event, SenderGone) or (
+            isinstance(event, MemberGone) and epoch is not None and event.service_id in epoch.service_ids
+        )
+        if is_broken:
+            self._epochs.pop(experiment_id, None)
+
+    async def _take(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
+        before, entry.negotiation = entry.negotiation, after
+        if (after.phase, after.epoch) != (before.phase, before.epoch):
+            entry.deadline = self._deadline(after)
+        self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)
+        if after.is_over:
+            del self._open[experiment.id]
+            is_healthy = after.phase is PublicationPhase.COMMITTED and after.epoch.rendezvous is not None
+            if is_healthy:
+                self._epochs[experiment.id] = after.epoch
+            else:
+                self._epochs.pop(experiment.id, None)
+        elif after.epoch.number != before.epoch.number:
+            self._epochs.pop(experiment.id, None)
+        await self._remember(experiment, entry, before)
+        entry.changed.fire()
+        for service_id in before.members | after.members:
+            service = self._registry.find(service_id)
+            if service is not None:
+                service.changed.fire()
+
+    async def _remember(self, experiment: Experiment, entry: _Open, before: Negotiation) -> None:
+        after = entry.negotiation
+        await self._store.put_publication(_record(experiment.id, after, entry.announced_at, self._clock.now()))
+        facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
+        if after.phase is PublicationPhase.COMMITTED:
+            await self._book.update(experiment, policy_version=after.version, published_step=after.step)
+            seconds = round(self._clock.now() - entry.announced_at, 3)
+            members = list(after.epoch.service_ids)
+            await self._events.append(
+                experiment.id, "publication_committed", **facts, members=members, seconds=seconds, step=after.step
+            )
+        elif after.phase is PublicationPhase.ABORTED:
+            await self._events.append(experiment.id, "publication_aborted", **facts)
+        elif after.epoch.number != before.epoch.number:
+            await self._events.append(experiment.id, "publication_epoch_closed", **facts)
+
+    def _deadline(self, negotiation: Negotiation) -> float:
+        waits_for_sender = negotiation.epoch.rendezvous is None
+        phases = SENDER_PATIENCE if waits_for_sender else 1
+        return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
+
+    def _lock(self, experiment_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(experiment_id, asyncio.Lock())
+
+    def _view(self, experiment_id: str, negotiation: Negotiation) -> Publication:
+        return Publication(
+            experiment_id=experiment_id,
+            version=negotiation.version,
+            epoch=negotiation.epoch.number,
+            phase=negotiation.phase,
+            members=negotiation.epoch.members,
+            rendezvous=negotiation.epoch.rendezvous,
+            deadline_seconds=self.phase_seconds(negotiation.manifest),
+            reason=negotiation.reason,
+        )
+
+
+def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:
+    rendezvous = negotiation.epoch.rendezvous
+    return PublicationRecord(
+        experiment_id=experiment_id,
+        version=negotiation.version,
+        step=negotiation.step,
+        epoch=negotiation.epoch.number,
+        phase=negotiation.phase.value,
+        service_id=negotiation.epoch.sender,
+        manifest=negotiation.manifest.model_dump(mode="json"),
+        members=[member.model_dump() for member in negotiation.epoch.members],
+        rendezvous=rendezvous.model_dump() if rendezvous else None,
+        reason=negotiation.reason,
+        announced_at=announced_at,
+        ended_at=now if negotiation.is_over else None,
+    )
+
+
+def _negotiation(record: PublicationRecord) -> Negotiation:
+    """Rebuild the state that a record stands for; members report again how far they are."""
+    members = tuple(Member.model_validate(member) for member in record.members)
+    rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
+    return Negotiation(
+        version=record.version,
+        step=record.step,
+        manifest=Manifest.model_validate(record.manifest),
+        epoch=Epoch(record.epoch, record.service_id, members, rendezvous),
+        phase=PublicationPhase(record.phase),
+        reason=record.reason,
+    )

@@ -1,0 +1,100 @@
+"""What each service should do now: a pure function of what the gateway knows, with a tag that names the answer.
+
+Equal facts give equal tags in every process, so a restarted gateway does not disturb a service that is up to date.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.publication import PublicationOrder
+from shared.schemas.service import Assignment, DesiredState, ServiceKind, WorkState
+
+WORK_STATES = {
+    ExperimentState.STARTING: WorkState.RUNNING,
+    ExperimentState.RUNNING: WorkState.RUNNING,
+    ExperimentState.PAUSED: WorkState.PAUSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """What matters about a service."""
+
+    service_id: str
+    kind: ServiceKind
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentFacts:
+    """What matters about the experiment that it is assigned to.
+
+    Attributes:
+        spec_digest: hash of ``spec``, computed once per revision.
+        weights_address: base URL of the trainer service that serves the current version; None without a trainer.
+        hold_version: version that an evaluation is pinned to.
+    """
+
+    experiment_id: str
+    state: ExperimentState
+    revision: int
+    spec: Mapping[str, Any]
+    spec_digest: str
+    directory: str
+    trainer_epoch: int
+    policy_version: int
+    weights_address: str | None
+    hold_version: int | None
+
+
+def digest(document: Any) -> str:
+    """Hash a JSON document by content."""
+    encoded = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode()
+    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
+
+
+def desired(
+    service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
+) -> DesiredState:
+    """Say what a service should do.
+
+    Args:
+        service: the service.
+        experiment: what it is assigned to, or None.
+        order: what it has to do for the open publication, if it is a member of it.
+    """
+    if experiment is None or experiment.state not in WORK_STATES:
+        state = WorkState.DRAINING if service.is_draining else WorkState.IDLE
+        return DesiredState(tag=digest([state.value]), state=state)
+    state = WorkState.DRAINING if service.is_draining else WORK_STATES[experiment.state]
+    is_rollout = service.kind is ServiceKind.ROLLOUT
+    version = experiment.policy_version if is_rollout else None
+    answer = DesiredState(
+        tag="",
+        state=state,
+        assignment=Assignment(
+            experiment_id=experiment.experiment_id,
+            revision=experiment.revision,
+            spec=experiment.spec,
+            directory=experiment.directory,
+            # Only the trainer is told: a replaced trainer is no news to the others.
+            trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
+        ),
+        policy_version=version,
+        weights_url=weights_url(experiment) if is_rollout else None,
+        hold_version=experiment.hold_version if is_rollout else None,
+        publication=order if is_rollout else None,
+    )
+    content = answer.model_dump(mode="json", exclude={"tag": True, "assignment": {"spec"}})
+    return answer.model_copy(update={"tag": digest([content, experiment.spec_digest])})
+
+
+def weights_url(experiment: ExperimentFacts) -> str | None:
+    """Say where a rollout that lacks the current version can pull it."""
+    if experiment.policy_version <= 0 or experiment.weights_address is None:
+        return None
+    return f"{experiment.weights_address.rstrip('/')}/v1/weights/{experiment.policy_version}"

@@ -1,0 +1,196 @@
+"""What services say and what they are told: registration, status calls, leases that end.
+
+A status call first takes the observation in, then waits until the service's desired state differs from the one it
+acknowledged. Whoever changes something that matters to a service fires its signal; nothing is polled.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.gateway.events.log import EventLog
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.control import Control
+from services.gateway.publications.negotiation import Reported
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.desired import ExperimentFacts, desired
+from services.gateway.registry.services import LiveService, Registry
+from services.gateway.signals import wait_for_any
+from shared.clock import Clock
+from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind, WorkState
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The gateway's side of membership.
+
+    Args:
+        on_news: called when placement or an experiment's life may have to move.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        book: Book,
+        publications: Publications,
+        control: Control,
+        events: EventLog,
+        clock: Clock,
+        on_news: Callable[[], None],
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._publications = publications
+        self._control = control
+        self._events = events
+        self._clock = clock
+        self._on_news = on_news
+
+    async def register(self, registration: Registration) -> Registered:
+        """Take a service in."""
+        service = await self._registry.register(registration)
+        log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
+        self._on_news()
+        return Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
+
+    async def report(
+        self, service_id: str, observed: ObservedState, wait_seconds: float, hung_up: asyncio.Event
+    ) -> DesiredState:
+        """Take an observation in and answer with the desired state, at the latest after ``wait_seconds``.
+
+        Args:
+            hung_up: set when the caller's connection broke.
+
+        Raises:
+            NotFound: the service is not registered (any more).
+        """
+        service = self._registry.get(service_id)
+        self._registry.renew(service, wait_seconds)
+        await self._observe(service, observed)
+        poll = None
+        if wait_seconds > 0:
+            service.polls += 1
+            poll = service.polls
+        end = self._clock.monotonic() + wait_seconds
+        while True:
+            changed = service.changed.next
+            # Removed while it waited: the caller has to hear of it.
+            self._registry.get(service_id)
+            answer = self.desired(service)
+            remaining = end - self._clock.monotonic()
+            is_overtaken = poll is not None and service.polls != poll
+            if answer.tag != observed.acknowledged or remaining <= 0 or is_overtaken:
+                break
+            if hung_up.is_set():
+                self._registry.shorten(service)
+                return answer
+            await wait_for_any(remaining, changed, hung_up)
+        if poll == service.polls:
+            self._registry.settle(service)
+        return answer
+
+    def desired(self, service: LiveService) -> DesiredState:
+        """Compute what a service should do now."""
+        experiment = self._book.find(service.experiment_id)
+        if experiment is None:
+            return desired(service.facts(), None)
+        order = self._publications.order_for(service.id, experiment.id)
+        return desired(service.facts(), self._facts(experiment), order)
+
+    def _facts(self, experiment: Experiment) -> ExperimentFacts:
+        record = experiment.record
+        trainer = self._registry.trainer_of(record.id)
+        return ExperimentFacts(
+            experiment_id=record.id,
+            state=record.state,
+            revision=record.revision,
+            spec=record.spec,
+            spec_digest=experiment.spec_digest,
+            directory=record.directory,
+            trainer_epoch=record.trainer_epoch,
+            policy_version=record.policy_version,
+            weights_address=trainer.record.address if trainer else None,
+            hold_version=experiment.hold_version,
+        )
+
+    async def _observe(self, service: LiveService, observed: ObservedState) -> None:
+        before, service.observed = service.observed, observed
+        was_observed, service.is_observed = service.is_observed, True
+        experiment = self._book.find(service.experiment_id)
+        if experiment is not None:
+            if observed.publication is not None:
+                await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
+            if observed.experiment_id == experiment.id:
+                await self._take_in(service, before, experiment)
+        moved = (before.state, before.experiment_id, before.policy_version is None)
+        if not was_observed or moved != (observed.state, observed.experiment_id, observed.policy_version is None):
+            self._on_news()
+
+    async def _take_in(self, service: LiveService, before: ObservedState, experiment: Experiment) -> None:
+        observed = service.observed
+        failure = observed.failure
+        if failure is not None and (failure != before.failure or failure.fatal):
+            await self._take_failure(service, experiment)
+        if service.kind is ServiceKind.TRAINER:
+            if observed.step is not None:
+                await self._book.update(experiment, step=observed.step)
+            if observed.state is WorkState.FINISHED and not experiment.record.is_trained:
+                await self._book.update(experiment, is_trained=True)
+                await self._events.append(experiment.id, "training_finished", step=observed.step)
+                self._on_news()
+
+    async def _take_failure(self, service: LiveService, experiment: Experiment) -> None:
+        failure = service.observed.failure
+        assert failure is not None
+        facts = {"service_id": service.id, "component": failure.component, "cause": failure.cause}
+        if failure.fatal and experiment.is_active:
+            await self._events.append(experiment.id, "service_failed", **facts)
+            await self._control.fail(experiment, failure.component, failure.cause)
+        elif not failure.fatal:
+            await self._events.append(experiment.id, "service_recovers", **facts)
+
+    async def drain(self, service_id: str) -> LiveService:
+        """Let a service finish what it has in hand and take nothing new.
+
+        Raises:
+            NotFound: it is not registered.
+        """
+        service = self._registry.get(service_id)
+        await self._registry.drain(service)
+        if service.experiment_id is not None:
+            await self._events.append(service.experiment_id, "service_draining", service_id=service_id)
+        self._on_news()
+        return service
+
+    async def leave(self, service_id: str, *, reason: str) -> None:
+        """Forget a service; what it had claimed is taken over by others.
+
+        Raises:
+            NotFound: it is not registered.
+        """
+        service = await self._registry.remove(service_id)
+        log.info("service left", extra={"service_id": service_id, "reason": reason})
+        if service.experiment_id is not None:
+            await self._let_go(service, service.experiment_id, reason)
+        self._on_news()
+
+    async def release(self, service: LiveService, reason: str) -> None:
+        """Take a service's assignment away."""
+        experiment_id = service.experiment_id
+        if experiment_id is not None:
+            await self._registry.assign(service, None)
+            await self._let_go(service, experiment_id, reason)
+            self._on_news()
+
+    async def _let_go(self, service: LiveService, experiment_id: str, reason: str) -> None:
+        await self._publications.gone(experiment_id, service, reason)
+        if self._book.find(experiment_id) is not None:
+            await self._events.append(
+                experiment_id, "service_left", service_id=service.id, service_kind=service.kind.value, reason=reason
+            )
+
+    def wake(self, experiment_id: str) -> None:
+        """Let all services of an experiment look again."""
+        for service in self._registry.of(experiment_id):
+            service.changed.fire()

@@ -1,0 +1,187 @@
+"""The services that are members of the fleet, each under a lease.
+
+A lease is renewed by every status call and lasts through the call's wait. A caller whose connection broke while it
+waited keeps a short rest of it, long enough to call again.
+"""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.gateway.registry.desired import ServiceFacts
+from services.gateway.signals import Signal
+from services.gateway.store.base import Store
+from services.gateway.store.records import ServiceRecord
+from shared.clock import Clock, rfc3339
+from shared.errors import NotFound
+from shared.schemas.service import (
+    Capabilities,
+    ObservedState,
+    Registration,
+    ServiceKind,
+    ServiceView,
+    WorkState,
+)
+
+
+class LiveService:
+    """A service and what the gateway knows of it now."""
+
+    def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
+        self.record = record
+        self.kind = ServiceKind(record.kind)
+        self.capabilities = Capabilities.model_validate(record.capabilities)
+        self.observed = ObservedState()
+        self.is_observed = False
+        self.lease_ends = lease_ends
+        self.polls = 0
+        self.changed = Signal()
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.record.id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """What it is assigned to."""
+        return self.record.experiment_id
+
+    def works_for(self, experiment_id: str) -> bool:
+        """Whether it says that it works for this experiment, whatever it is assigned to."""
+        return self.observed.experiment_id == experiment_id and self.observed.state is not WorkState.IDLE
+
+    def facts(self) -> ServiceFacts:
+        """What matters for its desired state."""
+        return ServiceFacts(self.id, self.kind, self.record.is_draining)
+
+
+class Registry:
+    """Registers services, keeps their leases and assignments.
+
+    Args:
+        lease_seconds: how long a service may be silent.
+        grace_seconds: the first lease after a restart of the gateway.
+        rest_seconds: what remains of a lease when the connection of a waiting call breaks.
+    """
+
+    def __init__(
+        self, store: Store, clock: Clock, *, lease_seconds: float, grace_seconds: float, rest_seconds: float
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self.lease_seconds = lease_seconds
+        self._grace_seconds = grace_seconds
+        self._rest_seconds = rest_seconds
+        self._services: dict[str, LiveService] = {}
+
+    async def load(self) -> None:
+        """Take back the services of an earlier process, under a grace lease."""
+        lease_ends = self._clock.monotonic() + self._grace_seconds
+        for record in await self._store.services():
+            self._services[record.id] = LiveService(record, lease_ends)
+
+    def __iter__(self) -> Iterator[LiveService]:
+        return iter(list(self._services.values()))
+
+    def __len__(self) -> int:
+        return len(self._services)
+
+    def get(self, service_id: str) -> LiveService:
+        """Find a live service.
+
+        Raises:
+            NotFound: nobody bears this id; the service should register again.
+        """
+        if service_id not in self._services:
+            raise NotFound(f"there is no service {service_id}: register again", service_id=service_id)
+        return self._services[service_id]
+
+    def find(self, service_id: str | None) -> LiveService | None:
+        """Find a live service, or None."""
+        return self._services.get(service_id) if service_id is not None else None
+
+    def of(self, experiment_id: str, kind: ServiceKind | None = None) -> list[LiveService]:
+        """List the services that are assigned to an experiment, in the order of registration."""
+        return [s for s in self if s.experiment_id == experiment_id and (kind is None or s.kind is kind)]
+
+    def trainer_of(self, experiment_id: str) -> LiveService | None:
+        """Find the trainer service of an experiment."""
+        return next(iter(self.of(experiment_id, ServiceKind.TRAINER)), None)
+
+    async def register(self, registration: Registration) -> LiveService:
+        """Take a service in; the same process gets the same id again."""
+        known = next((s for s in self if s.record.incarnation == registration.incarnation), None)
+        fields = registration.model_dump(mode="json")
+        if known is not None:
+            known.record = replace(known.record, **fields)
+            known.capabilities = registration.capabilities
+            self.renew(known)
+            await self._store.put_service(known.record)
+            return known
+        service_id = f"{registration.kind}-{secrets.token_hex(4)}"
+        record = ServiceRecord(id=service_id, registered_at=self._clock.now(), **fields)
+        service = LiveService(record, self._clock.monotonic() + self.lease_seconds)
+        self._services[service_id] = service
+        await self._store.put_service(record)
+        return service
+
+    def renew(self, service: LiveService, wait_seconds: float = 0.0) -> None:
+        """Start its lease anew, lasting through a wait."""
+        service.lease_ends = max(
+            service.lease_ends if wait_seconds == 0 else 0.0,
+            self._clock.monotonic() + wait_seconds + self.lease_seconds,
+        )
+
+    def settle(self, service: LiveService) -> None:
+        """End the lease's extension for a wait that is over."""
+        service.lease_ends = self._clock.monotonic() + self.lease_seconds
+
+    def shorten(self, service: LiveService) -> None:
+        """Leave it a short rest of its lease: the connection of its waiting call broke."""
+        service.lease_ends = min(service.lease_ends, self._clock.monotonic() + self._rest_seconds)
+
+    def expired(self) -> list[LiveService]:
+        """List the services whose lease has ended."""
+        now = self._clock.monotonic()
+        return [service for service in self if service.lease_ends <= now]
+
+    async def remove(self, service_id: str) -> LiveService:
+        """Forget a service.
+
+        Raises:
+            NotFound: nobody bears this id.
+        """
+        service = self.get(service_id)
+        del self._services[service_id]
+        service.changed.fire()
+        await self._store.delete_service(service_id)
+        return service
+
+    async def assign(self, service: LiveService, experiment_id: str | None) -> None:
+        """Assign it to an experiment, or to none."""
+        service.record = replace(service.record, experiment_id=experiment_id)
+        service.changed.fire()
+        await self._store.put_service(service.record)
+
+    async def drain(self, service: LiveService) -> None:
+        """Let it finish what it has in hand and take nothing new."""
+        service.record = replace(service.record, is_draining=True)
+        service.changed.fire()
+        await self._store.put_service(service.record)
+
+    def view(self, service: LiveService) -> ServiceView:
+        """Show a service."""
+        record = service.record
+        return ServiceView(
+            service_id=record.id,
+            kind=service.kind,
+            address=record.address,
+            host=record.host,
+            pid=record.pid,
+            capabilities=service.capabilities,
+            registered_at=rfc3339(record.registered_at),
+            lease_expires_in_seconds=round(max(0.0, service.lease_ends - self._clock.monotonic()), 3),
+            is_draining=record.is_draining,
+            observed=service.observed,
+        )

@@ -1,0 +1,55 @@
+"""What the routes share: the state, and pages of a list."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request
+from pydantic import BaseModel
+
+from services.gateway.state import GatewayState
+from shared.errors import InvalidRequest
+from shared.schemas.experiment import Page
+
+LARGEST_PAGE = 1000
+
+
+def from_lifespan(request: Request) -> GatewayState:
+    """Find what the lifespan opened."""
+    state: GatewayState = request.state.gateway
+    return state
+
+
+Gateway = Annotated[GatewayState, Depends(from_lifespan)]
+Cursor = Annotated[str | None, Query(description="`next` of the page before")]
+Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="most items of a page")]
+Wait = Annotated[float, Query(ge=0, description="seconds to wait for a change, cut to 30")]
+
+
+def number_of(cursor: str | None) -> int:
+    """Read a cursor that counts.
+
+    Raises:
+        InvalidRequest: it is not one that this server gave out.
+    """
+    if cursor is None:
+        return 0
+    if not cursor.isdigit():
+        raise InvalidRequest(f"after: {cursor!r} is not a cursor of this list")
+    return int(cursor)
+
+
+def page_of(items: Sequence[tuple[str, BaseModel]], after: str | None, limit: int) -> Page:
+    """Cut a page out of a list whose items bear their cursor; ``after`` names the last item seen.
+
+    Raises:
+        InvalidRequest: no item bears this cursor.
+    """
+    start = 0
+    if after is not None:
+        start = next((number for number, (key, _) in enumerate(items, start=1) if key == after), -1)
+        if start < 0:
+            raise InvalidRequest(f"after: {after!r} is not a cursor of this list")
+    rows = items[start : start + limit]
+    following = rows[-1][0] if rows and start + limit < len(items) else None
+    contents: tuple[dict[str, Any], ...] = tuple(item.model_dump(mode="json") for _, item in rows)
+    return Page(items=contents, next=following)

@@ -1,0 +1,116 @@
+"""Experiments: create from a spec, act on them, look at them."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from services.gateway.experiments.lifecycle import Action
+from services.gateway.routes.access import Cursor, Gateway, Limit, page_of
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec
+from shared.schemas.experiment import ExperimentView, Page
+
+router = APIRouter(prefix="/experiments", tags=["experiments"])
+
+SPEC_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "The experiment spec, in JSON or YAML.",
+        "content": {
+            "application/json": {"schema": ExperimentSpec.model_json_schema()},
+            "application/yaml": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
+@router.post("", status_code=201, openapi_extra=SPEC_BODY)
+async def create(
+    request: Request, gateway: Gateway, start: Annotated[bool, Query(description="start it at once")] = False
+) -> ExperimentView:
+    """Create an experiment from a spec in JSON or YAML.
+
+    Raises:
+        InvalidSpec: one entry per offending field (422).
+        DataError, ModelError: what the spec points to is not there (422).
+    """
+    try:
+        body = (await request.body()).decode()
+    except UnicodeDecodeError:
+        raise InvalidSpec("the request body is not UTF-8 text") from None
+    experiment = await gateway.control.create(body)
+    if start:
+        await gateway.control.act(experiment.id, Action.START)
+    return gateway.control.view(experiment)
+
+
+@router.get("")
+async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+    """List the experiments, oldest first."""
+    return page_of([(e.id, gateway.control.view(e)) for e in gateway.book], after, limit)
+
+
+@router.get("/{experiment_id}")
+async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
+    """Show an experiment.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+    """
+    return gateway.control.view(gateway.book.get(experiment_id))
+
+
+@router.delete("/{experiment_id}", status_code=204)
+async def delete(experiment_id: str, gateway: Gateway) -> None:
+    """Delete a draft or a finished experiment with all its series; its directory stays.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+        ActionNotAllowed: it is at work (409).
+    """
+    await gateway.control.act(experiment_id, Action.DELETE)
+
+
+async def _act(experiment_id: str, action: Action, gateway: Gateway) -> ExperimentView:
+    return gateway.control.view(await gateway.control.act(experiment_id, action))
+
+
+@router.post("/{experiment_id}/start")
+async def start(experiment_id: str, gateway: Gateway) -> ExperimentView:
+    """Start a draft as soon as the services that it needs are there.
+
+    Raises:
+        ActionNotAllowed: it is no draft (409).
+        DataError, ModelError: what the spec points to is not there any more (422).
+    """
+    return await _act(experiment_id, Action.START, gateway)
+
+
+@router.post("/{experiment_id}/pause")
+async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
+    """Let services finish what they have in hand and wait; nothing is issued.
+
+    Raises:
+        ActionNotAllowed: it does not run (409).
+    """
+    return await _act(experiment_id, Action.PAUSE, gateway)
+
+
+@router.post("/{experiment_id}/resume")
+async def resume(experiment_id: str, gateway: Gateway) -> ExperimentView:
+    """Go on after a pause.
+
+    Raises:
+        ActionNotAllowed: it is not paused (409).
+    """
+    return await _act(experiment_id, Action.RESUME, gateway)
+
+
+@router.post("/{experiment_id}/stop")
+async def stop(experiment_id: str, gateway: Gateway) -> ExperimentView:
+    """End it: services fall idle, and what is outstanding is dropped as experiment_ended.
+
+    Raises:
+        ActionNotAllowed: it is not at work (409).
+    """
+    return await _act(experiment_id, Action.STOP, gateway)

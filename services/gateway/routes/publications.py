@@ -1,0 +1,95 @@
+"""Publications: how a trainer announces a version and follows its transfer."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
+from shared.schemas.experiment import Page
+from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous, Wire
+
+router = APIRouter(prefix="/experiments/{experiment_id}/publications", tags=["publications"])
+
+
+class SentReport(Wire):
+    """The sender is done with an epoch."""
+
+    epoch: int = Field(ge=1)
+    checksum: str
+
+
+class FailedReport(Wire):
+    """The sender could not send in an epoch."""
+
+    epoch: int = Field(ge=1)
+    detail: str = Field(max_length=2000)
+
+
+@router.post("", status_code=201)
+async def announce(experiment_id: str, request: PublicationRequest, gateway: Gateway) -> Publication:
+    """Announce a policy version's weights; every member confirms before the first collective.
+
+    Raises:
+        StalePolicyVersion: the version is not newer than the current one (409).
+        Conflict: the experiment is not active, or the caller is not its trainer (409).
+        Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
+    """
+    return await gateway.publications.announce(experiment_id, request)
+
+
+@router.get("")
+async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+    """List an experiment's publications by version."""
+    gateway.book.get(experiment_id)
+    publications = await gateway.publications.all(experiment_id)
+    return page_of([(str(each.version), each) for each in publications], after, limit)
+
+
+@router.put("/{version}/rendezvous")
+async def open_epoch(experiment_id: str, version: int, rendezvous: Rendezvous, gateway: Gateway) -> Publication:
+    """Say where the present epoch meets; a rendezvous of another epoch changes nothing.
+
+    Raises:
+        NotFound: the version was never announced (404).
+    """
+    return await gateway.publications.apply_to_version(experiment_id, version, Opened(rendezvous))
+
+
+@router.get("/{version}")
+async def show(
+    experiment_id: str,
+    version: int,
+    gateway: Gateway,
+    wait: Wait = 0.0,
+    phase: Annotated[PublicationPhase | None, Query(description="wait while it is in this phase")] = None,
+    epoch: Annotated[int | None, Query(description="wait while it is at this epoch")] = None,
+) -> Publication:
+    """Show a publication; with ``phase`` or ``epoch``, as soon as it is at another one.
+
+    Raises:
+        NotFound: the version was never announced (404).
+    """
+    wait = min(wait, gateway.settings.longest_wait_seconds)
+    return await gateway.publications.get(experiment_id, version, wait_seconds=wait, phase=phase, epoch=epoch)
+
+
+@router.post("/{version}/sent")
+async def sent(experiment_id: str, version: int, report: SentReport, gateway: Gateway) -> Publication:
+    """Take in that the sender is done with an epoch.
+
+    Raises:
+        NotFound: the version was never announced (404).
+    """
+    return await gateway.publications.apply_to_version(experiment_id, version, Sent(report.epoch, report.checksum))
+
+
+@router.post("/{version}/failed")
+async def failed(experiment_id: str, version: int, report: FailedReport, gateway: Gateway) -> Publication:
+    """Take in that the sender could not send: the epoch is closed and the next one is opened.
+
+    Raises:
+        NotFound: the version was never announced (404).
+    """
+    return await gateway.publications.apply_to_version(experiment_id, version, SendFailed(report.epoch, report.detail))

@@ -1,0 +1,91 @@
+"""Services: register, exchange observed for desired state, drain, leave."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Request
+
+from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
+from shared.schemas.experiment import Page
+from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceView
+
+router = APIRouter(prefix="/services", tags=["services"])
+
+
+@router.post("", status_code=201)
+async def register(registration: Registration, gateway: Gateway) -> Registered:
+    """Register a service; the same incarnation gets the same id again."""
+    return await gateway.fleet.register(registration)
+
+
+@router.put("/{service_id}/status")
+async def report(
+    service_id: str, observed: ObservedState, gateway: Gateway, request: Request, wait: Wait = 0.0
+) -> DesiredState:
+    """Renew the lease, take the observed state in, answer with the desired one.
+
+    Answers at once when the desired state is not the acknowledged one, else when it changes or ``wait`` is over.
+
+    Raises:
+        NotFound: the service is not registered: it registers again (404).
+    """
+    async with _hanging_up(request) as hung_up:
+        wait = min(wait, gateway.settings.longest_wait_seconds)
+        return await gateway.fleet.report(service_id, observed, wait, hung_up)
+
+
+@router.post("/{service_id}/drain")
+async def drain(service_id: str, gateway: Gateway) -> ServiceView:
+    """Let a service finish what it has in hand and give it nothing new.
+
+    Raises:
+        NotFound: it is not registered (404).
+    """
+    return gateway.registry.view(await gateway.fleet.drain(service_id))
+
+
+@router.delete("/{service_id}", status_code=204)
+async def leave(service_id: str, gateway: Gateway) -> None:
+    """Forget a service; what it had claimed is taken over by others.
+
+    Raises:
+        NotFound: it is not registered (404).
+    """
+    await gateway.fleet.leave(service_id, reason="it left")
+
+
+@router.get("")
+async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+    """List the services in the order of registration."""
+    return page_of([(service.id, gateway.registry.view(service)) for service in gateway.registry], after, limit)
+
+
+@router.get("/{service_id}")
+async def show(service_id: str, gateway: Gateway) -> ServiceView:
+    """Show a service.
+
+    Raises:
+        NotFound: it is not registered (404).
+    """
+    return gateway.registry.view(gateway.registry.get(service_id))
+
+
+@asynccontextmanager
+async def _hanging_up(request: Request) -> AsyncIterator[asyncio.Event]:
+    """Watch for the caller's connection to break."""
+    hung_up = asyncio.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        hung_up.set()
+
+    task = asyncio.create_task(watch(), name="hang-up")
+    try:
+        yield hung_up
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

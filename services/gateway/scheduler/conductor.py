@@ -1,0 +1,181 @@
+"""The conductor: one loop that moves placement, leases, deadlines and the experiments' lives forward.
+
+It is level-triggered: each round compares what is with what should be, so a lost wake-up costs one period and a
+restarted gateway converges by itself. Work that takes time runs in a task per experiment, which it starts and ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.control import Control
+from services.gateway.experiments.lifecycle import Step
+from services.gateway.experiments.watchdog import SCHEDULER
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import LiveService, Registry
+from services.gateway.scheduler.placement import Candidate, Demand, describe_lack, needs_of, place
+from shared.errors import FlotillaError
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ServiceKind, WorkState
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.25
+
+Work = Callable[[Experiment], Awaitable[None]]
+
+
+class Conductor:
+    """Runs the loop.
+
+    Args:
+        news: set by whoever changed something: the next round starts at once.
+        work: what an active experiment needs done, until it is cancelled.
+        end: what brings an ending experiment to rest.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        book: Book,
+        publications: Publications,
+        fleet: Fleet,
+        control: Control,
+        news: asyncio.Event,
+        *,
+        work: Work,
+        end: Work,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._publications = publications
+        self._fleet = fleet
+        self._control = control
+        self._work = work
+        self._end = end
+        self._news = news
+        self._tasks: dict[str, tuple[Work, asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        """Go round until cancelled; cancels its tasks then."""
+        try:
+            while True:
+                try:
+                    await self.round()
+                except FlotillaError as error:
+                    log.warning("a round was cut short", extra={"error": repr(error)})
+                    await asyncio.sleep(PERIOD_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), PERIOD_SECONDS)
+                self._news.clear()
+        finally:
+            tasks = [task for _, task in self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def round(self) -> None:
+        """Compare what is with what should be, once."""
+        for service in self._registry.expired():
+            with contextlib.suppress(FlotillaError):
+                await self._fleet.leave(service.id, reason="its lease ended")
+        for service in self._registry:
+            if service.record.is_draining and service.experiment_id and not service.works_for(service.experiment_id):
+                await self._fleet.release(service, "it was drained")
+        await self._publications.check_deadlines()
+        await self._place()
+        for experiment in self._book:
+            await self._advance(experiment)
+            await self._tend(experiment)
+
+    async def _place(self) -> None:
+        active = sorted((e for e in self._book if e.is_active), key=lambda e: e.record.started_at or 0.0)
+        demands = [Demand(e.id, needs_of(e.spec), e.record.trainer_epoch > 0) for e in active]
+        candidates = [Candidate(s.id, s.kind, s.experiment_id) for s in self._registry if _is_available(s)]
+        placement = place(demands, candidates)
+        for service_id, experiment_id in placement.assigned.items():
+            service = self._registry.find(service_id)
+            if service is not None:
+                await self._assign(service, self._book.get(experiment_id))
+        for experiment in active:
+            await self._say_what_lacks(experiment, placement.lacking.get(experiment.id))
+
+    async def _assign(self, service: LiveService, experiment: Experiment) -> None:
+        if service.kind is ServiceKind.TRAINER:
+            await self._book.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
+        await self._registry.assign(service, experiment.id)
+        await self._control.note(experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value)
+
+    async def _say_what_lacks(self, experiment: Experiment, lacking: Mapping[ServiceKind, int] | None) -> None:
+        problem = experiment.record.problem
+        if lacking:
+            cause = describe_lack(lacking)
+            if await self._book.set_problem(experiment, SCHEDULER, cause):
+                await self._control.note(experiment, "waiting", component=SCHEDULER, cause=cause)
+        elif problem is not None and problem["component"] == SCHEDULER:
+            await self._book.update(experiment, problem=None)
+
+    async def _advance(self, experiment: Experiment) -> None:
+        record = experiment.record
+        if experiment.state is ExperimentState.STARTING and self._is_ready(experiment):
+            await self._control.conclude(experiment, Step.READY)
+        if experiment.state in {ExperimentState.RUNNING, ExperimentState.PAUSED} and record.is_trained:
+            is_evaluated = experiment.spec.evaluation is None or record.evaluated_version == record.policy_version
+            if is_evaluated and self._publications.open_phase(experiment.id) is None:
+                await self._control.conclude(experiment, Step.TRAINED, outcome=ExperimentState.COMPLETED.value)
+
+    def _is_ready(self, experiment: Experiment) -> bool:
+        needs = needs_of(experiment.spec)
+        ready = [s for s in self._registry.of(experiment.id) if _is_ready(s, experiment.id)]
+        return all(sum(s.kind is kind for s in ready) >= count for kind, count in needs.items())
+
+    async def _tend(self, experiment: Experiment) -> None:
+        """See to it that the right task runs for an experiment, and no other."""
+        wanted = self._wanted(experiment)
+        running = self._tasks.get(experiment.id)
+        if running is not None and running[0] is not wanted:
+            running[1].cancel()
+            await asyncio.gather(running[1], return_exceptions=True)
+            del self._tasks[experiment.id]
+            running = None
+        if wanted is not None and running is None:
+            task = asyncio.create_task(self._guarded(wanted, experiment), name=f"experiment {experiment.id}")
+            self._tasks[experiment.id] = (wanted, task)
+
+    def _wanted(self, experiment: Experiment) -> Work | None:
+        if experiment.is_active:
+            return self._work
+        is_ending = experiment.state is ExperimentState.STOPPING or (
+            experiment.state is ExperimentState.FAILED and experiment.record.final_ledger is None
+        )
+        return self._end if is_ending else None
+
+    async def _guarded(self, work: Work, experiment: Experiment) -> None:
+        try:
+            await work(experiment)
+        except Exception as error:
+            log.exception("work for an experiment broke", extra={"experiment_id": experiment.id})
+            detail = error.detail if isinstance(error, FlotillaError) else repr(error)
+            await self._control.fail(experiment, "gateway", detail)
+        finally:
+            self._news.set()
+
+
+def _is_available(service: LiveService) -> bool:
+    """Whether it may be counted on: not draining, and done with what it did before."""
+    if service.record.is_draining:
+        return False
+    is_busy = service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None
+    return service.experiment_id is not None or not is_busy
+
+
+def _is_ready(service: LiveService, experiment_id: str) -> bool:
+    observed = service.observed
+    if observed.experiment_id != experiment_id:
+        return False
+    if service.kind is ServiceKind.ROLLOUT and (observed.policy_version is None or observed.policy_version < 0):
+        return False
+    return observed.state in {WorkState.RUNNING, WorkState.FINISHED}

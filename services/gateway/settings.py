@@ -1,0 +1,51 @@
+"""What a gateway is told at start-up."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Addresses, secrets and patience of one gateway.
+
+    Attributes:
+        token: the fleet's bearer token.
+        redis_url: the data plane's server.
+        data: directory for the database and the experiments.
+        database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
+        lease_seconds: how long a service may be silent.
+        grace_seconds: the first lease of the services that a restarted gateway finds.
+        rest_seconds: what remains of a lease when the connection of a waiting call breaks.
+        longest_wait_seconds: upper bound of a long poll.
+        publication_seconds: what each phase of a publication may take, besides the time of its bytes.
+        stall_seconds: time without progress after which a stall is named.
+        ending_seconds: how long services may take to fall idle when an experiment ends.
+        heartbeat_seconds: pause after which an event stream sends a comment.
+        body_bytes: largest request body.
+        answer_seconds: how long the answer to an idempotency key is kept.
+    """
+
+    token: str
+    redis_url: str
+    data: Path
+    database_url: str | None = None
+    lease_seconds: float = 10.0
+    grace_seconds: float = 20.0
+    rest_seconds: float = 5.0
+    longest_wait_seconds: float = 30.0
+    publication_seconds: float = 10.0
+    stall_seconds: float = 30.0
+    ending_seconds: float = 30.0
+    heartbeat_seconds: float = 15.0
+    body_bytes: int = 8 * 1024 * 1024
+    answer_seconds: float = 86_400.0
+
+    @property
+    def resolved_database_url(self) -> str:
+        """The database that is used."""
+        return self.database_url or f"sqlite:///{self.data / 'gateway.sqlite'}"
+
+    @property
+    def experiments(self) -> Path:
+        """Where experiments keep their files."""
+        return self.data.resolve() / "experiments"

@@ -1,0 +1,199 @@
+"""All that a gateway opens at start-up, in order, and closes in reverse."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from services.gateway.evaluation.evaluator import Evaluator
+from services.gateway.events.log import EventLog
+from services.gateway.experiments import preflight
+from services.gateway.experiments.book import Book, Experiment, OpenPlane
+from services.gateway.experiments.control import Control
+from services.gateway.experiments.ending import Ending
+from services.gateway.experiments.watchdog import Watchdog
+from services.gateway.feeder.feeder import Feeder
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import Registry
+from services.gateway.scheduler.conductor import Conductor
+from services.gateway.settings import GatewaySettings
+from services.gateway.store.base import Store
+from services.gateway.store.sql import SqlStore
+from shared.clock import Clock, SystemClock
+from shared.errors import FlotillaError, Unavailable
+from shared.schemas.task import Lane
+from shared.streams.connection import check_server, connect
+from shared.streams.plane import DataPlane
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.settings import StreamsConfig
+
+log = logging.getLogger(__name__)
+
+DATA_PLANE_SECONDS = 5.0
+CLEANING_SECONDS = 3600.0
+READY_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayState:
+    """What the routes work with.
+
+    Attributes:
+        ping_streams: proves that the data plane's server answers, or raises ``Unavailable``.
+    """
+
+    settings: GatewaySettings
+    store: Store
+    clock: Clock
+    registry: Registry
+    book: Book
+    publications: Publications
+    control: Control
+    fleet: Fleet
+    events: EventLog
+    conductor: Conductor
+    ping_streams: Callable[[], Awaitable[None]]
+
+    async def why_not_ready(self) -> str | None:
+        """Say what does not answer; None if everything does."""
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                await self.store.ping()
+                await self.ping_streams()
+        except FlotillaError as error:
+            return error.detail
+        except TimeoutError:
+            return f"the database or the data plane did not answer within {READY_SECONDS:g} s"
+        return None
+
+
+OpenState = Callable[[GatewaySettings], AbstractAsyncContextManager[GatewayState]]
+
+
+@asynccontextmanager
+async def open_state(settings: GatewaySettings) -> AsyncIterator[GatewayState]:
+    """Open the database and the data plane, take back what an earlier process left, and run.
+
+    Raises:
+        Unavailable: the database or the Redis server does not answer.
+    """
+    await asyncio.to_thread(settings.experiments.mkdir, parents=True, exist_ok=True)
+    server = await check_server(settings.redis_url)
+    log.info("data plane answers", extra={"server": server})
+    redis = connect(settings.redis_url)
+
+    def open_plane(experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> DataPlane:
+        config = StreamsConfig(deadline_seconds=DATA_PLANE_SECONDS)
+        if lease_seconds is not None:
+            config = config.model_copy(update={"lease_seconds": lease_seconds})
+        return RedisDataPlane(redis, experiment_id, lane, config)
+
+    async def ping_streams() -> None:
+        try:
+            await redis.ping()
+        except Exception as error:
+            raise Unavailable(f"the Redis server does not answer: {error}") from error
+
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(redis.aclose)
+        store = await SqlStore.open(settings.resolved_database_url)
+        stack.push_async_callback(store.close)
+        yield await stack.enter_async_context(running_state(settings, store, open_plane, ping_streams, SystemClock()))
+
+
+@asynccontextmanager
+async def running_state(
+    settings: GatewaySettings,
+    store: Store,
+    open_plane: OpenPlane,
+    ping_streams: Callable[[], Awaitable[None]],
+    clock: Clock,
+) -> AsyncIterator[GatewayState]:
+    """Put the parts together, load what the store remembers, and run the conductor while the context lasts."""
+    state = assemble(settings, store, open_plane, ping_streams, clock)
+    await state.book.load()
+    await state.registry.load()
+    await state.publications.load()
+    tasks = [
+        asyncio.create_task(state.conductor.run(), name="conductor"),
+        asyncio.create_task(_clean(state), name="cleaning"),
+    ]
+    try:
+        yield state
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def assemble(
+    settings: GatewaySettings,
+    store: Store,
+    open_plane: OpenPlane,
+    ping_streams: Callable[[], Awaitable[None]],
+    clock: Clock,
+) -> GatewayState:
+    """Make the parts and tell them of each other; nothing runs yet."""
+    registry = Registry(
+        store,
+        clock,
+        lease_seconds=settings.lease_seconds,
+        grace_seconds=settings.grace_seconds,
+        rest_seconds=settings.rest_seconds,
+    )
+    book = Book(store, clock, open_plane)
+    events = EventLog(store, clock)
+    publications = Publications(store, clock, registry, book, events, phase_seconds=settings.publication_seconds)
+    control = Control(book, registry, publications, events, clock, settings.experiments)
+    news = asyncio.Event()
+    fleet = Fleet(registry, book, publications, control, events, clock, on_news=news.set)
+
+    async def work(experiment: Experiment) -> None:
+        dataset = await asyncio.to_thread(preflight.train_dataset, experiment.spec)
+        held_out = await asyncio.to_thread(preflight.evaluation_dataset, experiment.spec)
+        watchdog = Watchdog(
+            experiment, book, registry, publications, events, clock, stall_seconds=settings.stall_seconds
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Feeder(experiment, dataset, clock).run())
+            tasks.create_task(watchdog.run())
+            if held_out is not None:
+                tasks.create_task(Evaluator(experiment, held_out, book, store, events, clock).run())
+
+    async def end(experiment: Experiment) -> None:
+        ending = Ending(experiment, book, registry, fleet, control, clock, patience_seconds=settings.ending_seconds)
+        await ending.run()
+
+    conductor = Conductor(registry, book, publications, fleet, control, news, work=work, end=end)
+
+    def on_change(experiment_id: str) -> None:
+        fleet.wake(experiment_id)
+        news.set()
+
+    book.on_change = on_change
+    return GatewayState(
+        settings=settings,
+        store=store,
+        clock=clock,
+        registry=registry,
+        book=book,
+        publications=publications,
+        control=control,
+        fleet=fleet,
+        events=events,
+        conductor=conductor,
+        ping_streams=ping_streams,
+    )
+
+
+async def _clean(state: GatewayState) -> None:
+    """Forget old answers to idempotency keys, now and every hour."""
+    while True:
+        try:
+            await state.store.delete_answers(state.clock.now() - state.settings.answer_seconds)
+        except FlotillaError as error:
+            log.warning("old answers could not be deleted", extra={"error": repr(error)})
+        await asyncio.sleep(CLEANING_SECONDS)

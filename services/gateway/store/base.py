@@ -1,0 +1,93 @@
+"""The gateway's memory, as a protocol: SQL in a fleet, a dictionary in tests.
+
+Every call is durable when it returns. Nothing here is called per token, per trajectory or per heartbeat.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from services.gateway.store.records import (
+    AuditRecord,
+    ExperimentRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+)
+from shared.schemas.experiment import CheckpointView, Event, MetricPoint
+
+MetricRow = tuple[int, MetricPoint]
+"""A point and its place in the order of writing, which is the cursor of its page."""
+
+
+class Store(Protocol):
+    """Rows by resource. Lists come in the order of writing."""
+
+    async def ping(self) -> None:
+        """Prove that it answers.
+
+        Raises:
+            Unavailable: it does not.
+        """
+
+    async def close(self) -> None:
+        """Give up connections and threads."""
+
+    async def put_experiment(self, record: ExperimentRecord) -> None:
+        """Insert or replace by id."""
+
+    async def experiments(self) -> list[ExperimentRecord]:
+        """List all, oldest first."""
+
+    async def delete_experiment(self, experiment_id: str) -> None:
+        """Delete it with its publications, metrics, events and checkpoints; the audit trail stays."""
+
+    async def put_service(self, record: ServiceRecord) -> None:
+        """Insert or replace by id."""
+
+    async def services(self) -> list[ServiceRecord]:
+        """List all, oldest first."""
+
+    async def delete_service(self, service_id: str) -> None:
+        """Delete one; deleting it again does nothing."""
+
+    async def put_publication(self, record: PublicationRecord) -> None:
+        """Insert or replace by experiment and version."""
+
+    async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
+        """Find one."""
+
+    async def publications(self, experiment_id: str) -> list[PublicationRecord]:
+        """List an experiment's publications by version."""
+
+    async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+        """Store points; one with the same name and step replaces the earlier one and moves to the end."""
+
+    async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
+        """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
+
+    async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
+        """Store an event under the next id."""
+
+    async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
+        """List up to ``limit`` events with an id above ``after``."""
+
+    async def append_audit(self, record: AuditRecord) -> None:
+        """Store an audit record."""
+
+    async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
+        """List the newest audit records of a resource, newest first."""
+
+    async def put_checkpoint(self, experiment_id: str, checkpoint: CheckpointView) -> None:
+        """Insert or replace by experiment and step."""
+
+    async def checkpoints(self, experiment_id: str) -> list[CheckpointView]:
+        """List by step."""
+
+    async def put_answer(self, answer: StoredAnswer) -> None:
+        """Keep the answer to an idempotency key."""
+
+    async def answer(self, key: str) -> StoredAnswer | None:
+        """Find the answer to an idempotency key."""
+
+    async def delete_answers(self, before: float) -> None:
+        """Forget answers older than ``before``, seconds since the epoch."""

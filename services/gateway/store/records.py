@@ -1,0 +1,125 @@
+"""What the gateway remembers: one frozen record per row, made of plain JSON values and numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.schemas.experiment import ExperimentState
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentRecord:
+    """An experiment.
+
+    Attributes:
+        id: its name in every URL and Redis key.
+        name: the spec's name.
+        state: where its life stands.
+        revision: grows with each change of the spec.
+        spec: the resolved spec as JSON.
+        directory: where it keeps its files.
+        created_at, updated_at, started_at: seconds since the epoch; not started is None.
+        step: optimiser steps done, as the trainer last said.
+        policy_version: newest committed publication.
+        published_step: steps that ``policy_version`` contains.
+        trainer_epoch: how often a trainer was assigned.
+        outcome: the final state that ``stopping`` leads to.
+        is_trained: the trainer reported that all steps are done and durable.
+        evaluated_version: newest version whose evaluation ended; None before the first.
+        evaluating_version: version under evaluation now; still set after a restart that abandoned it.
+        problem: ``{component, cause, at}`` of a failure or of a stall.
+        final_ledger: both lanes' ledgers as they stood at the end.
+    """
+
+    id: str
+    name: str
+    state: ExperimentState
+    revision: int
+    spec: Mapping[str, Any]
+    directory: str
+    created_at: float
+    updated_at: float
+    started_at: float | None = None
+    step: int = 0
+    policy_version: int = 0
+    published_step: int = 0
+    trainer_epoch: int = 0
+    outcome: str | None = None
+    is_trained: bool = False
+    evaluated_version: int | None = None
+    evaluating_version: int | None = None
+    problem: Mapping[str, Any] | None = None
+    final_ledger: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRecord:
+    """A registered service, as far as it outlives the gateway's process.
+
+    Attributes:
+        id: given by the gateway.
+        incarnation: random name of the process; a second registration of it finds this record.
+        experiment_id: what it is assigned to; None while it is idle.
+        is_draining: takes no new assignment.
+        registered_at: seconds since the epoch.
+    """
+
+    id: str
+    kind: str
+    address: str
+    host: str
+    pid: int
+    capabilities: Mapping[str, Any]
+    incarnation: str
+    registered_at: float
+    is_draining: bool = False
+    experiment_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationRecord:
+    """One version's publication.
+
+    Attributes:
+        manifest: what is sent, as JSON.
+        members: ``{service_id, rank}`` of the epoch's receivers.
+        rendezvous: where the epoch meets; None until the sender has opened it.
+        service_id: the sending trainer service.
+        announced_at, ended_at: seconds since the epoch; ``ended_at`` is None while it is open.
+    """
+
+    experiment_id: str
+    version: int
+    step: int
+    epoch: int
+    phase: str
+    service_id: str
+    manifest: Mapping[str, Any]
+    members: Sequence[Mapping[str, Any]]
+    rendezvous: Mapping[str, Any] | None
+    reason: str | None
+    announced_at: float
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One mutation: who did what to which resource, and when (seconds since the epoch)."""
+
+    at: float
+    action: str
+    resource: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    actor: str = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """The first answer to a POST that bore an idempotency key."""
+
+    key: str
+    body_digest: str
+    status: int
+    content_type: str
+    body: str
+    at: float

@@ -1,0 +1,140 @@
+"""The tables, as SQLAlchemy sees them. ``migrations/`` makes them; a test compares the two."""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+# SQLite grows only an INTEGER primary key by itself.
+Sequence = BigInteger().with_variant(Integer(), "sqlite")
+Document = JSON(none_as_null=True)
+
+experiments = Table(
+    "experiments",
+    metadata,
+    Column("id", String(96), primary_key=True),
+    Column("name", String(96), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("spec", Document, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("updated_at", Float(53), nullable=False),
+    Column("started_at", Float(53)),
+    Column("step", Integer, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("published_step", Integer, nullable=False),
+    Column("trainer_epoch", Integer, nullable=False),
+    Column("outcome", String(16)),
+    Column("is_trained", Boolean, nullable=False),
+    Column("evaluated_version", Integer),
+    Column("evaluating_version", Integer),
+    Column("problem", Document),
+    Column("final_ledger", Document),
+)
+
+services = Table(
+    "services",
+    metadata,
+    Column("id", String(96), primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("address", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("capabilities", Document, nullable=False),
+    Column("incarnation", String(128), nullable=False),
+    Column("registered_at", Float(53), nullable=False),
+    Column("is_draining", Boolean, nullable=False),
+    Column("experiment_id", String(96)),
+)
+
+publications = Table(
+    "publications",
+    metadata,
+    Column("experiment_id", String(96), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("step", Integer, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("phase", String(16), nullable=False),
+    Column("service_id", String(96), nullable=False),
+    Column("manifest", Document, nullable=False),
+    Column("members", Document, nullable=False),
+    Column("rendezvous", Document),
+    Column("reason", Text),
+    Column("announced_at", Float(53), nullable=False),
+    Column("ended_at", Float(53)),
+)
+
+metrics = Table(
+    "metrics",
+    metadata,
+    Column("sequence", Sequence, primary_key=True, autoincrement=True),
+    Column("experiment_id", String(96), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("value", Float(53), nullable=False),
+    Column("at", String(32)),
+    UniqueConstraint("experiment_id", "name", "step", name="one_value_per_step"),
+    Index("metrics_in_order", "experiment_id", "sequence"),
+    sqlite_autoincrement=True,
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Sequence, primary_key=True, autoincrement=True),
+    Column("experiment_id", String(96), nullable=False),
+    Column("type", String(64), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("data", Document, nullable=False),
+    Index("events_in_order", "experiment_id", "id"),
+    sqlite_autoincrement=True,
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Sequence, primary_key=True, autoincrement=True),
+    Column("at", Float(53), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("resource", String(128), nullable=False),
+    Column("detail", Document, nullable=False),
+    Column("actor", String(64), nullable=False),
+    Index("audit_by_resource", "resource", "id"),
+    sqlite_autoincrement=True,
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("experiment_id", String(96), primary_key=True),
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("at", String(32), nullable=False),
+)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("key", String(400), primary_key=True),
+    Column("body_digest", String(64), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("content_type", String(128), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Index("idempotency_by_age", "at"),
+)

@@ -1,0 +1,335 @@
+"""A fleet of scripted services that speak to a real gateway over HTTP and to a real Redis server.
+
+They do what the real ones do, but for the tokens: rollouts answer with made-up trajectories, rewards grade by a rule,
+the trainer plans, publishes and commits without a model.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import GatewayState
+from shared.client import GatewayClient
+from shared.errors import ClaimLost, StalePolicyVersion
+from shared.membership import Membership
+from shared.schemas.publication import (
+    Manifest,
+    PublicationOrder,
+    PublicationPhase,
+    PublicationReport,
+    PublicationRequest,
+    ReceiveState,
+    Rendezvous,
+    TensorSpec,
+)
+from shared.schemas.service import (
+    Capabilities,
+    DesiredState,
+    Failure,
+    ObservedState,
+    Registration,
+    ServiceKind,
+    WorkState,
+)
+from shared.schemas.task import Lane
+from shared.serving import address_of, bind
+from shared.streams.connection import connect
+from shared.streams.keys import HopName
+from shared.streams.redis_plane import RedisDataPlane
+from shared.testing.builders import a_group, graded
+
+TOKEN = "token-of-the-tests"
+
+
+def a_spec(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Write a dataset and a model directory, and make a spec of two steps with two groups each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    for name, count in (("train", 7), ("heldout", 3)):
+        lines = [json.dumps({"prompt": f"{name} {n}?", "label": str(n)}) for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    spec: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"path": str(model)},
+        "data": {"path": str(folder / "train.jsonl")},
+        "rollout": {"group_size": 2, "num_rollouts": 1, "sampling": {"max_new_tokens": 8}},
+        "reward": {"components": [{"kind": "numeric"}]},
+        "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
+        "checkpoint": {"every_steps": 1},
+    }
+    return spec | changes
+
+
+@asynccontextmanager
+async def a_gateway(settings: GatewaySettings, port: int = 0) -> AsyncIterator[tuple[str, GatewayState]]:
+    """Serve a gateway on a socket in this process."""
+    app = create_app(settings)
+    listening = bind("127.0.0.1", port)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        while not server.started:
+            assert not task.done(), "the gateway did not start"
+            await asyncio.sleep(0.01)
+        yield address_of(listening), app.state.gateway
+    finally:
+        server.should_exit = True
+        await task
+
+
+class Scripted:
+    """A registered service that does nothing but its membership."""
+
+    kind = ServiceKind.SANDBOX
+
+    def __init__(self, gateway_url: str, redis_url: str) -> None:
+        self.client = GatewayClient(gateway_url, TOKEN)
+        self.redis = connect(redis_url)
+        self.desired: DesiredState | None = None
+        self.state = WorkState.IDLE
+        self.version: int | None = None
+        self.step: int | None = None
+        self.publication: PublicationReport | None = None
+        self.failure: Failure | None = None
+        self.experiment_id: str | None = None
+        registration = Registration(
+            kind=self.kind,
+            address="http://127.0.0.1:9",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capabilities=Capabilities(transports=("gloo",)),
+            incarnation=secrets.token_hex(8),
+        )
+        self.membership = Membership(self.client, registration, self.observe, self.apply, poll_seconds=5.0)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._member: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        assert self.membership.service_id is not None
+        return self.membership.service_id
+
+    def observe(self) -> ObservedState:
+        return ObservedState(
+            experiment_id=self.experiment_id,
+            state=self.state,
+            policy_version=self.version,
+            step=self.step,
+            publication=self.publication,
+            failure=self.failure,
+        )
+
+    async def apply(self, desired: DesiredState) -> None:
+        self.desired = desired
+        assigned = desired.assignment.experiment_id if desired.assignment else None
+        if assigned != self.experiment_id:
+            await self.cancel_work()
+            self.experiment_id = assigned
+            self.failure = None
+            if assigned is not None and desired.assignment is not None:
+                self.begin(assigned)
+        self.state = WorkState.IDLE if assigned is None else desired.state
+        self.take(desired)
+
+    def begin(self, experiment_id: str) -> None:
+        """Start to work for an experiment."""
+
+    def take(self, desired: DesiredState) -> None:
+        """Take in whatever else is desired."""
+
+    def start(self, work: Any) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    def plane(self, lane: Lane) -> RedisDataPlane:
+        assert self.experiment_id is not None
+        return RedisDataPlane(self.redis, self.experiment_id, lane)
+
+    async def cancel_work(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        done = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for result in done:
+            if isinstance(result, Exception):
+                raise result
+
+    async def __aenter__(self) -> "Scripted":
+        self._member = asyncio.create_task(self.membership.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._member is not None
+        self._member.cancel()
+        await asyncio.gather(self._member, return_exceptions=True)
+        await self.cancel_work()
+        await self.client.close()
+        await self.redis.aclose()
+
+    async def die(self) -> None:
+        """Vanish without a word: the connection breaks, nothing is said."""
+        assert self._member is not None
+        self.membership.service_id = None
+        self._member.cancel()
+        await asyncio.gather(self._member, return_exceptions=True)
+        await self.cancel_work()
+
+
+class ScriptedRollout(Scripted):
+    """Answers tasks with made-up trajectories and takes publications."""
+
+    kind = ServiceKind.ROLLOUT
+    is_deaf = False
+    """Whether it never joins a publication."""
+
+    def begin(self, experiment_id: str) -> None:
+        self.version = 0
+        self.publication = None
+        for lane in Lane:
+            self.start(self.answer(self.plane(lane), lane))
+
+    def take(self, desired: DesiredState) -> None:
+        order = desired.publication
+        if order is not None and order.rendezvous is not None and not self.is_deaf:
+            self.publication = self.report_on(order)
+        if desired.policy_version is not None and self.version is not None:
+            held = desired.hold_version if desired.hold_version is not None else desired.policy_version
+            self.version = max(self.version, min(held, desired.policy_version))
+
+    def report_on(self, order: PublicationOrder) -> PublicationReport:
+        is_sent = order.phase is PublicationPhase.TRANSFERRING
+        return PublicationReport(
+            version=order.version,
+            epoch=order.epoch,
+            state=ReceiveState.RECEIVED if is_sent else ReceiveState.JOINED,
+            checksum=order.manifest.checksum if is_sent else None,
+        )
+
+    async def answer(self, plane: RedisDataPlane, lane: Lane) -> None:
+        hop = plane.hop(HopName.TASKS, self.id)
+        while True:
+            for claim in await hop.claim(4, wait_seconds=0.2):
+                task = claim.task()
+                while self.state is not WorkState.RUNNING or (self.version or 0) < task.min_version:
+                    await asyncio.sleep(0.01)
+                if task.pinned_version is not None:
+                    assert self.version == task.pinned_version
+                await hop.forward(claim, a_group(task, version=self.version))
+
+
+class ScriptedReward(Scripted):
+    """Grades the first answer of each group as right and the others as wrong."""
+
+    kind = ServiceKind.REWARD
+
+    def begin(self, experiment_id: str) -> None:
+        for lane in Lane:
+            self.start(self.grade(self.plane(lane)))
+
+    async def grade(self, plane: RedisDataPlane) -> None:
+        hop = plane.hop(HopName.GENERATED, self.id)
+        while True:
+            for claim in await hop.claim(4, wait_seconds=0.2):
+                group = claim.group()
+                rewards = [1.0] + [0.0] * (group.task.group_size - 1)
+                await hop.forward(claim, graded(group, rewards))
+
+
+class ScriptedTrainer(Scripted):
+    """Plans, publishes after each step, commits, and reports that it has finished."""
+
+    kind = ServiceKind.TRAINER
+
+    def __init__(self, gateway_url: str, redis_url: str) -> None:
+        super().__init__(gateway_url, redis_url)
+        self.trained: list[tuple[int, ...]] = []
+        self.lags: list[int] = []
+        self.first_step = 0
+
+    def begin(self, experiment_id: str) -> None:
+        self.step = self.first_step
+        self.start(self.train(experiment_id))
+
+    async def train(self, experiment_id: str) -> None:
+        assert self.desired is not None and self.desired.assignment is not None
+        spec = self.desired.assignment.spec
+        queue = self.plane(Lane.TRAIN).trainer(self.id)
+        await queue.take_over(self.desired.assignment.trainer_epoch)
+        try:
+            await self._steps(experiment_id, queue, spec)
+        except ClaimLost:
+            return
+        while self.desired is not None and self.state is not WorkState.IDLE:
+            self.state = WorkState.FINISHED
+            self.membership.tell()
+            await asyncio.sleep(0.2)
+
+    async def _steps(self, experiment_id: str, queue: Any, spec: Any) -> None:
+        assert self.step is not None
+        size = spec["optimisation"]["groups_per_mini_batch"]
+        while self.step < spec["optimisation"]["steps"]:
+            step, version = self.step + 1, self.step
+            plan = await queue.load_plan(step)
+            if plan is None:
+                claims: list[Any] = []
+                while len(claims) < size:
+                    claims += await queue.hop.claim(size - len(claims), wait_seconds=0.2)
+                assert await queue.plan(step, claims, version)
+                self.trained.append(tuple(claim.header.group_id for claim in claims))
+                self.lags += [version - claim.header.oldest_version for claim in claims]
+            await self.publish(experiment_id, version + 1, step)
+            await queue.commit([step])
+            self.step, self.version = step, version + 1
+            body = {"step": step, "version": version + 1, "values": {"loss": 1.0 / step}}
+            await self.client.call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
+            self.membership.tell()
+
+    async def publish(self, experiment_id: str, version: int, step: int) -> None:
+        path = f"/v1/experiments/{experiment_id}/publications"
+        request = PublicationRequest(manifest=a_manifest(version), service_id=self.id, step=step)
+        try:
+            answer = await self.client.call("POST", path, body=request)
+        except StalePolicyVersion:
+            return
+        opened = 0
+        while answer["phase"] in {"preparing", "transferring"}:
+            epoch = answer["epoch"]
+            if answer["rendezvous"] is None:
+                opened += 1
+                meeting = Rendezvous(host="127.0.0.1", port=1000, epoch=epoch, world_size=len(answer["members"]) + 1)
+                answer = await self.client.call("PUT", f"{path}/{version}/rendezvous", body=meeting)
+                continue
+            params = {"wait": 5, "phase": answer["phase"], "epoch": epoch}
+            answer = await self.client.call("GET", f"{path}/{version}", params=params)
+        assert answer["phase"] == "committed", answer
+
+
+def a_manifest(version: int) -> Manifest:
+    tensor = TensorSpec(name="w", shape=(1,), dtype="F32", start=0, end=4)
+    return Manifest(version=version, image_bytes=4, slice_bytes=4, checksum=f"{version:016x}", tensors=(tensor,))
+
+
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Wait for a state; its value is returned."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.02)

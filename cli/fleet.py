@@ -24,10 +24,11 @@ from typing import IO, Any
 import psutil
 
 from cli.processes import OwnedProcess, ProcessSpec, check_alive
-from cli.redis_server import LocalRedis, check_server
+from cli.redis_server import LocalRedis
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.security import new_token, write_secret
+from shared.streams.connection import check_server
 
 START_SECONDS = 90.0
 REDIS_WATCH_SECONDS = 0.2
@@ -194,8 +195,8 @@ class LocalFleet:
         self._lock = lock
 
     async def _start_redis(self, data: Path) -> str:
-        if self.options.redis_url is not None:
-            found = await asyncio.to_thread(check_server, self.options.redis_url)
+        if self.options.redis_url:
+            found = await check_server(self.options.redis_url)
             self._say(f"redis      {found}, as the environment says")
             return self.options.redis_url
         self._redis = LocalRedis(data / "redis")

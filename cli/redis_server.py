@@ -22,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from shared.errors import Unavailable
 from shared.streams.connection import MINIMUM_VERSION, check_server
@@ -169,7 +171,7 @@ maxmemory-policy noeviction
             if code is not None:
                 raise Unavailable(f"the local Redis server ended with code {code}: {self._last_lines()}")
             try:
-                with contextlib.closing(Redis.from_url(self.url, socket_timeout=1.0)) as client:
+                with contextlib.closing(_impatient(self.url)) as client:
                     client.ping()
                 return
             except (RedisError, OSError) as error:
@@ -206,6 +208,10 @@ def server_version(binary: Path) -> tuple[int, int] | None:
         return None
     found = re.search(rb"v=(\d+)\.(\d+)", answer.stdout)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def _impatient(url: str) -> Redis:
+    return Redis.from_url(url, protocol=2, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
 
 
 def _candidates() -> Iterator[Path]:

@@ -36,7 +36,7 @@ def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> I
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
     nested: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
-        yield f"| `{name}` | {_type(field)} | {_default(field)} | {_meaning(field)} |\n"
+        yield f"| `{name}` | {_type(field)} | {_default(field)} | {_meaning(model, name)} |\n"
         nested += [(f"{path}.{name}" if path else name, inner) for inner in _models(field.annotation)]
     for inner_path, inner in nested:
         if inner in seen:
@@ -103,13 +103,17 @@ def _default(field: FieldInfo) -> str:
     return f"`{shown}`".replace("|", "\\|") if shown else "empty"
 
 
-def _meaning(field: FieldInfo) -> str:
+def _meaning(model: type[BaseModel], name: str) -> str:
+    field = model.model_fields[name]
     if not field.description and get_origin(field.annotation) is Literal:
         return "Chooses this variant."
-    if not field.description:
+    # A section that only changes an inherited default says nothing new about the key.
+    inherited = [base.model_fields.get(name) for base in model.__mro__ if issubclass(base, BaseModel)]
+    description = next((each.description for each in inherited if each is not None and each.description), None)
+    if description is None:
         models = _models(field.annotation)
         return _first_paragraphs(models[0]).split("\n")[0] if len(models) == 1 else ""
-    return " ".join((field.description or "").split()).replace("|", "\\|")
+    return " ".join(description.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

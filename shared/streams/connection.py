@@ -94,8 +94,9 @@ async def check_server(url: str) -> str:
     finally:
         await client.aclose()
     version = str(facts["redis_version"])
+    needed = ".".join(map(str, MINIMUM_VERSION))
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
-        raise Unavailable(f"the server at {address_of(url)} is Redis {version}; 6.2 or newer is needed")
+        raise Unavailable(f"the server at {address_of(url)} is Redis {version}; {needed} or newer is needed")
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise Unavailable(

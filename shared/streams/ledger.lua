@@ -8,7 +8,11 @@ for index = 4, #KEYS do
   local length = redis.call('XLEN', KEYS[index])
   local pending, handed_back, planned = 0, 0, 0
   local summary = redis.pcall('XPENDING', KEYS[index], GROUP)
-  if not is_no_group(summary) then
+  if is_no_group(summary) then
+    -- Nothing was claimed yet. Or the group was destroyed, and its creation will find the planned entries by their plans.
+    if index == #KEYS then planned = tonumber(redis.call('HGET', KEYS[1], 'planned') or '0') end
+    pending = planned
+  else
     if summary.err then error(summary.err) end
     pending = summary[1]
     for _, holder in ipairs(summary[4] or {}) do

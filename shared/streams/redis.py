@@ -161,6 +161,7 @@ class TrainerHop(RedisHop):
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
         async with self._one_at_a_time:
+            self._next_sweep = 0.0  # which also finds out whether this is still the trainer
             return await super().claim(count, wait_seconds=wait_seconds)
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:

@@ -1,0 +1,131 @@
+"""The two twins of the data plane, each behind the same small world, with the ledger checked after every call."""
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.schemas.task import Lane
+from shared.streams.connection import connect
+from shared.streams.hop import Hop
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+from shared.streams.memory import MemoryDataPlane
+from shared.streams.plane import DataPlane
+from shared.streams.plans import TrainerQueue
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.settings import StreamsConfig
+from shared.testing.builders import a_group, a_task, graded
+from tests.integration.conftest import redis_url
+
+__all__ = ["redis_url"]
+
+REDIS_LEASE_SECONDS = 0.3
+
+
+class Checked:
+    """Passes everything on, and asks the ledger after every call."""
+
+    def __init__(self, target: Any, plane: DataPlane) -> None:
+        self._target = target
+        self._plane = plane
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if name in {"hop", "admission"} and not callable(found):
+            return Checked(found, self._plane)
+        if name in {"hop", "trainer"}:
+            return lambda *args: Checked(found(*args), self._plane)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        async def checked(*args: Any, **named: Any) -> Any:
+            try:
+                return await found(*args, **named)
+            finally:
+                ledger = await self._plane.ledger()
+                assert ledger.balanced, (name, ledger)
+
+        return checked
+
+
+@dataclass
+class World:
+    """A data plane, its clock, and the shortest ways to the states that tests start from."""
+
+    kind: str
+    redis: Redis | None
+    seconds: float = 0.0
+    experiment_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def open(self, lane: Lane = Lane.TRAIN, **config: Any) -> DataPlane:
+        """Open the lane; both twins have a lease that ``let_leases_end`` ends."""
+        settings = StreamsConfig(lease_seconds=REDIS_LEASE_SECONDS, **config)
+        if self.redis is None:
+            plane: Any = MemoryDataPlane(lane, settings, clock=lambda: self.seconds)
+        else:
+            plane = RedisDataPlane(self.redis, self.experiment_id, lane, settings)
+        checked: Any = Checked(plane, plane)
+        return checked
+
+    async def let_leases_end(self) -> None:
+        """Let more than one lease pass."""
+        self.seconds += REDIS_LEASE_SECONDS + 1
+        if self.redis is not None:
+            await asyncio.sleep(REDIS_LEASE_SECONDS + 0.05)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    if request.param == "memory":
+        yield World("memory", None)
+        return
+    redis = connect(request.getfixturevalue("redis_url"))
+    try:
+        yield World("redis", redis)
+    finally:
+        await redis.aclose()
+
+
+@pytest.fixture
+def plane(world: World) -> Iterator[DataPlane]:
+    yield world.open()
+
+
+async def issue(plane: DataPlane, count: int, *, first: int = 0, version: int = 0) -> None:
+    """Issue tasks with these ids, whatever the budget."""
+    tasks = [a_task(group_id, min_version=version) for group_id in range(first, first + count)]
+    assert (await plane.admission.issue_many(tasks, limit=10**6)).count == count
+
+
+async def move_to_scored(plane: DataPlane, count: int, *, version: int = 0) -> None:
+    """Take ``count`` waiting tasks through rollout and reward."""
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    for claim in await rollout.claim(count, wait_seconds=0):
+        assert await rollout.forward(claim, a_group(claim.task(), version=version))
+    for claim in await reward.claim(count, wait_seconds=0):
+        assert await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
+
+
+async def a_trainer(plane: DataPlane) -> TrainerQueue:
+    """Open the trainer's queue and take over."""
+    queue = plane.trainer("trainer")
+    await queue.take_over()
+    return queue
+
+
+async def claim_ids(hop: Hop, count: int = 10, *, wait_seconds: float = 0) -> list[int]:
+    """Claim, and list the group ids."""
+    return [claim.header.group_id for claim in await hop.claim(count, wait_seconds=wait_seconds)]
+
+
+async def ledger_of(plane: DataPlane) -> Ledger:
+    """Take a balanced snapshot."""
+    ledger = await plane.ledger()
+    assert ledger.balanced, ledger
+    return ledger

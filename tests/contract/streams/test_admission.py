@@ -1,0 +1,106 @@
+"""Admission: the budget, the cursor, publications."""
+
+import pytest
+
+from shared.streams.admission import IssueOutcome, IssueResult
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+from shared.streams.plane import DataPlane
+from shared.testing.builders import a_task
+from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
+
+
+async def test_tasks_are_issued_up_to_the_budget(plane: DataPlane) -> None:
+    tasks = [a_task(group_id) for group_id in range(5)]
+
+    first = await plane.admission.issue_many(tasks, limit=3)
+    second = await plane.admission.issue(tasks[3], limit=3)
+
+    assert first == IssueResult(IssueOutcome.BUDGET_FULL, 3, 3)
+    assert second == IssueResult(IssueOutcome.BUDGET_FULL, 0, 3)
+    assert (await ledger_of(plane)).outstanding == 3
+
+
+async def test_a_repeated_issue_finds_the_cursor_moved(plane: DataPlane) -> None:
+    first = await plane.admission.issue(a_task(0), limit=10)
+    again = await plane.admission.issue(a_task(0), limit=10)
+
+    assert first == IssueResult(IssueOutcome.ISSUED, 1, 1)
+    assert again == IssueResult(IssueOutcome.CURSOR_MOVED, 0, 1)
+    assert (await ledger_of(plane)).issued == 1
+    assert await plane.admission.next_group_id() == 1
+
+
+async def test_ids_that_run_ahead_are_refused(plane: DataPlane) -> None:
+    assert (await plane.admission.issue(a_task(4), limit=10)).outcome is IssueOutcome.CURSOR_MOVED
+    with pytest.raises(ValueError, match="consecutive"):
+        await plane.admission.issue_many([a_task(0), a_task(2)], limit=10)
+    assert await plane.admission.issue_many([], limit=10) == IssueResult(IssueOutcome.ISSUED, 0, 0)
+    assert (await ledger_of(plane)).issued == 0
+
+
+async def test_a_resolved_group_makes_room(plane: DataPlane) -> None:
+    await plane.admission.issue(a_task(0), limit=1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    await rollout.resolve(claim, Resolution.FAILED, "timeout")
+
+    assert (await plane.admission.issue(a_task(1), limit=1)).outcome is IssueOutcome.ISSUED
+
+
+async def test_a_planned_group_takes_room_until_the_next_publication(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    await move_to_scored(plane, 2)
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=0)
+
+    assert (await plane.admission.issue(a_task(2), limit=2)).outcome is IssueOutcome.BUDGET_FULL
+    assert (await ledger_of(plane)).consumed_since_publication == 2
+    assert await plane.admission.published(1)
+
+    assert (await ledger_of(plane)).consumed_since_publication == 0
+    assert (await plane.admission.issue(a_task(2), limit=2)).outcome is IssueOutcome.ISSUED
+
+
+async def test_what_was_planned_under_the_published_version_still_counts(plane: DataPlane) -> None:
+    await issue(plane, 3)
+    await move_to_scored(plane, 3)
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=0)
+    assert await trainer.plan(2, await trainer.hop.claim(1, wait_seconds=0), version=1)
+
+    assert await plane.admission.published(1)
+
+    assert (await ledger_of(plane)).consumed_since_publication == 1
+
+
+async def test_only_newer_publications_count(plane: DataPlane) -> None:
+    assert await plane.admission.published_version() is None
+    assert await plane.admission.published(3)
+    await issue(plane, 1)
+    await move_to_scored(plane, 1)
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(1, wait_seconds=0), version=3)
+
+    assert not await plane.admission.published(3)
+    assert not await plane.admission.published(2)
+
+    assert await plane.admission.published_version() == 3
+    assert (await ledger_of(plane)).consumed_since_publication == 1
+
+
+async def test_outstanding_groups_are_known_by_their_version(plane: DataPlane) -> None:
+    assert await plane.admission.oldest_outstanding_version() is None
+    await issue(plane, 2, version=0)
+    await issue(plane, 2, first=2, version=3)
+    await issue(plane, 9, first=4, version=5)
+
+    assert await plane.admission.oldest_outstanding_version() == 0
+    assert await plane.admission.outstanding_older_than(3) == [0, 1]
+    assert await plane.admission.outstanding_older_than(6) == list(range(13))
+    await move_to_scored(plane, 2)
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=3)
+
+    assert await plane.admission.oldest_outstanding_version() == 3
+    assert await plane.admission.outstanding_older_than(3) == []

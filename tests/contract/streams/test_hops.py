@@ -1,0 +1,282 @@
+"""Hops: claim, forward, resolve, hand back, and what happens to holders that stop."""
+
+import asyncio
+
+import pytest
+
+from shared.schemas.task import Lane
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+from shared.streams.plane import DataPlane
+from shared.testing.builders import a_group, a_task, graded
+from tests.contract.streams.conftest import World, claim_ids, issue, ledger_of, move_to_scored
+
+
+async def test_tasks_are_claimed_in_issue_order_and_once(plane: DataPlane) -> None:
+    await issue(plane, 5)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+
+    assert await claim_ids(one, 3) == [0, 1, 2]
+    assert await claim_ids(other) == [3, 4]
+    assert await claim_ids(one) == []
+    assert (await ledger_of(plane)).claimed.tasks == 5
+
+
+async def test_a_claim_bears_its_task(plane: DataPlane) -> None:
+    task = a_task(0, metadata={"level": 3}, min_version=7)
+    await plane.admission.issue(task, limit=1)
+
+    (claim,) = await plane.hop(HopName.TASKS, "rollout").claim(wait_seconds=0)
+
+    assert claim.task() == task
+    assert (claim.header.oldest_version, claim.header.size, claim.header.token_count) == (7, 2, 0)
+    assert claim.deliveries == 1
+    with pytest.raises(ValueError, match="is a task"):
+        claim.group()
+
+
+async def test_a_forwarded_group_arrives_whole(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    sent = graded(a_group(claim.task(), version=4), [0.0, 1.0])
+
+    assert await rollout.forward(claim, sent)
+
+    (arrived,) = await reward.claim(wait_seconds=0)
+    assert arrived.group().to_wire() == sent.to_wire()
+    assert arrived.task() == claim.task()
+    header = arrived.header
+    assert (header.oldest_version, header.newest_version, header.token_count) == (4, 4, sent.num_tokens)
+    assert (header.reward_mean, header.reward_spread) == (0.5, 0.5)
+    assert (await ledger_of(plane)).tokens.generated == sent.num_tokens
+
+
+async def test_many_are_forwarded_at_once_and_each_stands_alone(plane: DataPlane) -> None:
+    await issue(plane, 4)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    claims = await rollout.claim(4, wait_seconds=0)
+    await rollout.hand_back(claims[1])
+
+    done = await rollout.forward_many([(claim, a_group(claim.task())) for claim in claims])
+
+    assert done == [True, False, True, True]
+    assert (await ledger_of(plane)).waiting.generated == 3
+
+
+async def test_a_repeated_forward_takes_effect_once_and_says_yes_again(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+
+    answers = [await rollout.forward(claim, a_group(claim.task())) for _ in range(3)]
+
+    assert answers == [True, True, True]
+    assert (await ledger_of(plane)).waiting.generated == 1
+    assert not await rollout.resolve(claim, Resolution.FAILED, "late")
+
+
+async def test_a_repeated_resolution_counts_once(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+
+    answers = [await rollout.resolve(claim, Resolution.DROPPED, "too old") for _ in range(2)]
+
+    assert answers == [True, True]
+    ledger = await ledger_of(plane)
+    assert ledger.dropped == {"too old": 1}
+    assert ledger.outstanding == 0
+    assert not await rollout.forward(claim, a_group(claim.task()))
+
+
+@pytest.mark.parametrize("resolution", [Resolution.FILTERED, Resolution.DROPPED, Resolution.FAILED])
+async def test_resolutions_are_counted_by_reason(plane: DataPlane, resolution: Resolution) -> None:
+    await issue(plane, 3)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    for claim, reason in zip(await rollout.claim(3, wait_seconds=0), ["a", "b", "a"], strict=True):
+        assert await rollout.resolve(claim, resolution, reason)
+
+    ledger = await ledger_of(plane)
+
+    assert getattr(ledger, resolution.value) == {"a": 2, "b": 1}
+    assert ledger.outstanding == ledger.waiting.total == ledger.claimed.total == 0
+
+
+async def test_a_claim_that_is_not_renewed_is_taken_over(world: World, plane: DataPlane) -> None:
+    await issue(plane, 1)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    (lost,) = await one.claim(wait_seconds=0)
+
+    await world.let_leases_end()
+    (taken,) = await other.claim(wait_seconds=1)
+
+    assert (taken.header.group_id, taken.deliveries) == (0, 2)
+    assert await one.renew([lost]) == [lost]
+    assert not await one.forward(lost, a_group(lost.task()))
+    assert not await one.resolve(lost, Resolution.FAILED, "late")
+    assert not await one.hand_back(lost)
+    assert await other.forward(taken, a_group(taken.task()))
+    assert (await ledger_of(plane)).waiting.generated == 1
+
+
+async def test_a_process_that_takes_its_own_claim_over_holds_only_the_new_one(world: World, plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (old,) = await rollout.claim(wait_seconds=0)
+    await world.let_leases_end()
+    (new,) = await rollout.claim(wait_seconds=1)
+
+    assert await rollout.renew([old, new]) == [old]
+    assert not await rollout.forward(old, a_group(old.task()))
+    assert await rollout.forward(new, a_group(new.task()))
+    assert not await rollout.forward(old, a_group(old.task()))
+
+
+async def test_a_renewed_claim_is_not_taken_over(world: World, plane: DataPlane) -> None:
+    await issue(plane, 1)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    (claim,) = await one.claim(wait_seconds=0)
+
+    await world.let_leases_end()
+    assert await one.renew([claim]) == []
+
+    assert await claim_ids(other) == []
+    assert await one.forward(claim, a_group(claim.task()))
+
+
+async def test_a_claim_is_renewed_while_its_block_runs(world: World, plane: DataPlane) -> None:
+    await issue(plane, 1)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    (claim,) = await one.claim(wait_seconds=0)
+
+    async with one.renewing(claim) as renewal:
+        await world.let_leases_end()
+        await asyncio.sleep(one.lease_seconds / 2)
+        assert await claim_ids(other, wait_seconds=0.1) == []
+        assert not renewal.lost.is_set()
+
+    assert await one.forward(claim, a_group(claim.task()))
+
+
+async def test_a_holder_is_told_that_its_claim_is_lost(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    kept, lost = await rollout.claim(2, wait_seconds=0)
+
+    async with rollout.renewing(kept, lost) as renewal:
+        await rollout.hand_back(lost)
+        async with asyncio.timeout(5):
+            await renewal.lost.wait()
+
+    assert renewal.lost_claims == [lost]
+
+
+async def test_what_is_handed_back_is_claimed_next_within_half_a_second(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    first, second = await one.claim(2, wait_seconds=0)
+    waiting = asyncio.create_task(other.claim(2, wait_seconds=5))
+    await asyncio.sleep(0.05)
+
+    assert await one.hand_back(second)
+    assert (await ledger_of(plane)).waiting.tasks <= 1
+    async with asyncio.timeout(1.0):
+        (claim,) = await waiting
+
+    assert (claim.header.group_id, claim.deliveries) == (1, 1)
+    assert not await one.forward(second, a_group(second.task()))
+    assert await one.forward(first, a_group(first.task()))
+
+
+async def test_handing_back_is_no_delivery(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+
+    for _ in range(3):
+        (claim,) = await rollout.claim(wait_seconds=2)
+        assert claim.deliveries == 1
+        assert await rollout.hand_back(claim)
+
+    assert (await ledger_of(plane)).waiting.tasks == 1
+
+
+async def test_an_entry_that_nobody_finishes_is_given_up(world: World) -> None:
+    plane = world.open(max_deliveries=2)
+    await issue(plane, 2)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    await rollout.claim(1, wait_seconds=0)
+    await world.let_leases_end()
+    assert [claim.deliveries for claim in await rollout.claim(1, wait_seconds=1)] == [2]
+    await world.let_leases_end()
+
+    assert await claim_ids(rollout, 2, wait_seconds=1) == [1]
+
+    ledger = await ledger_of(plane)
+    assert ledger.failed == {"too_many_deliveries": 1}
+    assert ledger.outstanding == 1
+    assert await plane.admission.outstanding_older_than(1) == [1]
+
+
+async def test_a_waiting_claimer_wakes_when_a_task_comes(plane: DataPlane) -> None:
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    waiting = asyncio.create_task(rollout.claim(wait_seconds=10))
+    await asyncio.sleep(0.05)
+
+    await issue(plane, 1)
+
+    async with asyncio.timeout(1):
+        assert len(await waiting) == 1
+
+
+async def test_an_empty_hop_answers_after_the_wait(plane: DataPlane) -> None:
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    clock = asyncio.get_running_loop().time
+    started = clock()
+
+    assert await rollout.claim(wait_seconds=0.2) == []
+
+    assert 0.15 < clock() - started < 2
+
+
+async def test_misuse_is_refused(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    first, _ = await rollout.claim(2, wait_seconds=0)
+
+    with pytest.raises(ValueError, match="cannot forward group 1"):
+        await rollout.forward(first, a_group(1))
+    with pytest.raises(ValueError, match="without a colon"):
+        await rollout.resolve(first, Resolution.FAILED, "a:b")
+    with pytest.raises(ValueError, match="use trainer"):
+        plane.hop(HopName.SCORED, "thief")
+
+
+async def test_lanes_keep_apart(world: World) -> None:
+    train, evaluation = world.open(), world.open(Lane.EVALUATION)
+    await issue(train, 2)
+    await issue(evaluation, 3)
+
+    await move_to_scored(evaluation, 3)
+    evaluator = evaluation.hop(HopName.SCORED, "evaluator")
+    for claim in await evaluator.claim(3, wait_seconds=0):
+        assert await evaluator.resolve(claim, Resolution.TRAINED, "evaluated")
+
+    assert (await ledger_of(evaluation)).trained == 3
+    ledger = await ledger_of(train)
+    assert (ledger.waiting.tasks, ledger.trained) == (2, 0)
+    with pytest.raises(ValueError, match="only the train lane"):
+        evaluation.trainer("trainer")
+
+
+async def test_removing_a_lane_leaves_nothing(plane: DataPlane) -> None:
+    await issue(plane, 3)
+    await move_to_scored(plane, 2)
+
+    await plane.remove()
+
+    ledger = await ledger_of(plane)
+    assert (ledger.issued, ledger.waiting.total, ledger.outstanding) == (0, 0, 0)
+    assert await plane.admission.next_group_id() == 0
+    await issue(plane, 1)
+    assert await claim_ids(plane.hop(HopName.TASKS, "rollout")) == [0]

@@ -1,0 +1,152 @@
+"""Answers that are lost with their connection: what was done is done once, and what was delivered comes again."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shared.errors import Unavailable
+from shared.streams.admission import IssueOutcome
+from shared.streams.connection import connect
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.scripts import script
+from shared.streams.settings import StreamsConfig
+from shared.testing.builders import a_group, a_task
+from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
+from tests.integration.streams.proxy import Relay, relaying
+
+
+@pytest.fixture
+async def cut(redis_url: str, experiment_id: str, tmp_path: Path) -> AsyncIterator[tuple[Relay, RedisDataPlane]]:
+    """A relay, and a plane that speaks through it."""
+    async with relaying(redis_url, tmp_path / "relay") as (relay, url):
+        client = connect(url)
+        try:
+            yield relay, RedisDataPlane(client, experiment_id, config=StreamsConfig(lease_seconds=0.3))
+        finally:
+            await client.aclose()
+
+
+def digest(name: str) -> bytes:
+    return script(name).digest.encode()
+
+
+async def test_a_forward_whose_answer_was_lost_is_repeated_with_one_effect(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 1)
+    rollout = through.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    relay.swallow_answer_to(digest("finish"))
+
+    assert await rollout.forward(claim, a_group(claim.task()))
+
+    assert relay.swallowed == 1
+    ledger = await ledger_of(plane)
+    assert (ledger.waiting.generated, ledger.claimed.tasks) == (1, 0)
+
+
+async def test_a_resolution_whose_answer_was_lost_counts_once(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 1)
+    rollout = through.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    relay.swallow_answer_to(digest("finish"))
+
+    assert await rollout.resolve(claim, Resolution.FAILED, "timeout")
+
+    assert relay.swallowed == 1
+    assert (await ledger_of(plane)).failed == {"timeout": 1}
+
+
+async def test_an_issue_whose_answer_was_lost_says_that_the_cursor_moved(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    relay.swallow_answer_to(digest("issue"))
+
+    result = await through.admission.issue_many([a_task(0), a_task(1)], limit=5)
+
+    assert relay.swallowed == 1
+    assert (result.outcome, result.next_group_id) == (IssueOutcome.CURSOR_MOVED, 2)
+    assert (await ledger_of(plane)).issued == 2
+
+
+async def test_a_delivery_that_was_lost_comes_again_when_its_lease_ends(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 1)
+    rollout = through.hop(HopName.TASKS, "rollout")
+    await rollout.claim(0, wait_seconds=0)
+    relay.swallow_answer_to(b"XREADGROUP")
+
+    (claim,) = await rollout.claim(wait_seconds=5)
+
+    assert relay.swallowed == 1
+    assert claim.deliveries == 2
+
+
+@pytest.mark.parametrize("swallowed", ["XREADGROUP", "sweep"])
+async def test_a_delivery_to_the_trainer_that_was_lost_comes_again(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane, swallowed: str
+) -> None:
+    relay, through = cut
+    await issue(plane, 3)
+    await move_to_scored(plane, 3)
+    trainer = await a_trainer(through)
+    held = await trainer.hop.claim(wait_seconds=0)
+    if swallowed == "sweep":
+        trainer = await a_trainer(through)  # what the first one held waits to be swept
+        held = []
+    relay.swallow_answer_to(b"XREADGROUP" if swallowed == "XREADGROUP" else digest("sweep"))
+
+    while len(held) < 3:
+        claims = await trainer.hop.claim(3, wait_seconds=3)
+        assert claims
+        held += claims
+
+    assert relay.swallowed == 1
+    assert sorted(claim.header.group_id for claim in held) == [0, 1, 2]
+    assert await trainer.plan(1, held, version=0)
+    assert (await ledger_of(plane)).planned == 3
+
+
+async def test_a_plan_and_its_commit_survive_lost_answers(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 2)
+    await move_to_scored(plane, 2)
+    relay.swallow_answer_to(digest("take_over"))
+    trainer = await a_trainer(through)
+    claims = await trainer.hop.claim(2, wait_seconds=1)
+
+    relay.swallow_answer_to(digest("plan"))
+    assert await trainer.plan(1, claims, version=0)
+    relay.swallow_answer_to(digest("commit"))
+    await trainer.commit([1])
+
+    assert relay.swallowed == 3
+    ledger = await ledger_of(plane)
+    assert (ledger.planned, ledger.trained, ledger.consumed_since_publication) == (0, 2, 2)
+
+
+async def test_a_server_that_is_away_is_unavailable_after_the_deadline(tmp_path: Path) -> None:
+    client = connect(f"unix://{tmp_path}/nobody.sock")
+    plane = RedisDataPlane(client, "e", config=StreamsConfig(deadline_seconds=0.2))
+
+    for call in (
+        plane.ledger(),
+        plane.hop(HopName.TASKS, "rollout").claim(wait_seconds=0),
+        plane.admission.next_group_id(),
+        plane.trainer("trainer").replay(1),
+    ):
+        with pytest.raises(Unavailable):
+            await call
+    await client.aclose()

@@ -1,0 +1,102 @@
+"""What an operator or a restart may do to the server's state."""
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import Unavailable
+from shared.streams.hop import Resolution
+from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.settings import StreamsConfig
+from shared.testing.builders import a_group
+from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
+
+
+async def test_a_missing_group_is_made_from_the_beginning(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 3)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (lost,) = await rollout.claim(wait_seconds=0)
+    await redis.xgroup_destroy(StreamKeys(experiment_id).stream(HopName.TASKS), CONSUMER_GROUP)
+
+    assert (await ledger_of(plane)).waiting.tasks == 3
+    assert await rollout.renew([lost]) == [lost]
+    assert not await rollout.forward(lost, a_group(lost.task()))
+    assert not await rollout.hand_back(lost)
+    assert await claim_ids(rollout, wait_seconds=1) == [0, 1, 2]
+    await ledger_of(plane)
+
+
+async def test_a_missing_group_does_not_deliver_planned_groups_again(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 100)
+    await move_to_scored(plane, 100)
+    trainer = await a_trainer(plane)
+    claims = await trainer.hop.claim(80, wait_seconds=0)
+    assert await trainer.plan(1, claims[10:80], version=0)
+    await redis.xgroup_destroy(StreamKeys(experiment_id).stream(HopName.SCORED), CONSUMER_GROUP)
+    assert (await ledger_of(plane)).planned == 70
+
+    held: list[int] = []
+    while len(held) < 30:
+        held += await claim_ids(trainer.hop, 100, wait_seconds=1)
+
+    assert sorted(held) == [*range(10), *range(80, 100)]
+    assert await claim_ids(trainer.hop) == []
+    await ledger_of(plane)
+    assert [claim.header.group_id for claim in await trainer.replay(1)] == list(range(10, 80))
+    assert await trainer.commit([1]) == 1
+    ledger = await ledger_of(plane)
+    assert (ledger.trained, ledger.claimed.scored) == (70, 30)
+
+
+async def test_scripts_that_the_server_forgot_are_sent_again(redis: Redis, plane: RedisDataPlane) -> None:
+    await issue(plane, 2)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    claims = await rollout.claim(2, wait_seconds=0)
+    await redis.script_flush()
+
+    assert await rollout.forward_many([(claim, a_group(claim.task())) for claim in claims]) == [True, True]
+    await redis.script_flush()
+    assert await rollout.renew(claims) == claims
+
+
+async def test_nothing_but_the_streams_grows_with_the_groups(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 20)
+    await move_to_scored(plane, 20)
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(20, wait_seconds=0), version=0)
+    await trainer.commit([1])
+    keys = StreamKeys(experiment_id)
+
+    assert [await redis.xlen(keys.stream(hop)) for hop in HopName] == [0, 0, 0]
+    assert await redis.zcard(keys.outstanding) == 0
+    left = {key.decode() async for key in redis.scan_iter(f"{keys.prefix}:*")} - set(keys.all())
+    assert all(":done:" in key for key in left)
+    assert all([0 < await redis.pttl(key) <= 120_000 for key in left])
+
+
+async def test_a_full_server_refuses_new_work_and_lets_work_end(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 2)
+    impatient = RedisDataPlane(redis, experiment_id, config=StreamsConfig(deadline_seconds=0.2))
+    rollout = impatient.hop(HopName.TASKS, "rollout")
+    one, other = await rollout.claim(2, wait_seconds=0)
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(Unavailable, match="memory"):
+            await issue(impatient, 1, first=2)
+        with pytest.raises(Unavailable):
+            await rollout.forward(one, a_group(one.task()))
+        assert await rollout.resolve(other, Resolution.FAILED, "timeout")
+    finally:
+        await redis.config_set("maxmemory", 0)
+
+    assert await rollout.forward(one, a_group(one.task()))
+    ledger = await ledger_of(plane)
+    assert (ledger.issued, ledger.failed, ledger.waiting.generated) == (2, {"timeout": 1}, 1)

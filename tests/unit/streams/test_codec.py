@@ -1,0 +1,86 @@
+import msgpack
+import numpy as np
+import pytest
+
+from shared.schemas.task import TASK_SCHEMA
+from shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus
+from shared.streams.codec import (
+    EntryHeader,
+    decode_group,
+    decode_task,
+    encode_group,
+    encode_task,
+    group_header,
+    task_header,
+)
+from shared.testing.builders import a_group, a_task, a_trajectory
+
+
+def test_a_task_comes_back_equal() -> None:
+    task = a_task(7, metadata={"nested": {"a": [1, None, 2.5]}, 3: "odd key"}, pinned_version=4, greedy=True)
+
+    assert decode_task(encode_task(task)) == task
+
+
+def test_a_group_comes_back_bit_for_bit() -> None:
+    group = a_group(a_task(3), rewards=[None, 0.25])
+    sent = group.trajectories[0]
+
+    got = decode_group(encode_group(group))
+
+    assert got.task == group.task
+    received = got.trajectories[0]
+    for name, dtype in (("token_ids", np.int32), ("loss_mask", np.uint8), ("log_probs", np.float32)):
+        np.testing.assert_array_equal(getattr(received, name), getattr(sent, name))
+        assert getattr(received, name).dtype == dtype
+        assert not getattr(received, name).flags.writeable
+    assert received.versions == sent.versions
+    assert (got.trajectories[1].status, got.trajectories[1].reward) == (GradeStatus.SCORED, 0.25)
+    assert (received.status, received.reward) == (GradeStatus.PENDING, None)
+
+
+@pytest.mark.parametrize(("decode", "known"), [(decode_task, TASK_SCHEMA), (decode_group, GROUP_SCHEMA)])
+def test_a_payload_of_another_schema_is_refused_with_both_numbers(decode: object, known: int) -> None:
+    payload = msgpack.packb({"schema": 99})
+
+    with pytest.raises(ValueError, match=rf"schema 99.*{known}"):
+        decode(payload)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="mapping"):
+        decode(msgpack.packb([1]))  # type: ignore[operator]
+
+
+def test_a_header_says_what_the_payload_holds() -> None:
+    group = a_group(a_task(5, group_size=4), rewards=[0.0, 1.0, 1.0, None])
+
+    header = group_header(group, created_at=12.5)
+
+    assert header.reward_mean == pytest.approx(2 / 3)
+    assert header.reward_spread == pytest.approx(np.std([0.0, 1.0, 1.0]))
+    assert (header.group_id, header.size, header.token_count) == (5, 4, group.num_tokens)
+    assert header.created_at == 12.5
+    assert EntryHeader.from_bytes(header.to_bytes()) == header
+
+
+def test_a_header_spans_the_versions_that_sampled() -> None:
+    task = a_task(0, group_size=1, min_version=1)
+    group = a_group(task)
+    mixed = a_trajectory(prompt_tokens=2, sampled_tokens=4, versions=((0, 6), (3, 7), (5, 9)))
+
+    header = group_header(type(group)(task, (mixed,)))
+
+    assert (header.oldest_version, header.newest_version) == (6, 9)
+
+
+def test_a_task_header_bears_no_reward() -> None:
+    header = task_header(a_task(2, min_version=3), created_at=1.0)
+
+    assert header == EntryHeader(TASK_SCHEMA, 2, 2, 0, 3, 3, None, None, 1.0)
+
+
+def test_unknown_header_fields_are_passed_over_and_missing_ones_named() -> None:
+    wire = msgpack.unpackb(task_header(a_task(), created_at=1.0).to_bytes())
+
+    assert EntryHeader.from_bytes(msgpack.packb(wire | {"newer": 1})).group_id == 0
+    del wire["size"]
+    with pytest.raises(ValueError, match="size"):
+        EntryHeader.from_bytes(msgpack.packb(wire))

@@ -1,0 +1,51 @@
+import pytest
+
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+
+COUNTERS = {
+    "issued": 20,
+    "planned": 2,
+    "trained": 3,
+    "filtered:zero variance": 1,
+    "dropped:too old": 2,
+    "failed:timeout": 1,
+    "failed:worker died": 1,
+    "tokens:trained": 500,
+}
+DEPTHS = {HopName.TASKS: (4, 2), HopName.GENERATED: (0, 3), HopName.SCORED: (1, 0)}
+
+
+def test_a_balanced_ledger_accounts_for_every_group() -> None:
+    ledger = Ledger.from_counters(COUNTERS, DEPTHS, outstanding=10, consumed=2)
+
+    assert ledger.balanced
+    assert ledger.failed == {"timeout": 1, "worker died": 1}
+    assert (ledger.waiting.total, ledger.claimed.total, ledger.tokens.trained) == (5, 5, 500)
+
+
+@pytest.mark.parametrize(
+    ("change", "outstanding"),
+    [({"issued": 21}, 10), ({"planned": 3}, 10), ({"failed:timeout": 2}, 10), ({}, 9), ({"trained": -1}, 10)],
+)
+def test_one_group_too_many_or_too_few_shows(change: dict[str, int], outstanding: int) -> None:
+    assert not Ledger.from_counters(COUNTERS | change, DEPTHS, outstanding=outstanding, consumed=2).balanced
+
+
+def test_counts_below_zero_never_balance() -> None:
+    depths = DEPTHS | {HopName.TASKS: (7, -1)}
+
+    assert not Ledger.from_counters(COUNTERS, depths, outstanding=10, consumed=2).balanced
+
+
+def test_it_travels_as_json() -> None:
+    ledger = Ledger.from_counters(COUNTERS, DEPTHS, outstanding=10, consumed=2)
+    wire = ledger.model_dump(mode="json")
+
+    assert wire["balanced"] is True
+    assert wire["waiting"] == {"tasks": 4, "generated": 0, "scored": 1}
+    assert Ledger.model_validate_json(ledger.model_dump_json()) == ledger
+
+
+def test_an_empty_ledger_balances() -> None:
+    assert Ledger.from_counters({}, dict.fromkeys(HopName, (0, 0)), outstanding=0, consumed=0).balanced

@@ -1,0 +1,71 @@
+import asyncio
+
+import pytest
+from redis.exceptions import AuthenticationError, BusyLoadingError, OutOfMemoryError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.errors import Unavailable
+from shared.streams.connection import address_of, is_absence, retried
+
+
+async def test_an_absent_server_is_asked_again() -> None:
+    answers: list[object] = [RedisConnectionError("gone"), OSError("no route"), 7]
+
+    async def operation() -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await retried(operation, deadline_seconds=5) == 7
+
+
+async def test_after_the_deadline_it_is_unavailable_with_its_cause() -> None:
+    async def operation() -> None:
+        raise RedisTimeoutError("no answer")
+
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(Unavailable, match=r"within 0\.06 s: no answer") as raised:
+        await retried(operation, deadline_seconds=0.06)
+
+    assert isinstance(raised.value.__cause__, RedisTimeoutError)
+    assert asyncio.get_running_loop().time() - started < 1
+
+
+async def test_a_wrong_command_is_not_repeated() -> None:
+    asked = 0
+
+    async def operation() -> None:
+        nonlocal asked
+        asked += 1
+        raise ResponseError("ERR wrong number of arguments")
+
+    with pytest.raises(ResponseError):
+        await retried(operation, deadline_seconds=5)
+    assert asked == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "absent"),
+    [
+        (BusyLoadingError("LOADING"), True),
+        (OutOfMemoryError("full"), True),
+        (ResponseError("OOM command not allowed"), True),
+        (AuthenticationError("wrong password"), False),
+        (ResponseError("WRONGTYPE"), False),
+    ],
+)
+def test_which_errors_pass(error: Exception, absent: bool) -> None:
+    assert is_absence(error) is absent
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:secret@localhost:6379/0", "redis://localhost:6379/0"),
+        ("unix://:secret@/run/redis.sock?db=0", "unix:///run/redis.sock"),
+    ],
+)
+def test_addresses_are_shown_without_their_password(url: str, shown: str) -> None:
+    assert address_of(url) == shown

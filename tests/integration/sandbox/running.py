@@ -1,0 +1,47 @@
+"""A sandbox for tests: opened at one level, or a skip that says why not."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.sandbox.languages import choose
+from services.sandbox.routes.run_code import make_program, make_response
+from services.sandbox.settings import SandboxSettings
+from services.sandbox.state import SandboxState, open_state
+from shared.errors import Unavailable
+from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse
+
+TOKEN = "a token that is long enough"
+
+
+def settings_for(level: str, **fields: Any) -> SandboxSettings:
+    unsafe = level == "D"
+    return SandboxSettings.model_validate(
+        {"token": TOKEN, "level": level, "unsafe_sandbox": unsafe, "concurrency": 2} | fields
+    )
+
+
+@asynccontextmanager
+async def a_sandbox(level: str, **fields: Any) -> AsyncIterator[SandboxState]:
+    opening = open_state(settings_for(level, **fields))
+    try:
+        state = await opening.__aenter__()
+    except Unavailable as error:
+        # Landlock and seccomp are in every kernel that this project supports: C must not be skipped in silence.
+        if IsolationLevel(level) is IsolationLevel.C and "no Landlock" not in error.detail:
+            raise
+        pytest.skip(f"level {level} is not available: {error.detail}")
+    try:
+        yield state
+    finally:
+        await opening.__aexit__(None, None, None)
+
+
+async def run(state: SandboxState, code: str, language: str = "python", **fields: Any) -> RunCodeResponse:
+    request = RunCodeRequest(code=code, language=language, **fields)
+    async with state.pool.taken() as slot:
+        directory = state.executor.isolation.work_directory(slot)
+        program = make_program(request, choose(state.languages, language), directory, state)
+        return make_response(await state.executor.run(slot, program), state.executor.isolation.level)

@@ -1,0 +1,261 @@
+"""Every attack at every level that this machine offers. Levels C and D need no bwrap."""
+
+import asyncio
+import os
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.sandbox.slots import is_zombie, processes_of
+from shared.schemas.sandbox import CommandStatus, RunStatus
+from tests.integration.sandbox import attacks
+from tests.integration.sandbox.attacks import SIMPLE, Simple
+from tests.integration.sandbox.running import a_sandbox, run
+
+ISOLATING = ["A", "B", "C"]
+isolating = pytest.mark.parametrize("level", ISOLATING)
+SECRET = "secret-of-the-service-7d1f"
+
+
+@pytest.fixture
+def host_file() -> Iterator[Path]:
+    """A file that every user of the host may read."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        file = Path(name, "readable")
+        file.write_text("of the host")
+        file.chmod(0o644)
+        yield file
+
+
+@isolating
+@pytest.mark.parametrize("attack", SIMPLE, ids=lambda attack: attack.name)
+async def test_an_attack_is_stopped(level: str, attack: Simple) -> None:
+    async with a_sandbox(level) as state:
+        answer = await run(state, attack.code, run_timeout=attack.timeout)
+
+        assert answer.status is not RunStatus.SANDBOX_ERROR, answer
+        assert answer.run_result is not None
+        assert "BREACH" not in (answer.run_result.stdout or ""), answer
+        # It got as far as the attack: a program that fails at its first line proves nothing.
+        assert "SyntaxError" not in (answer.run_result.stderr or ""), answer
+        assert "NameError" not in (answer.run_result.stderr or ""), answer
+
+
+@isolating
+async def test_the_network_is_closed(level: str) -> None:
+    connections = 0
+
+    def count(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    server = await asyncio.start_server(count, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    abstract = uuid.uuid4().hex
+    with closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(f"\0{abstract}")
+        listening.listen()
+        async with server, a_sandbox(level) as state:
+            counted_before = connections
+            answer = await run(state, attacks.NETWORK, stdin=f"{host} {port} {abstract}")
+
+    stdout = answer.run_result.stdout if answer.run_result else None
+    assert stdout is not None and "BREACH" not in stdout
+    assert stdout.count("stopped") == 5
+    assert connections == counted_before
+
+
+@isolating
+async def test_the_hosts_files_cannot_be_read(level: str, host_file: Path) -> None:
+    here = str(Path(__file__).resolve())
+    paths = ["/etc/shadow", "/etc/passwd", str(host_file), here, "/proc/1/maps", "/sys/kernel/vmcoreinfo"]
+    if level in "AB":
+        # A private root may have an own file of that name; what counts is that it is not the host's.
+        paths.remove("/proc/1/maps")
+
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.FILES, stdin="\n".join(paths))
+
+    stdout = answer.run_result.stdout if answer.run_result else None
+    assert stdout is not None and "BREACH" not in stdout
+    assert stdout.count("stopped") == len(paths)
+
+
+@isolating
+async def test_no_environment_holds_a_secret(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOTILLA_TOKEN", SECRET)
+
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.ENVIRONMENT)
+
+    assert answer.status is RunStatus.SUCCESS
+    assert SECRET not in answer.model_dump_json()
+    assert "PATH" in (answer.run_result.stdout or "") if answer.run_result else False
+
+
+@isolating
+async def test_foreign_processes_cannot_be_signalled(level: str) -> None:
+    async with a_sandbox(level) as state:
+        victim = await asyncio.create_subprocess_exec("sleep", "60", env={})
+        try:
+            # In a process namespace these numbers mean other processes or none; the victim's survival is the test.
+            pids = f"{victim.pid} {os.getpid()}"
+            await run(state, attacks.SIGNALS, stdin=pids)
+            await run(state, "import os; os.kill(-1, 9)", run_timeout=5)
+            after = await run(state, "print('works')")
+        finally:
+            survived = victim.returncode is None
+            if survived:
+                victim.kill()
+            await victim.wait()
+
+    assert survived
+    assert after.status is RunStatus.SUCCESS
+
+
+@isolating
+async def test_an_endless_loop_ends_at_its_time(level: str) -> None:
+    async with a_sandbox(level) as state:
+        started = time.monotonic()
+        answer = await run(state, attacks.ENDLESS, run_timeout=0.5)
+
+    assert answer.run_result is not None
+    assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+    assert answer.status is RunStatus.FAILED
+    assert 0.5 <= answer.run_result.execution_time <= 5
+    assert time.monotonic() - started < 10
+
+
+@isolating
+async def test_a_fork_bomb_ends_and_leaves_nothing(level: str) -> None:
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.FORK_BOMB, run_timeout=1.5)
+        after = await run(state, "print('works')")
+
+        assert answer.status is RunStatus.FAILED
+        assert after.status is RunStatus.SUCCESS
+        assert living_processes_of_slots() == []
+
+
+@isolating
+async def test_a_daemonised_orphan_is_ended(level: str) -> None:
+    name = f"orphan-{uuid.uuid4().hex}"
+
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.ORPHAN, stdin=name)
+
+        assert answer.run_result is not None
+        assert answer.run_result.stdout == "started\n", answer
+        assert processes_called(name) == []
+
+
+@isolating
+async def test_a_program_that_kills_its_guard_fails(level: str) -> None:
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.KILL_GUARD, run_timeout=8)
+
+        stdout = (answer.run_result.stdout or "") if answer.run_result else ""
+        assert answer.status is RunStatus.FAILED or "stopped" in stdout, answer
+        assert living_processes_of_slots() == []
+
+
+@isolating
+async def test_output_is_cut(level: str) -> None:
+    async with a_sandbox(level, limits={"output_bytes": 1000}) as state:
+        answer = await run(state, attacks.FLOOD)
+
+    assert answer.status is RunStatus.SUCCESS
+    assert answer.run_result is not None
+    assert answer.run_result.stdout == "x" * 1000 + "\n[output cut after 1000 bytes]\n"
+    assert answer.run_result.stderr == "y" * 1000 + "\n[output cut after 1000 bytes]\n"
+
+
+@isolating
+async def test_fetching_follows_no_link(level: str) -> None:
+    wanted = ("link", "directory/passwd", "pipe", "real", "real/file", "missing")
+
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.LINKS, fetch_files=wanted)
+
+    assert answer.files == {"real/file": "bWluZQ=="}
+    for path in ("link", "directory/passwd", "pipe", "real"):
+        assert f"{path} was not fetched" in answer.message
+
+
+@isolating
+async def test_one_program_finds_nothing_of_the_one_before(level: str) -> None:
+    leave = "import os\nopen('left', 'w').write('x')\nos.mkdir('d')\nopen('d/f', 'w').close()\nos.chmod('d', 0)"
+
+    async with a_sandbox(level, concurrency=1) as state:
+        await run(state, leave)
+        answer = await run(state, "import os\nprint(sorted(os.listdir('.')))")
+
+    assert answer.run_result is not None
+    assert answer.run_result.stdout == "['main.py']\n"
+
+
+@isolating
+async def test_programs_at_the_same_time_do_not_meet(level: str) -> None:
+    look = (
+        "import os, time\ntime.sleep(0.3)\nopen('mine', 'w').close()\ntime.sleep(0.3)\nprint(sorted(os.listdir('.')))"
+    )
+
+    async with a_sandbox(level) as state:
+        answers = await asyncio.gather(run(state, look), run(state, attacks.FORK_BOMB, run_timeout=1.0))
+
+    assert answers[0].run_result is not None
+    assert answers[0].run_result.stdout == "['main.py', 'mine']\n", answers[0]
+
+
+async def test_without_isolation_the_attacks_do_get_through(host_file: Path) -> None:
+    # The control: what the other tests see stopped is not stopped by a mistake in the attack.
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, a_sandbox("D") as state:
+        network = await run(state, attacks.NETWORK, stdin=f"{host} {port} x")
+        files = await run(state, attacks.FILES, stdin=str(host_file))
+        kernel = await run(state, attacks.KERNEL)
+
+    outputs = [(answer.run_result.stdout or "") if answer.run_result else "" for answer in (network, files, kernel)]
+    assert "BREACH tcp" in outputs[0]
+    assert "BREACH" in outputs[1]
+    assert "BREACH memfd" in outputs[2]
+    assert "BREACH not dumpable" in outputs[2]
+
+
+async def test_level_d_still_limits_and_cleans_up() -> None:
+    name = f"orphan-{uuid.uuid4().hex}"
+
+    async with a_sandbox("D") as state:
+        huge = await run(state, attacks.ONE_HUGE_PROCESS)
+        endless = await run(state, attacks.ENDLESS, run_timeout=0.5)
+        await run(state, attacks.ORPHAN, stdin=name)
+
+        assert huge.status is RunStatus.FAILED
+        assert endless.run_result is not None
+        assert endless.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+        assert processes_called(name) == []
+
+
+def processes_called(name: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and name.encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def living_processes_of_slots() -> list[int]:
+    locked = [uid for uid in range(61000, 61016) if os.getuid() == 0]
+    return [pid for uid in locked for pid in processes_of(uid) if not is_zombie(pid)]

@@ -1,0 +1,234 @@
+"""The pure parts: limits, languages, job, isolation's command line, schema, queue."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.sandbox.guard.job import Confinement, Job, JobResult, Phase, PhaseResult
+from services.sandbox.guard.main import check_kill_scope, read_plainly
+from services.sandbox.guard.process import Drain
+from services.sandbox.guard.watch import directory_usage
+from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates
+from services.sandbox.languages import Language, choose
+from services.sandbox.limits import MEBIBYTE, Limits
+from services.sandbox.routes.run_code import make_response
+from services.sandbox.slots import SlotPool, lock_uid
+from shared.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse, RunStatus, check_relative_path
+
+PLACE = Place("/usr/bin/python3", "/tmp/code", ("/opt/packages",))
+
+
+def a_phase_result(**fields: Any) -> PhaseResult:
+    return PhaseResult(**{"name": "run", "outcome": "exited", "return_code": 0, "seconds": 0.1} | fields)
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="processes"):
+        Limits(processes=0)
+
+
+def test_a_call_can_only_lower_the_memory_limit() -> None:
+    limits = Limits(memory_bytes=100 * MEBIBYTE)
+
+    assert limits.with_memory(50 * MEBIBYTE).memory_bytes == 50 * MEBIBYTE
+    assert limits.with_memory(200 * MEBIBYTE).memory_bytes == 100 * MEBIBYTE
+
+
+def test_a_job_and_its_result_survive_the_wire() -> None:
+    job = Job(
+        "/work",
+        {"a": "eA=="},
+        (Phase("run", ("/bin/true", "x"), 1.0, "eA==", is_tool=True),),
+        ("out",),
+        {"PATH": "/bin"},
+        Limits(),
+        Confinement("uid", 61000, ("/usr",), ("/work",), denies_metadata=True),
+    )
+    result = JobResult((a_phase_result(detail="d"),), {"out": "eA=="}, ("note",))
+
+    assert Job.from_wire(json.loads(json.dumps(job.to_wire()))) == job
+    assert JobResult.from_wire(json.loads(json.dumps(result.to_wire()))) == result
+
+
+def test_a_compiled_language_has_two_phases() -> None:
+    language = Language("cpp", "/usr/bin/g++", "main.cpp", ("-O2",), compiled="main")
+
+    compiling, running = language.phases("/work", "eA==", 3.0, 4.0)
+
+    assert compiling.argv == ("/usr/bin/g++", "-O2", "main.cpp", "-o", "main")
+    assert (compiling.timeout_seconds, compiling.stdin, compiling.is_tool) == (3.0, "", True)
+    assert (running.argv, running.timeout_seconds, running.stdin) == (("/work/main",), 4.0, "eA==")
+
+
+def test_a_language_is_found_under_the_other_name() -> None:
+    language = Language("javascript", "/usr/bin/node", "main.js")
+
+    assert choose({"javascript": language}, "nodejs") is language
+    with pytest.raises(InvalidRequest, match="available: javascript"):
+        choose({"javascript": language}, "python")
+
+
+def test_bwrap_opens_no_namespace_and_no_writable_root() -> None:
+    command = bwrap_command(PLACE, Limits())
+
+    for option in ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--die-with-parent"):
+        assert option in command
+    assert "--bind" not in command
+    assert "--share-net" not in command
+    assert command[command.index("--remount-ro", command.index("--remount-ro") + 1) + 1] == "/"
+
+
+def test_a_shared_uid_is_never_signalled_as_a_whole() -> None:
+    shared = Slot(0, None, Path("/slots/0"))
+    own = Slot(0, 61000, Path("/slots/0"))
+
+    assert Isolation(IsolationLevel.C, PLACE).confinement(shared).kill_scope == "descendants"
+    assert Isolation(IsolationLevel.C, PLACE).confinement(shared).denies_metadata
+    assert Isolation(IsolationLevel.C, PLACE).confinement(own).kill_scope == "uid"
+    assert Isolation(IsolationLevel.A, PLACE).confinement(shared).kill_scope == "namespace"
+
+
+@pytest.mark.parametrize("confinement", [Confinement("namespace"), Confinement("uid", 4_000_000)])
+def test_the_guard_refuses_to_signal_all_where_it_is_not_alone(confinement: Confinement) -> None:
+    with pytest.raises(PermissionError):
+        check_kill_scope(confinement)
+
+
+def test_level_d_is_only_tried_when_allowed() -> None:
+    assert candidates(None, allows_unsafe=False) == ["A", "B", "C"]
+    assert candidates(None, allows_unsafe=True) == ["A", "B", "C", "D"]
+    assert candidates(IsolationLevel.B, allows_unsafe=False) == ["B"]
+    with pytest.raises(Unavailable):
+        candidates(IsolationLevel.D, allows_unsafe=False)
+
+
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "x" * 2000, "."])
+def test_a_path_outside_the_working_directory_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="not a relative path"):
+        check_relative_path(path)
+
+
+def test_the_schema_takes_sandbox_fusions_defaults() -> None:
+    request = RunCodeRequest.model_validate(
+        {
+            "compile_timeout": 10,
+            "run_timeout": 10,
+            "memory_limit_MB": -1,
+            "code": "x",
+            "stdin": None,
+            "language": "python",
+            "files": {},
+            "fetch_files": [],
+            "args": [],
+        }
+    )
+    answer = {"status": "Success", "message": "", "executor_pod_name": None, "files": {}}
+
+    assert request.language == "python"
+    assert RunCodeResponse.model_validate(answer).isolation is None
+    with pytest.raises(ValidationError):
+        RunCodeRequest.model_validate({"code": "x"})
+
+
+@pytest.mark.parametrize(
+    ("phase", "status"),
+    [
+        (a_phase_result(), RunStatus.SUCCESS),
+        (a_phase_result(return_code=1), RunStatus.FAILED),
+        (a_phase_result(outcome="timed_out", return_code=-9), RunStatus.FAILED),
+        (a_phase_result(outcome="over_limit", return_code=0), RunStatus.FAILED),
+        (a_phase_result(outcome="not_started", return_code=None), RunStatus.SANDBOX_ERROR),
+    ],
+)
+def test_only_a_clean_end_is_a_success(phase: PhaseResult, status: RunStatus) -> None:
+    assert make_response(JobResult((phase,)), IsolationLevel.A).status is status
+
+
+def test_a_compiler_that_fails_leaves_no_run_result() -> None:
+    answer = make_response(JobResult((a_phase_result(name="compile", return_code=1),)), IsolationLevel.A)
+
+    assert answer.status is RunStatus.FAILED
+    assert answer.run_result is None
+
+
+def test_a_file_is_read_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "up").symlink_to(tmp_path)
+
+    assert read_plainly(str(tmp_path), "file", 3) == b"abc"
+    for path in ("link", "up/file"):
+        with pytest.raises(OSError):
+            read_plainly(str(tmp_path), path, 10)
+    with pytest.raises(OSError, match="more bytes than allowed"):
+        read_plainly(str(tmp_path), "file", 2)
+
+
+def test_usage_counts_blocks_and_names(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "f").write_bytes(bytes(8192))
+    (tmp_path / "link").symlink_to("/usr")
+
+    used, number = directory_usage(str(tmp_path), Limits())
+
+    assert number == 3
+    assert used >= 8192
+
+
+def test_counting_stops_at_the_limit(tmp_path: Path) -> None:
+    for name in range(10):
+        (tmp_path / str(name)).touch()
+
+    assert directory_usage(str(tmp_path), Limits(files=4))[1] == 5
+
+
+def test_a_stream_is_cut_with_a_note() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"abcdef")
+    os.close(writing)
+    drain = Drain(reading, 4)
+
+    drain.read_rest()
+    os.close(reading)
+
+    phase = a_phase_result(stdout=drain.text())
+    assert phase.output()[0] == "abcd\n[output cut after 4 bytes]\n"
+
+
+def test_a_uid_is_locked_once(tmp_path: Path) -> None:
+    first = lock_uid(61000, tmp_path / "locks")
+    second = lock_uid(61000, tmp_path / "locks")
+    assert first is not None
+    os.close(first)
+    third = lock_uid(61000, tmp_path / "locks")
+    assert third is not None
+    os.close(third)
+
+    assert second is None
+
+
+async def test_turns_are_taken_and_given_back() -> None:
+    pool = SlotPool([Slot(0, None, Path("/s"))], max_queued=1, queue_seconds=0.02)
+
+    async with pool.taken() as slot:
+        assert (slot.number, pool.num_running) == (0, 1)
+        with pytest.raises(DeadlineExceeded):
+            async with pool.taken():
+                pass
+        waiting = asyncio.create_task(pool.taken().__aenter__())
+        await asyncio.sleep(0)
+        assert pool.is_full
+        with pytest.raises(Unavailable):
+            async with pool.taken():
+                pass
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    assert (pool.num_running, pool.num_waiting) == (0, 0)

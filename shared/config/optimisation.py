@@ -27,6 +27,7 @@ class OptimisationConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     epsilon: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; not applied to biases and norms."""
     max_grad_norm: float | None = Field(1.0, gt=0)

@@ -48,7 +48,7 @@ class Durability:
         queue, source: told when steps are final.
         reporter: told of each checkpoint.
         compute: the thread that may touch the weights.
-        on_failure: told that a checkpoint failed and will be tried again.
+        on_failure: told that a checkpoint failed and will be tried again, and None when one succeeded.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Durability:
         source: GroupSource,
         reporter: Reporter,
         compute: Executor,
-        on_failure: Callable[[Failure], None],
+        on_failure: Callable[[Failure | None], None],
     ) -> None:
         self.progress = progress
         self._config, self._manager, self._learner = config, manager, learner
@@ -122,6 +122,7 @@ class Durability:
             self._compute, partial(self._manager.save, self._learner, self.progress, version)
         )
         self._durable_step = self.progress.step
+        self._on_failure(None)
         await self._commit(range(self._committed_step + 1, self.progress.step + 1))
         view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
         self._reporter.checkpoint(view)

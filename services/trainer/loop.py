@@ -102,6 +102,10 @@ class TrainingLoop:
         return self.progress.step % self.steps_per_version == 0 or self.progress.step == self.total_steps
 
     async def _publish(self) -> None:
+        # Told to stop, it does not wait for a gateway that may be gone.
+        await self._control.unless_stopped(self._publisher.settled())
+        if not self._publisher.is_idle:
+            return
         await self._on_compute_thread(lambda: self._learner.keep_version(self.version))
         await self._publisher.publish(
             self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)
@@ -110,7 +114,6 @@ class TrainingLoop:
     async def _finish(self) -> bool:
         is_last = self.progress.step == self.total_steps
         if is_last:
-            # Told to stop, it does not wait for a gateway that may be gone.
             await self._control.unless_stopped(self._publisher.settled())
         await self._durability.at_the_end(self.version, is_at_version=self.is_at_version, publisher=self._publisher)
         if is_last and self._publisher.is_idle:

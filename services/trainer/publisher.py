@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 CALL_SECONDS = 10.0
+REFUSED_SECONDS = 1.0
 
 
 class Gateway(Protocol):
@@ -122,6 +123,11 @@ class Publisher:
                 # The gateway has it, from before this trainer came back.
                 log.info("version is known already", extra={"version": manifest.version})
                 break
+            except Conflict as error:
+                # The experiment is being stopped, or another trainer was appointed: the order to end is on its way.
+                log.warning("the gateway refuses the publication", extra={"error": error.detail})
+                await asyncio.sleep(REFUSED_SECONDS)
+                continue
             if outcome.phase is PublicationPhase.COMMITTED:
                 log.info("version is published", extra={"version": manifest.version, "members": len(outcome.members)})
                 break

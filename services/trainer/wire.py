@@ -53,6 +53,8 @@ class Status(Line):
     version: int | None
     """Version published last; None before the first."""
     load: Mapping[str, float] = Field(default_factory=dict)
+    failure: Failure | None = None
+    """What it could not do and tries again, such as a checkpoint on a full disk."""
 
 
 class ImageReady(Line):
@@ -64,7 +66,7 @@ class ImageReady(Line):
 
 
 class Failed(Line):
-    """Worker to supervisor: something failed. After a fatal failure the worker ends."""
+    """Worker to supervisor: why it ends."""
 
     kind: Literal["failed"] = "failed"
     failure: Failure

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import IO, cast
 
 from services.trainer.control import Control
+from services.trainer.durability import CheckpointOverdue
 from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Order, Status
 from services.trainer.worker.session import Session, Surroundings, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
-from shared.errors import ClaimLost, FlotillaError
+from shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
 from shared.schemas.service import Failure, WorkState
 from shared.streams.connection import connect
 from shared.streams.plane import DataPlane
@@ -28,6 +29,8 @@ EXIT_FAILED = 1
 STATUS_SECONDS = 1.0
 MAX_CAUSE_CHARACTERS = 2000
 COMPONENT = "trainer"
+HOPELESS = (ModelError, DataError, InvalidRequest, CheckpointOverdue)
+"""What would fail in the same way if the worker were started again."""
 
 
 class Orphaned(Exception):
@@ -47,6 +50,7 @@ class WorkerProcess:
         self._answers = answers
         self._control = Control(on_state=lambda _: self._say_status())
         self._session: Session | None = None
+        self._failure: Failure | None = None
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -89,7 +93,7 @@ class WorkerProcess:
                     endpoint=endpoint,
                     plane=cast(DataPlane, RedisDataPlane(redis, launch.assignment.experiment_id)),
                     on_image=lambda version, path: self._say(ImageReady(version=version, path=str(path))),
-                    on_failure=lambda failure: self._say(Failed(failure=failure, is_hopeless=False)),
+                    on_failure=self._set_failure,
                 )
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
@@ -124,6 +128,11 @@ class WorkerProcess:
             await asyncio.sleep(STATUS_SECONDS)
             self._say_status()
 
+    def _set_failure(self, failure: Failure | None) -> None:
+        if failure != self._failure:
+            self._failure = failure
+            self._say_status()
+
     def _say_status(self) -> None:
         session = self._session
         if session is None:
@@ -135,7 +144,15 @@ class WorkerProcess:
             "seconds": time.monotonic() - self._started,
         }
         version = session.publisher.published_version
-        self._say(Status(state=self._control.state, step=session.loop.progress.step, version=version, load=load))
+        self._say(
+            Status(
+                state=self._control.state,
+                step=session.loop.progress.step,
+                version=version,
+                load=load,
+                failure=self._failure,
+            )
+        )
 
     def _say_failure(self, error: BaseException) -> None:
         log.error("training failed", exc_info=error)
@@ -155,7 +172,7 @@ def describe_failure(error: BaseException) -> Failed:
     if isinstance(error, ClaimLost):
         return Failed(failure=Failure(component=COMPONENT, cause=error.detail, fatal=False), is_hopeless=True)
     if isinstance(error, FlotillaError):
-        return _failed(error.detail, is_hopeless=not error.retryable)
+        return _failed(error.detail, is_hopeless=isinstance(error, HOPELESS))
     text = str(error).strip().splitlines()
     return _failed(f"{type(error).__name__}: {text[0] if text else 'no message'}", is_hopeless=False)
 

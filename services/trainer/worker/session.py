@@ -48,7 +48,7 @@ class Surroundings:
         gateway, endpoint, plane: the three planes.
         image_directory: where snapshots lie; None chooses shared memory.
         on_image: told of each image that may be served.
-        on_failure: told of failures that the session recovers from.
+        on_failure: told of a failure that is tried again, and None when that succeeded.
     """
 
     experiment_id: str
@@ -59,7 +59,7 @@ class Surroundings:
     endpoint: WeightSender
     plane: DataPlane
     on_image: Callable[[int, Path], None]
-    on_failure: Callable[[Failure], None]
+    on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
 
 

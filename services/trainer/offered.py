@@ -1,0 +1,47 @@
+"""The images that this service offers to be pulled, held so that the worker does not write into them."""
+
+import logging
+from pathlib import Path
+
+from shared.errors import WeightTransferFailed
+from shared.weights.image import WeightImage, sweep
+from shared.weights.pull import PublishedImages
+
+log = logging.getLogger(__name__)
+
+
+class OfferedImages:
+    """The newest versions, each under a shared lock while it is offered.
+
+    They outlive the worker that wrote them: a rollout that joins while the worker is started again still gets them.
+
+    Args:
+        published: what the pull route serves.
+    """
+
+    def __init__(self, published: PublishedImages) -> None:
+        self._published = published
+        self._held: dict[int, WeightImage] = {}
+
+    def offer(self, version: int, path: Path) -> None:
+        """Offer a version; the oldest one is let go."""
+        try:
+            image = WeightImage.attach(path)
+        except WeightTransferFailed as error:
+            log.warning("image cannot be offered", extra={"version": version, "error": error.detail})
+            return
+        replaced = self._held.pop(version, None)
+        self._held[version] = image
+        self._published.publish(version, path)
+        if replaced is not None:
+            replaced.close()
+        for old in [each for each in self._held if each not in self._published.versions]:
+            self._held.pop(old).close()
+
+    def withdraw(self) -> None:
+        """Let go of all images, and remove those whose worker is dead."""
+        for image in self._held.values():
+            image.close()
+        self._held.clear()
+        self._published.withdraw()
+        sweep()

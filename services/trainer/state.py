@@ -1,0 +1,55 @@
+"""What a trainer service opens at start-up. No torch here: only the worker needs it."""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import psutil
+
+from services.trainer.offered import OfferedImages
+from services.trainer.supervisor import Addresses, Supervisor
+from shared.client import GatewayClient
+from shared.membership import Membership
+from shared.schemas.service import Capabilities, Registration, ServiceKind
+from shared.service_app import at_work
+from shared.settings import ServiceSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """See ``shared.service_app.ServiceState``."""
+
+    service: Supervisor
+    membership: Membership
+
+
+@contextlib.asynccontextmanager
+async def open_state(settings: ServiceSettings, address: str, images: OfferedImages) -> AsyncIterator[TrainerState]:
+    """Open the supervisor and its membership; close them in reverse order."""
+    async with GatewayClient(settings.gateway_url, settings.token) as client:
+        addresses = Addresses(
+            gateway_url=settings.gateway_url,
+            redis_url=settings.redis_url,
+            token=settings.token,
+            host=settings.host,
+            log_level=settings.log_level,
+        )
+        service = Supervisor(addresses, images, service_id=lambda: membership.service_id)
+        registration = Registration(
+            kind=ServiceKind.TRAINER,
+            address=address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capabilities=Capabilities(
+                cores=os.cpu_count() or 1,
+                memory_bytes=psutil.virtual_memory().total,
+                transports=("gloo", "pull"),
+            ),
+            incarnation=secrets.token_hex(8),
+        )
+        membership = Membership(client, registration, service.observe, service.apply)
+        async with at_work(service, membership):
+            yield TrainerState(service, membership)

@@ -58,7 +58,8 @@ class TorchEngine:
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
         self._prefilled_tokens = 0
-        log.info("engine loaded: %s, context of %d tokens", self._decoder.description, self.context_tokens)
+        facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
+        log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
 
     @property
     def is_idle(self) -> bool:
@@ -145,7 +146,7 @@ class TorchEngine:
                 rows = self._batch.alive()
                 self._prefill([self._batch.cached_tokens(row) for row in rows.tolist()], list(rows[:, None]))
             self._outcomes.append(Updated(update.update_id, None))
-            log.info("policy version %d serves, in flight: %s", update.version, update.mode.value)
+            log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
 
     def _is_held_back(self, update: Update) -> bool:
         if update.mode is OnWeightUpdate.DRAIN and self._batch.num_running:

@@ -18,8 +18,19 @@ from services.rollout.engines.commands import Close, Result, command_from_wire, 
 from services.rollout.engines.framing import encode, receive_message
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import FlotillaError
+from shared.telemetry.logging import STANDARD
 
 PR_SET_PDEATHSIG = 1
+
+
+class PlainLines(logging.Formatter):
+    """Level, phrase and facts on a line, to be read by people in the detail of an error; the parent adds the rest."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format one record."""
+        facts = " ".join(f"{key}={value}" for key, value in record.__dict__.items() if key not in STANDARD)
+        trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
+        return f"{record.levelname.lower()}: {record.getMessage()} {facts}".rstrip() + trace
 
 
 def die_with_parent(parent: int) -> None:
@@ -71,7 +82,9 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when an interrupt ends the engine.
-    logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PlainLines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("services").setLevel(logging.INFO)
     with socket.socket(fileno=arguments.socket) as connection:
         try:

@@ -1,0 +1,150 @@
+"""Tiny random models on disk, and what transformers says about their tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging
+
+VOCAB = 96
+EOS = 1
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "eos_token_id": EOS,
+}
+_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
+    "llama": (LlamaConfig, {**_SIZES, "num_key_value_heads": 4}, "fused"),
+    "llama-gqa-tied": (
+        LlamaConfig,
+        {
+            **_SIZES,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        "fused",
+    ),
+    "mistral": (MistralConfig, {**_SIZES, "num_key_value_heads": 2, "sliding_window": None}, "fused"),
+    "qwen2": (Qwen2Config, {**_SIZES, "num_key_value_heads": 2}, "fused"),
+    "qwen3": (Qwen3Config, {**_SIZES, "num_key_value_heads": 2, "head_dim": 16}, "fused"),
+    "qwen3-tied": (
+        Qwen3Config,
+        {**_SIZES, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
+        "fused",
+    ),
+    "llama-scaled-rope": (
+        LlamaConfig,
+        {**_SIZES, "num_key_value_heads": 2, "rope_parameters": {**_ROPE, "original_max_position_embeddings": 32}},
+        "cached",
+    ),
+    "mistral-window": (MistralConfig, {**_SIZES, "num_key_value_heads": 2, "sliding_window": 6}, "cached"),
+    "gemma2": (Gemma2Config, {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}, "cached"),
+    "gpt2": (
+        GPT2Config,
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": VOCAB,
+            "n_positions": 128,
+            "initializer_range": 0.2,
+            "bos_token_id": 0,
+            "eos_token_id": EOS,
+        },
+        "cached",
+    ),
+    "opt": (
+        OPTConfig,
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 64,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 128,
+            "word_embed_proj_dim": 32,
+            "init_std": 0.2,
+        },
+        "cached",
+    ),
+    "gpt-neox": (GPTNeoXConfig, _SIZES, "cached"),
+    "bloom": (
+        BloomConfig,
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "initializer_range": 0.2},
+        "cached",
+    ),
+    "mamba": (
+        MambaConfig,
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, "state_size": 8},
+        "recomputed",
+    ),
+}
+
+
+def make_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Make a random model; vectors such as norms and biases are random too, so that none can be forgotten."""
+    kind, sizes, _ = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**sizes)).to(dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def save_model(family: str, directory: Path, *, seed: int = 0) -> nn.Module:
+    """Make a random model and save it."""
+    logging.disable_progress_bar()
+    model = make_model(family, seed=seed)
+    model.save_pretrained(directory)
+    return model
+
+
+def save_image(model: nn.Module, path: Path, **changes: torch.Tensor) -> Path:
+    """Save a weight image of a model, without the head when it is tied."""
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    save_file({**tensors, **changes}, path)
+    return path
+
+
+def scores(model: nn.Module, prompt_ids: Sequence[int], sampled: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """Score sampled tokens by one plain forward pass: log-probabilities at temperature 1."""
+    return all_scores(model, prompt_ids, sampled)[np.arange(sampled.size), sampled]
+
+
+def all_scores(model: nn.Module, prompt_ids: Sequence[int], sampled: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """Score the whole vocabulary at each sampled position: [N, V]."""
+    token_ids = torch.tensor([[*prompt_ids, *sampled.tolist()]])
+    with torch.inference_mode():
+        logits = model(input_ids=token_ids, use_cache=False).logits[0].float()
+    return logits.log_softmax(dim=-1)[len(prompt_ids) - 1 : -1].numpy()

@@ -1,0 +1,27 @@
+"""Builders of generation requests."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from services.rollout.engines.base import GenerationRequest, SamplingParameters
+
+_numbers = itertools.count()
+
+
+def a_request(
+    prompt_ids: Sequence[int] = (5, 6, 7),
+    seeds: Sequence[int] = (1,),
+    *,
+    request_id: str | None = None,
+    holds_weights: bool = False,
+    **sampling: Any,
+) -> GenerationRequest:
+    """Make a request that samples 8 tokens, whatever they are."""
+    return GenerationRequest(
+        request_id=request_id or f"request-{next(_numbers)}",
+        prompt_ids=tuple(prompt_ids),
+        seeds=tuple(seeds),
+        sampling=SamplingParameters(**{"max_new_tokens": 8, "ignore_eos": True, **sampling}),
+        holds_weights=holds_weights,
+    )

@@ -1,0 +1,281 @@
+"""What every engine promises, asked of each of them: scripted, on a thread, in a process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.in_process_engine import InProcessEngine
+from services.rollout.engines.process_engine import ProcessEngine
+from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.engines.settings import EngineSettings
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import InvalidRequest, WeightTransferFailed, WorkerDied
+from shared.schemas.trajectory import FinishReason
+from tests.contract.engine.models import EOS, make_model, save_image, save_model
+from tests.contract.engine.requests import a_request
+
+CONTEXT = 2048
+SLOTS = 12
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3", path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    return path
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_image(make_model("qwen3", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """One event loop for the module, since starting an engine takes seconds."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=["scripted", "in-process", "process"])
+def make_engine(request: pytest.FixtureRequest, model_path: Path) -> Callable[[], Engine]:
+    settings = EngineSettings(str(model_path), version=3, slots=SLOTS, context_tokens=CONTEXT)
+    makers: dict[str, Callable[[], Engine]] = {
+        "scripted": lambda: ScriptedEngine(version=3, slots=SLOTS, context_tokens=CONTEXT, eos_token_id=EOS),
+        "in-process": lambda: InProcessEngine(settings),
+        "process": lambda: ProcessEngine(settings),
+    }
+    return makers[request.param]
+
+
+@pytest.fixture(scope="module")
+async def started(make_engine: Callable[[], Engine]) -> AsyncIterator[Engine]:
+    engine = make_engine()
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.fixture
+async def engine(started: Engine, model_path: Path) -> Engine:
+    """The module's engine, idle and at version 3."""
+    assert (await started.load()).running == 0
+    if (await started.load()).version != 3:
+        await started.load_weights(model_path / "model.safetensors", 3, OnWeightUpdate.DRAIN)
+    return started
+
+
+async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) -> None:
+    """Wait until so many samples run and that many tokens were sampled since this call."""
+    before = (await engine.load()).generated_tokens
+    async with asyncio.timeout(20):
+        while True:
+            load = await engine.load()
+            if load.running == running and load.generated_tokens - before >= new_tokens:
+                return
+            await asyncio.sleep(0)
+
+
+async def test_each_seed_gets_its_completion(engine: Engine) -> None:
+    completions = await engine.generate(a_request(seeds=(1, 2, 3), max_new_tokens=5))
+
+    assert [completion.token_ids.shape for completion in completions] == [(5,)] * 3
+    for completion in completions:
+        assert completion.token_ids.dtype == np.int32
+        assert completion.log_probs.dtype == np.float32
+        assert (completion.log_probs <= 0).all() and np.isfinite(completion.log_probs).all()
+        assert completion.versions == ((0, 3),)
+        assert completion.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_completion_depends_on_its_seed_alone(engine: Engine) -> None:
+    alone = await engine.generate(a_request(seeds=(7,), max_new_tokens=12))
+
+    crowd = [engine.generate(a_request(range(2, 2 + size), seeds=range(size), max_new_tokens=9)) for size in (3, 2, 4)]
+    among_others, *_ = await asyncio.gather(engine.generate(a_request(seeds=(5, 7), max_new_tokens=12)), *crowd)
+
+    assert among_others[1].token_ids.tolist() == alone[0].token_ids.tolist()
+    assert among_others[0].token_ids.tolist() != alone[0].token_ids.tolist()
+
+
+async def test_more_samples_than_slots_are_all_served(engine: Engine) -> None:
+    before = (await engine.load()).generated_tokens
+    requests = [a_request(seeds=range(5), max_new_tokens=4) for _ in range(6)]
+    requests.append(a_request(seeds=range(SLOTS * 2 + 1), max_new_tokens=4))
+
+    answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    assert [len(answer) for answer in answers] == [5] * 6 + [SLOTS * 2 + 1]
+    load = await engine.load()
+    assert (load.running, load.waiting, load.slots) == (0, 0, SLOTS)
+    assert load.generated_tokens - before == (30 + SLOTS * 2 + 1) * 4
+
+
+async def test_a_stop_token_ends_a_completion_and_stays_in_it(engine: Engine) -> None:
+    [free] = await engine.generate(a_request(max_new_tokens=10))
+    stop = int(free.token_ids[4])
+    first = free.token_ids.tolist().index(stop)
+
+    [stopped] = await engine.generate(a_request(max_new_tokens=10, stop_token_ids=(stop, 95)))
+
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_what_does_not_fit_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=f"make {CONTEXT + 1}.* holds {CONTEXT}"):
+        await engine.generate(a_request([5] * 100, max_new_tokens=CONTEXT - 99))
+
+    assert len(await engine.generate(a_request())) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("prompt_ids", {"prompt_ids": ()}),
+        ("prompt_ids", {"prompt_ids": (5, 100_000)}),
+        ("seeds", {"seeds": ()}),
+        ("seeds", {"seeds": (-1,)}),
+        ("max_new_tokens", {"max_new_tokens": 0}),
+        ("temperature", {"temperature": 0.0}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_k", {"top_k": -1}),
+        ("stop", {"stop": ("",)}),
+    ],
+)
+async def test_a_bad_field_is_named(engine: Engine, field: str, changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.generate(a_request(**changes))  # type: ignore[arg-type]
+
+    assert [entry["field"] for entry in caught.value.errors] == [field]
+
+
+async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
+    running = asyncio.create_task(engine.generate(a_request(request_id="same", max_new_tokens=LONG)))
+    await until_running(engine, running=1)
+
+    with pytest.raises(InvalidRequest, match="same is in flight"):
+        await engine.generate(a_request(request_id="same"))
+
+    await engine.abort("same")
+    await running
+
+
+async def test_an_abort_returns_what_there_is(engine: Engine) -> None:
+    request = a_request(seeds=(1, 2), request_id="long", max_new_tokens=LONG)
+    running = asyncio.create_task(engine.generate(request))
+    await until_running(engine, running=2, new_tokens=10)
+
+    await engine.abort("unknown")
+    await engine.abort("long")
+
+    completions = await running
+    assert {completion.finish_reason for completion in completions} == {FinishReason.ABORTED}
+    assert all(5 <= completion.token_ids.size < LONG for completion in completions)
+    assert (await engine.load()).running == 0
+
+
+async def test_cancelling_generate_ends_the_request(engine: Engine) -> None:
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
+    await until_running(engine, running=2)
+
+    running.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until_running(engine, running=0)
+
+
+@pytest.mark.parametrize("mode", [OnWeightUpdate.INTERRUPT, OnWeightUpdate.CONTINUE])
+async def test_samples_in_flight_bear_both_versions(engine: Engine, image: Path, mode: OnWeightUpdate) -> None:
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
+    await until_running(engine, running=2, new_tokens=20)
+
+    await engine.load_weights(image, 4, mode)
+
+    assert (await engine.load()).version == 4
+    for completion in await running:
+        (first, old), (start, new) = completion.versions
+        assert (first, old, new) == (0, 3, 4)
+        assert 10 <= start < LONG
+        assert completion.token_ids.size == LONG
+
+
+async def test_drain_finishes_what_runs_and_holds_back_what_waits(engine: Engine, image: Path) -> None:
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
+    await until_running(engine, running=2)
+    update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
+    await asyncio.sleep(0.01)
+    later = asyncio.create_task(engine.generate(a_request(max_new_tokens=3)))
+
+    await update
+
+    assert running.done() or (await engine.load()).running <= 1
+    assert [completion.versions for completion in await running] == [((0, 3),)] * 2
+    assert [completion.versions for completion in await later] == [((0, 4),)]
+
+
+@pytest.mark.parametrize("mode", list(OnWeightUpdate))
+async def test_who_holds_the_weights_finishes_under_them(engine: Engine, image: Path, mode: OnWeightUpdate) -> None:
+    held = a_request(seeds=range(SLOTS + 3), max_new_tokens=LONG // 4, holds_weights=True)
+    holding = asyncio.create_task(engine.generate(held))
+    await until_running(engine, running=SLOTS)
+    update = asyncio.create_task(engine.load_weights(image, 4, mode))
+    await asyncio.sleep(0.01)
+    next_holder = asyncio.create_task(engine.generate(a_request(max_new_tokens=3, holds_weights=True)))
+
+    await update
+
+    assert {completion.versions for completion in await holding} == {((0, 3),)}
+    assert {completion.versions for completion in await next_holder} == {((0, 4),)}
+
+
+async def test_an_image_that_is_none_leaves_the_old_version(engine: Engine, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\x10\0\0\0\0\0\0\0not a header")
+
+    for image in (broken, tmp_path / "missing.safetensors"):
+        with pytest.raises(WeightTransferFailed):
+            await engine.load_weights(image, 4, OnWeightUpdate.DRAIN)
+
+    assert (await engine.load()).version == 3
+    assert [completion.versions for completion in await engine.generate(a_request())] == [((0, 3),)]
+
+
+async def test_an_update_that_nobody_waits_for_is_dropped(engine: Engine, image: Path) -> None:
+    running = asyncio.create_task(engine.generate(a_request(request_id="long", max_new_tokens=LONG)))
+    await until_running(engine, running=1)
+    update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
+    await asyncio.sleep(0)
+
+    update.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    await engine.abort("long")
+    await running
+    [completion] = await engine.generate(a_request())
+    assert completion.versions == ((0, 3),)
+
+
+async def test_closing_aborts_what_is_in_flight(make_engine: Callable[[], Engine]) -> None:
+    engine = make_engine()
+    await engine.start()
+    running = asyncio.create_task(engine.generate(a_request(max_new_tokens=LONG)))
+    await until_running(engine, running=1)
+
+    await engine.close()
+    await engine.close()
+
+    [completion] = await running
+    assert completion.finish_reason is FinishReason.ABORTED
+    with pytest.raises(WorkerDied):
+        await engine.generate(a_request())

@@ -223,7 +223,7 @@ class GigpoConfig(_Agentic):
 
 
 class StepReinforceConfig(_Agentic):
-    """Discounted step return, normalised among the steps in the same state."""
+    """Discounted step return, normalised among all steps of the trajectory group."""
 
     kind: Literal["step_reinforce"] = "step_reinforce"
 

@@ -48,6 +48,8 @@ class GspoConfig(_Loss):
     gradient: Literal["token", "sequence"] = "token"
     """``token``: each token's own log-probability carries the gradient (GSPO-token, verl); ``sequence``: the mean does
     (OpenRLHF, ROLL). They differ where advantages vary within a sequence."""
+    mean_advantages: bool = False
+    """Give every token the mean advantage of what shares its ratio (AReaL)."""
     log_ratio_clamp: LogRatioClamp = 10.0
 
 
@@ -110,7 +112,7 @@ class DppoConfig(_Loss):
     """Adds penalty/2 x^2 on every token, dropped ones included."""
 
 
-class DroConfig(_Loss):
+class DroConfig(Config):
     """-A log_prob + beta/2 x^2 (Richemond et al. 2024; ROLL and Kimi k1.5 call it kimi15)."""
 
     kind: Literal["dro"] = "dro"

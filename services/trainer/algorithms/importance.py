@@ -14,6 +14,8 @@ from services.trainer.algorithms.sequences import PackedSequences
 from shared.config.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 
 SMALLEST_PROBABILITY = 1e-6
+MAX_EXPONENT = 80.0
+"""Bound on a metric's exponent: float32 overflows at 88."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class Correction:
     Args:
         weights: [T] float32, multiplies the token loss; 0 where the original mask is False.
         response_mask: [T] bool, what rejection left of the mask.
-        metrics: reject fractions, weight statistics and KL estimates.
+        metrics: reject fractions and weight statistics.
         keeps_denominators: whether rejected tokens stay in every mean, with loss 0.
     """
 
@@ -123,7 +125,7 @@ def correct(
         )
     if config.veto is not None:
         surviving = surviving & kept_by_veto(config.veto, x, sequences)
-    metrics = mismatch_metrics(x, sequences) | {
+    metrics: Metrics = {
         "correction/rejected_fraction": share(~surviving, mask),
         "correction/rejected_sequence_fraction": share(
             sequences.with_mask(surviving).lengths < sequences.lengths, sequences.is_nonempty
@@ -136,13 +138,26 @@ def correct(
     return Correction(weights, surviving, metrics, config.denominators == "original")
 
 
-def mismatch_metrics(x: Tensor, sequences: PackedSequences) -> Metrics:
-    """Tally how far numerator and sampler are apart: KL(sampler || numerator) by k1 and k3, and chi-square."""
-    mask, clamped = sequences.response_mask, x.clamp(-20.0, 20.0)
+def mismatch_metrics(numerator_log_probs: Tensor, rollout_log_probs: Tensor, sequences: PackedSequences) -> Metrics:
+    """Tally how far numerator and sampler are apart, whether or not anything is corrected.
+
+    Per token: KL(sampler || numerator) by k1 and k3, chi-square, difference of probabilities; per sequence: log
+    perplexities under both, and chi-square of the whole answer.
+    """
+    mask, nonempty = sequences.response_mask, sequences.is_nonempty
+    numerator, rollout = numerator_log_probs.detach().float(), rollout_log_probs.float()
+    x = torch.where(mask, numerator - rollout, 0.0)
+    bounded, squared = x.clamp(-MAX_EXPONENT, MAX_EXPONENT), 2 * x.clamp(-20.0, 20.0)
+    log_ppl, rollout_log_ppl = -sequences.mean(numerator), -sequences.mean(rollout)
     return {
         "correction/kl": mean_over(-x, mask),
-        "correction/k3_kl": mean_over(clamped.exp() - 1 - clamped, mask),
-        "correction/chi2_token": mean_over((2 * clamped).exp() - 1, mask),
+        "correction/k3_kl": mean_over(bounded.exp() - 1 - bounded, mask),
+        "correction/chi2_token": mean_over(squared.exp() - 1, mask),
+        "correction/probability_difference": mean_over((numerator.exp() - rollout.exp()).abs(), mask),
+        "correction/chi2_seq": mean_over((2 * sequences.sum(x).clamp(-20.0, 20.0)).exp() - 1, nonempty),
+        "correction/training_log_ppl": mean_over(log_ppl, nonempty),
+        "correction/rollout_log_ppl": mean_over(rollout_log_ppl, nonempty),
+        "correction/log_ppl_abs_diff": mean_over((log_ppl - rollout_log_ppl).abs(), nonempty),
     }
 
 
@@ -214,7 +229,7 @@ def _reduced(statistic: Tensor, spans: PackedSequences, reduce: str) -> Tensor:
         case _:
             lowest = torch.full((spans.count,), -torch.inf, device=statistic.device)
             masked = torch.where(spans.response_mask, statistic, -torch.inf)
-            return lowest.index_reduce(0, spans.index, masked, "amax")
+            return lowest.scatter_reduce(0, spans.index, masked, "amax")
 
 
 def _weight_metrics(weights: Tensor, x: Tensor, sequences: PackedSequences, config: CorrectionConfig) -> Metrics:
@@ -226,9 +241,13 @@ def _weight_metrics(weights: Tensor, x: Tensor, sequences: PackedSequences, conf
         log_ratio_clamp=config.log_ratio_clamp,
     )
     mask, bounds = sequences.response_mask, config.weight
+    above, below = ~_within(raw, None, bounds.upper), ~_within(raw, bounds.lower, None)
+    if bounds.level in ("geometric", "sequence"):
+        # One weight per sequence: a fraction of sequences, not of tokens.
+        mask, above, below = sequences.is_nonempty, sequences.sum(above.float()) > 0, sequences.sum(below.float()) > 0
     return {
-        "correction/weight": mean_over(weights, mask),
-        "correction/weight_squared": mean_over(weights.square(), mask),
-        "correction/above_fraction": share(~_within(raw, None, bounds.upper), mask),
-        "correction/below_fraction": share(~_within(raw, bounds.lower, None), mask),
+        "correction/weight": mean_over(weights, sequences.response_mask),
+        "correction/weight_squared": mean_over(weights.square(), sequences.response_mask),
+        "correction/above_fraction": share(above, mask),
+        "correction/below_fraction": share(below, mask),
     }

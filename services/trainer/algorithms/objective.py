@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
-from services.trainer.algorithms.importance import Correction, correct, normalised, normaliser_parts, shared_weights
+from services.trainer.algorithms.importance import (
+    Correction,
+    correct,
+    mismatch_metrics,
+    normalised,
+    normaliser_parts,
+    shared_weights,
+)
 from services.trainer.algorithms.kl import kl_loss
 from services.trainer.algorithms.losses import TokenLoss, policy_loss
 from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
@@ -119,7 +126,10 @@ def policy_objective(
     survivors = sequences
     if correction is not None and not correction.keeps_denominators:
         survivors = sequences.with_mask(correction.response_mask)
-    metrics: Metrics = {} if correction is None else dict(correction.metrics)
+    numerator = log_probs if config.old_log_probs == "rollout" else old_log_probs
+    metrics = mismatch_metrics(numerator, rollout_log_probs, sequences)
+    if correction is not None:
+        metrics |= correction.metrics
 
     token_loss = policy_loss(
         config.policy_loss, log_probs, old_log_probs, advantages, survivors, scores=scores, generator=generator

@@ -83,7 +83,7 @@ class PackedSequences:
         sampled = self.response_mask.long()
         position = sampled.cumsum(0)
         before = torch.zeros(self.count, dtype=torch.long, device=self.index.device)
-        last = before.index_reduce(0, self.index, torch.where(self.response_mask, position, 0), "amax")
+        last = before.scatter_reduce(0, self.index, torch.where(self.response_mask, position, 0), "amax")
         return self.response_mask & (position == last[self.index])
 
 

@@ -58,7 +58,7 @@ def same_state(group_index: Tensor, state_index: Tensor) -> Groups:
 def step_reinforce(
     steps: EnvironmentSteps, group_index: Tensor, *, gamma: float, divide_by_std: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
-    """Normalise discounted step returns among the steps in the same state: [S].
+    """Normalise discounted step returns among all steps of their trajectory group: [S].
 
     Args:
         steps: the steps.
@@ -67,8 +67,8 @@ def step_reinforce(
         divide_by_std: whether to divide by the deviation.
         epsilon: added to it.
     """
-    states = same_state(group_index, steps.state_index)
-    return normalised_in_group(step_returns(steps, gamma=gamma), states, divide_by_std=divide_by_std, epsilon=epsilon)
+    groups = Groups.of(group_index)
+    return normalised_in_group(step_returns(steps, gamma=gamma), groups, divide_by_std=divide_by_std, epsilon=epsilon)
 
 
 def gigpo(
@@ -81,7 +81,7 @@ def gigpo(
     divide_by_std: bool = True,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Add the episode's advantage in its group and the step's among equal states: [S].
+    """Add the episode's advantage in its group and the step's advantage among steps from the same state: [S].
 
     Raises:
         ValueError: ``steps`` has no episode scores.
@@ -93,5 +93,6 @@ def gigpo(
     episode = normalised_in_group(
         steps.episode_scores, Groups.of(group_index), divide_by_std=divide_by_std, epsilon=epsilon
     )
-    step = step_reinforce(steps, group_index, gamma=gamma, divide_by_std=divide_by_std, epsilon=epsilon)
+    states = same_state(group_index, steps.state_index)
+    step = normalised_in_group(step_returns(steps, gamma=gamma), states, divide_by_std=divide_by_std, epsilon=epsilon)
     return episode_weight * episode + step_weight * step

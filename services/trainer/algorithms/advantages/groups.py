@@ -51,7 +51,7 @@ class Groups:
     def max(self, values: Tensor) -> Tensor:
         """Largest value of each group, given back to each member: [S]."""
         lowest = torch.full((self.count,), -torch.inf, device=values.device)
-        return lowest.index_reduce(0, self.index, values.float(), "amax")[self.index]
+        return lowest.scatter_reduce(0, self.index, values.float(), "amax")[self.index]
 
 
 def _alone(groups: Groups, advantages: Tensor, scores: Tensor, rule: GroupOfOne) -> Tensor:

@@ -33,7 +33,8 @@ def optimal_token_baseline(
         sequences: layout.
         groups: of the sequences.
         positions: count every token from the first sampled one, or sampled ones only.
-        drop_tail: no baseline beyond the second-longest member, where the longest one is alone.
+        drop_tail: no baseline where the longest member is alone, beyond the second-longest one's length. Lengths count
+            sampled tokens, so with several turns ``sampled`` positions are what they agree with.
         epsilon: keeps the weighted mean finite.
         importance_weights: [T].
 
@@ -74,12 +75,9 @@ def _positions(sequences: PackedSequences, which: Literal["all", "sampled"]) -> 
 
 
 def _is_alone(position: Tensor, sequences: PackedSequences, groups: Groups) -> Tensor:
-    """Mark tokens [T] beyond the second-longest member of their group."""
-    ends = torch.zeros(sequences.count, dtype=torch.long, device=position.device)
-    reach = torch.where(sequences.response_mask, position + 1, 0)
-    ends = ends.index_reduce(0, sequences.index, reach, "amax").float()
-    longest = groups.max(ends)
-    is_longest = ends == longest
-    is_tied = groups.sum(is_longest.float()) > 1
-    second = torch.where(is_tied, longest, groups.max(torch.where(is_longest, -torch.inf, ends)))
-    return position >= sequences.spread(second)
+    """Mark the tokens [T] of a group's only longest member that lie beyond the second-longest one's length."""
+    lengths = sequences.lengths
+    is_longest = lengths == groups.max(lengths)
+    is_only = is_longest & (groups.sum(is_longest.float()) == 1)
+    second = groups.max(torch.where(is_longest, -torch.inf, lengths))
+    return sequences.spread(is_only) & (position >= sequences.spread(second))

@@ -57,6 +57,9 @@ def gspo_loss(
         gradient=config.gradient,
         clamp=config.log_ratio_clamp,
     ).exp()
+    if config.mean_advantages:
+        spans = sequences if config.level == "sequence" else sequences.segments
+        advantages = spans.spread(spans.mean(advantages))
     return clipped_surrogate(
         ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
     )

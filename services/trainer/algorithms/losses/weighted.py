@@ -62,7 +62,7 @@ def dro_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, confi
 
     Source: Richemond et al., Offline Regularised RL for LLM Alignment, 2024; Kimi k1.5, 2025, eq. 3.
     """
-    x = log_ratio(log_probs, old_log_probs, config.log_ratio_clamp)
+    x = log_ratio(log_probs, old_log_probs, None)
     return TokenLoss(-advantages * log_probs.float() + 0.5 * config.beta * x.square())
 
 
@@ -99,7 +99,7 @@ def dppo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, conf
         loss = -advantages * x.detach().exp().clamp(max=config.ratio_cap) * log_probs.float()
     loss = torch.where(outside, 0.0, loss)
     if config.penalty:
-        loss = loss + 0.5 * config.penalty * x.square()
+        loss = loss + 0.5 * config.penalty * log_ratio(log_probs, old_log_probs, None).square()
     return TokenLoss(loss, outside)
 
 

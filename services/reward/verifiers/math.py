@@ -40,7 +40,8 @@ class MathProcess:
         """
         process = await self._started()
         assert process.stdin is not None and process.stdout is not None
-        line = json.dumps({"response": sample.response, "label": sample.label}).encode() + b"\n"
+        asked = {"response": sample.response, "label": sample.label, "timeout_seconds": timeout_seconds}
+        line = json.dumps(asked).encode() + b"\n"
         try:
             async with asyncio.timeout(timeout_seconds):
                 process.stdin.write(line)

@@ -1,13 +1,19 @@
 """The child process that compares mathematics. Run by path; it imports nothing of ours.
 
-It reads one JSON object per line (``response``, ``label``) and answers one line (``verdict`` or ``error``). It sets no
-time limit of its own: sympy can hang beyond the reach of any signal handler, so the parent kills the process.
+It reads one JSON object per line (``response``, ``label``, ``timeout_seconds``) and answers one line (``verdict`` or
+``error``). Sympy can hang beyond the reach of any signal handler, so the parent kills this process when a comparison
+takes too long. In case the parent is gone by then, the kernel does: an alarm without a handler ends a process.
 """
 
 import json
 import logging
+import resource
+import signal
 import sys
 from typing import Any
+
+MEMORY_BYTES = 2 << 30
+GRACE_SECONDS = 5.0
 
 
 def parse_label(label: str) -> list[Any]:
@@ -37,6 +43,7 @@ def main() -> None:
     """Answer until the input ends."""
     import math_verify  # noqa: F401  the slow import is over before the first time limit starts
 
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # 9^9^9^9 is a short answer
     logging.disable(logging.CRITICAL)
     replies = sys.stdout
     sys.stdout = sys.stderr
@@ -44,10 +51,12 @@ def main() -> None:
     replies.flush()
     for line in sys.stdin:
         request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + GRACE_SECONDS)
         try:
             reply = compare(request["response"], request["label"])
         except Exception as error:  # whatever sympy raises is the answer "could not tell"
             reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

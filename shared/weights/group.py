@@ -16,9 +16,8 @@ import xxhash
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
-from shared.errors import WeightTransferFailed
 from shared.weights.endpoint_protocol import Command, Direction, Opening
-from shared.weights.image import WeightImage
+from shared.weights.mappings import KeptMappings
 
 SLICES_IN_FLIGHT = 2
 """Broadcasts under way at once: with two, the checksum of one slice is computed while the next one arrives."""
@@ -38,6 +37,7 @@ class WeightGroup:
             RuntimeError: the store or a member was not there within the time-out.
         """
         deadline = time.monotonic() + opening.timeout_seconds
+        self._mappings = KeptMappings()
         self._store = _host_store(opening, on_opened) if opening.rank == 0 else _reach_store(opening)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _until(deadline)
@@ -54,12 +54,8 @@ class WeightGroup:
             WeightTransferFailed: the image cannot be opened or has another size.
         """
         deadline = time.monotonic() + command.deadline_seconds
-        with WeightImage.attach(command.image_path) as image:
-            if image.image_bytes != command.image_bytes:
-                raise WeightTransferFailed(
-                    f"the image has {image.image_bytes} bytes, the manifest says {command.image_bytes}"
-                )
-            data = torch.frombuffer(image.mapped, dtype=torch.uint8)
+        with self._mappings.use((command.image_path, command.image_bytes)) as (mapped,):
+            data = torch.frombuffer(mapped, dtype=torch.uint8)
             arrived = self._broadcast(list(torch.split(data, command.slice_bytes)), deadline)
             if command.direction is Direction.SEND:
                 deque(arrived, maxlen=0)

@@ -29,8 +29,12 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (files there are created with O_E
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
 
+# All of an image will be touched: mapping its pages at once is cheaper than one fault after the other.
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+
 _PREFIX = "flotilla-weights-"
 _SUFFIX = ".safetensors"
+_PARTIAL = ".partial"
 
 
 class WeightImage:
@@ -44,18 +48,26 @@ class WeightImage:
         self.is_owner = is_owner
         self._file = file
         # The mapping duplicates the descriptor, so the lock taken through the file ends with the last view.
-        self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0)
+        self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0, flags=_MAP_FLAGS)
 
     @classmethod
-    def create(cls, image_bytes: int, *, directory: Path | None = None) -> Self:
+    def create(cls, image_bytes: int, *, directory: Path | None = None, is_partial: bool = False) -> Self:
         """Reserve a new image of this size, zeroed, in shared memory or in the given directory.
+
+        Args:
+            image_bytes: its size, header included.
+            directory: where the file goes; None chooses shared memory where there is room.
+            is_partial: whether it bears another name until :meth:`hand_over`.
 
         Raises:
             WeightTransferFailed: no directory has room for it.
         """
         if image_bytes < 1:
             raise ValueError(f"an image has at least one byte, got {image_bytes}")
-        path = choose_directory(image_bytes, directory) / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
+        path = (
+            choose_directory(image_bytes, directory)
+            / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_PARTIAL if is_partial else _SUFFIX}"
+        )
         file = path.open("x+b", buffering=0)
         try:
             os.fchmod(file.fileno(), 0o600)
@@ -113,6 +125,23 @@ class WeightImage:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
+    def lock(self) -> None:
+        """Hold off writers again after :meth:`unlock`.
+
+        Raises:
+            WeightTransferFailed: the image is withdrawn, or being written.
+        """
+        _lock_shared(self._file, self.path)
+
+    def unlock(self) -> None:
+        """Let others write, and keep the mapping: its bytes mean nothing until :meth:`lock`."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the owner has removed the file."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
+
     def write_from(self, layout: ImageLayout, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the header and then the pieces, one memory copy each; together they are the whole image.
 
@@ -159,6 +188,13 @@ class WeightImage:
             tensors=self.layout().tensors,
         )
 
+    def hand_over(self) -> Path:
+        """Give a complete image its name, and its file to the caller: close this mapping but leave the file."""
+        self.path = self.path.rename(self.path.with_suffix(_SUFFIX))
+        self.is_owner = False
+        self.close()
+        return self.path
+
     def close(self) -> None:
         """Let go of the mapping; the owner also removes the file. May be called twice."""
         if self._mapped is not None and self.is_owner:
@@ -204,13 +240,7 @@ def open_shared(path: Path) -> FileIO:
     except OSError as error:
         raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        status = os.fstat(file.fileno())
-        if status.st_size == 0 or status.st_nlink == 0:
-            raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
-    except BlockingIOError:
-        file.close()
-        raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
+        _lock_shared(file, path)
     except BaseException:
         file.close()
         raise
@@ -241,16 +271,27 @@ def default_directories() -> list[Path]:
 def sweep(directory: Path | None = None) -> list[Path]:
     """Remove the images that dead processes left behind, and name them.
 
-    An image stays while the process in its name lives, or while any process has it open.
+    An image stays while the process in its name lives, or while any process has it open. Call it when a service
+    starts: an image under this process's own number that nobody has open counts as left behind by a predecessor.
     """
     removed = []
     for place in default_directories() if directory is None else [directory]:
-        for path in place.glob(f"{_PREFIX}*{_SUFFIX}"):
+        for path in place.glob(f"{_PREFIX}*"):
             pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-            # A restarted container gives the same pid again: an image under our own pid may be of a predecessor.
+            # A restarted container gives the same number again.
             if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))) and _remove_free(path):
                 removed.append(path)
     return removed
+
+
+def _lock_shared(file: FileIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
+    status = os.fstat(file.fileno())
+    if status.st_size == 0 or status.st_nlink == 0:
+        raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
 
 
 def _remove_free(path: Path) -> bool:

@@ -80,7 +80,7 @@ class Fleet:
 @asynccontextmanager
 async def a_fleet(num_receivers: int, num_megabytes: int) -> AsyncIterator[Fleet]:
     """Start a sender and receivers; on leaving, assert that they leave nothing behind."""
-    images_before = _images()
+    images_before = images_of_this_process()
     async with AsyncExitStack() as stack:
         source = stack.enter_context(an_image(num_megabytes))
         manifest = source.manifest(version=1, slice_bytes=SLICE_BYTES)
@@ -92,7 +92,7 @@ async def a_fleet(num_receivers: int, num_megabytes: int) -> AsyncIterator[Fleet
         receivers = [Receiver(client, image) for client, image in zip(clients, images, strict=True)]
         yield Fleet(sender, source, manifest, receivers)
     assert endpoint_processes() == []
-    assert _images() - images_before == set()
+    assert images_of_this_process() - images_before == set()
 
 
 def endpoint_processes() -> list[psutil.Process]:
@@ -110,5 +110,6 @@ def member_process(client: EndpointClient, epoch: int) -> psutil.Process:
     return psutil.Process(client.member_pid(epoch))
 
 
-def _images() -> set[Path]:
+def images_of_this_process() -> set[Path]:
+    """List the image files that this process has in shared memory."""
     return set(SHARED_MEMORY.glob(f"flotilla-weights-{psutil.Process().pid}-*"))

@@ -1,0 +1,327 @@
+"""Bytes per second of each weight transport, beside what bounds it: a memory copy, and a bare gloo broadcast.
+
+    python -m benchmarks.weights [--quick] [--json FILE]
+
+All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
+One ``memcpy`` per receiver is made by all receivers at once, as they would copy out of shared memory. A ``raw gloo``
+round broadcasts one private flat buffer as one tensor; ``gloo`` moves the same bytes from a file to files and computes
+their checksum. Rates count the image once per receiver.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+
+from shared.schemas.publication import Manifest, Rendezvous
+from shared.weights.endpoint_client import EndpointClient
+from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
+from shared.weights.layout import ImageLayout
+from shared.weights.pull import PublishedImages, weights_router
+from shared.weights.pull_client import WeightPuller
+from shared.weights.shared_memory import SharedMemoryTransport
+
+DEADLINE_SECONDS = 120.0
+HIDDEN_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One transport at one size: rates in MB of image per second and receiver-copy, best and median of the rounds."""
+
+    transport: str
+    image_bytes: int
+    num_receivers: int
+    best: float
+    median: float
+    ratio: float
+    """Median over the rounds of its rate over the baseline's in the same round."""
+    baseline: str
+
+
+class Worker:
+    """A process of its own that does as it is told, one line at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> "Worker":
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "benchmarks.weights",
+                "--worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        )
+
+    async def do(self, action: str, **facts: Any) -> Any:
+        """Have it act; returns its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"action": action, **facts}).encode() + b"\n")
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"worker ended during {action} with {await self._process.wait()}")
+        return json.loads(line)
+
+    async def close(self) -> None:
+        """Close its input, on which it ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+
+class Actions:
+    """What a worker can do."""
+
+    def __init__(self) -> None:
+        self._transport = SharedMemoryTransport()
+        self._buffers: list[np.ndarray] = []
+        self._raw: Callable[[], None] | None = None
+
+    async def prepare_copy(self, num_bytes: int) -> None:
+        self._buffers = [np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)]
+
+    async def copy(self) -> None:
+        np.copyto(self._buffers[1], self._buffers[0])
+
+    async def join_raw(self, rank: int, world_size: int, port: int, num_bytes: int) -> None:
+        self._raw = raw_broadcast(rank, world_size, port, num_bytes)
+
+    async def raw(self) -> None:
+        assert self._raw is not None
+        self._raw()
+
+    async def join(self, rendezvous: dict[str, Any], rank: int) -> None:
+        await self._transport.open_receiver(Rendezvous.model_validate(rendezvous), rank, DEADLINE_SECONDS)
+
+    async def receive(self, epoch: int, path: str, image_bytes: int) -> str:
+        return await self._transport.receive(epoch, Path(path), image_bytes, DEFAULT_SLICE_BYTES, DEADLINE_SECONDS)
+
+    async def leave(self, epoch: int) -> None:
+        await self._transport.close_epoch(epoch)
+
+    async def pull(self, url: str, token: str) -> None:
+        (await WeightPuller(token)(url, 1, None, DEADLINE_SECONDS)).unlink()
+
+
+def raw_broadcast(rank: int, world_size: int, port: int, num_bytes: int) -> Callable[[], None]:
+    """Form a bare gloo group over loopback; the result broadcasts one private tensor of this size."""
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed import TCPStore
+    from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
+
+    timeout = timedelta(seconds=DEADLINE_SECONDS)
+    store = TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    group = ProcessGroupGloo(store, rank, world_size, options)
+    flat = torch.ones(num_bytes, dtype=torch.uint8)
+    return lambda: group.broadcast([flat], BroadcastOptions()).wait()
+
+
+async def work() -> None:
+    """Be a worker: act on each line of standard input, answer on standard output."""
+    actions = Actions()
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
+        facts = json.loads(line)
+        answer = await getattr(actions, facts.pop("action"))(**facts)
+        print(json.dumps(answer), flush=True)
+
+
+async def measure(image_bytes: int, num_receivers: int, num_rounds: int) -> list[Row]:
+    """Measure every transport at one size."""
+    async with AsyncExitStack() as stack:
+        layout = ImageLayout.of({"weights": ((image_bytes // 4 // HIDDEN_ELEMENTS, HIDDEN_ELEMENTS), "F32")})
+        source = stack.enter_context(WeightImage.create(layout.image_bytes))
+        source.write_from(layout, [secrets.token_bytes(1 << 16) * ((layout.tensors[0].end - len(layout.header)) >> 16)])
+        manifest = source.manifest(1)
+        targets = [stack.enter_context(WeightImage.create(layout.image_bytes)) for _ in range(num_receivers)]
+        workers = [await Worker.start() for _ in range(num_receivers + 1)]
+        for worker in workers:
+            stack.push_async_callback(worker.close)
+        ways: dict[str, Callable[[], Awaitable[None]]] = {
+            "memcpy": await memcpy(workers[1:], manifest),
+            "raw gloo": await raw_gloo(workers, manifest),
+            "gloo": await gloo(stack, source, targets, manifest),
+            "shared_memory": await shared_memory(stack, workers[1:], source, targets, manifest),
+            "pull": await pull(stack, workers[1:], source, manifest),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(num_rounds + 1):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                await way()
+                if number > 0:  # the first round touches pages and opens windows
+                    seconds[name].append(time.perf_counter() - started)
+    return [row_of(name, seconds, manifest, num_receivers) for name in ways]
+
+
+def row_of(name: str, seconds: dict[str, list[float]], manifest: Manifest, num_receivers: int) -> Row:
+    """Sum up one transport's rounds."""
+    baseline = "raw gloo" if name == "gloo" else "memcpy"
+    rates = [manifest.image_bytes * num_receivers / 1e6 / each for each in seconds[name]]
+    ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+    return Row(
+        transport=name,
+        image_bytes=manifest.image_bytes,
+        num_receivers=num_receivers,
+        best=max(rates),
+        median=statistics.median(rates),
+        ratio=statistics.median(ratios),
+        baseline=baseline,
+    )
+
+
+async def memcpy(workers: Sequence[Worker], manifest: Manifest) -> Callable[[], Awaitable[None]]:
+    """One copy between private buffers in every receiver at once."""
+    for worker in workers:
+        await worker.do("prepare_copy", num_bytes=manifest.image_bytes)
+
+    async def run() -> None:
+        await asyncio.gather(*(worker.do("copy") for worker in workers))
+
+    return run
+
+
+async def raw_gloo(workers: Sequence[Worker], manifest: Manifest) -> Callable[[], Awaitable[None]]:
+    """One broadcast of one flat tensor."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    facts = {"world_size": len(workers), "port": port, "num_bytes": manifest.image_bytes}
+    await asyncio.gather(*(worker.do("join_raw", rank=rank, **facts) for rank, worker in enumerate(workers)))
+
+    async def run() -> None:
+        await asyncio.gather(*(worker.do("raw") for worker in workers))
+
+    return run
+
+
+async def gloo(
+    stack: AsyncExitStack, source: WeightImage, targets: Sequence[WeightImage], manifest: Manifest
+) -> Callable[[], Awaitable[None]]:
+    """The endpoint, in the slices of the manifest."""
+    sender, *receivers = [await stack.enter_async_context(EndpointClient()) for _ in range(len(targets) + 1)]
+    rendezvous = await sender.open_sender(1, len(targets) + 1, DEADLINE_SECONDS)
+    for rank, receiver in enumerate(receivers, start=1):
+        await receiver.open_receiver(rendezvous, rank, DEADLINE_SECONDS)
+    await asyncio.gather(*(client.joined(1, DEADLINE_SECONDS) for client in [sender, *receivers]))
+    facts = (manifest.image_bytes, manifest.slice_bytes, DEADLINE_SECONDS)
+
+    async def run() -> None:
+        _, *checksums = await asyncio.gather(
+            sender.send(1, source.path, *facts),
+            *(client.receive(1, target.path, *facts) for client, target in zip(receivers, targets, strict=True)),
+        )
+        assert set(checksums) == {manifest.checksum}
+
+    return run
+
+
+async def shared_memory(
+    stack: AsyncExitStack,
+    workers: Sequence[Worker],
+    source: WeightImage,
+    targets: Sequence[WeightImage],
+    manifest: Manifest,
+) -> Callable[[], Awaitable[None]]:
+    """A checked copy by every receiver."""
+    sender = SharedMemoryTransport()
+    stack.push_async_callback(sender.close)
+    rendezvous = await sender.open_sender(1, len(workers) + 1, DEADLINE_SECONDS)
+    for rank, worker in enumerate(workers, start=1):
+        await worker.do("join", rendezvous=rendezvous.model_dump(), rank=rank)
+    await sender.joined(1, DEADLINE_SECONDS)
+
+    async def run() -> None:
+        _, *checksums = await asyncio.gather(
+            sender.send(1, source.path, manifest.image_bytes, manifest.slice_bytes, DEADLINE_SECONDS),
+            *(
+                worker.do("receive", epoch=1, path=str(target.path), image_bytes=manifest.image_bytes)
+                for worker, target in zip(workers, targets, strict=True)
+            ),
+        )
+        assert set(checksums) == {manifest.checksum}
+
+    return run
+
+
+async def pull(
+    stack: AsyncExitStack, workers: Sequence[Worker], source: WeightImage, manifest: Manifest
+) -> Callable[[], Awaitable[None]]:
+    """HTTP over loopback into a new file each time, from this process."""
+    images = PublishedImages()
+    images.publish(1, source.path, manifest.checksum)
+    token = secrets.token_urlsafe()
+    app = FastAPI()
+    app.include_router(weights_router(images, token))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+
+    async def stop() -> None:
+        server.should_exit = True
+        await serving
+
+    stack.push_async_callback(stop)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/weights/1"
+
+    async def run() -> None:
+        await asyncio.gather(*(worker.do("pull", url=url, token=token) for worker in workers))
+
+    return run
+
+
+async def compare(sizes: Sequence[int], num_rounds: int) -> list[Row]:
+    """Measure all sizes with 1 and 3 receivers, and print each row."""
+    print(f"{'transport':>14} {'image MB':>9} {'receivers':>9} {'best MB/s':>10} {'median':>10}   ratio")
+    rows = []
+    for image_bytes in sizes:
+        for num_receivers in (1, 3):
+            for row in await measure(image_bytes, num_receivers, num_rounds):
+                rows.append(row)
+                size = row.image_bytes / 1e6
+                numbers = f"{row.transport:>14} {size:9.0f} {row.num_receivers:9} {row.best:10.0f} {row.median:10.0f}"
+                print(f"{numbers}   {row.ratio:.2f} of {row.baseline}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small image and three rounds only")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        asyncio.run(work())
+        return
+    rows = asyncio.run(compare([100 << 20] if chosen.quick else [100 << 20, 1 << 30], 3 if chosen.quick else 7))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

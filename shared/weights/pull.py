@@ -1,0 +1,150 @@
+"""Weights over HTTP, the server's side: the last published images, for late joiners and hosts no collective reaches.
+
+The trainer's service includes ``weights_router``; ``pull_client.WeightPuller`` is the other side.
+"""
+
+import asyncio
+import re
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferFailed
+from shared.security import bearer_of, is_same_secret
+from shared.serving import problem_response
+from shared.weights.image import WeightImage
+
+CHUNK_BYTES = 1 << 20
+SERVE_SECONDS = 600.0
+"""Who takes longer to read one answer is cut off, so that its lock on the image ends; a client can resume."""
+
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+
+
+class PublishedImages:
+    """The newest versions that may be pulled, by the paths of their images.
+
+    Args:
+        num_kept: how many versions are offered. Their images must not be written while they are.
+    """
+
+    def __init__(self, num_kept: int = 2) -> None:
+        if num_kept < 1:
+            raise ValueError(f"at least one version must be offered, got {num_kept}")
+        self._num_kept = num_kept
+        self._paths: dict[int, Path] = {}
+        self._checksums: dict[int, str] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions that are offered, oldest first."""
+        return tuple(sorted(self._paths))
+
+    def publish(self, version: int, path: Path, checksum: str | None = None) -> None:
+        """Offer a complete image as this version; the oldest offer ends. A missing checksum is computed when needed."""
+        self._paths[version] = path
+        self._checksums.pop(version, None)
+        if checksum is not None:
+            self._checksums[version] = checksum
+        for old in self.versions[: -self._num_kept]:
+            del self._paths[old]
+            self._checksums.pop(old, None)
+
+    def withdraw(self) -> None:
+        """Offer nothing any more: the next experiment counts its versions anew."""
+        self._paths.clear()
+        self._checksums.clear()
+
+    async def open(self, version: int) -> tuple[WeightImage, str]:
+        """Map a version's image, locked against writers until it is closed, and tell its checksum.
+
+        Raises:
+            NotFound: the version is not offered, or its image is gone; the detail names those that are.
+        """
+        path = self._paths.get(version)
+        if path is not None:
+            try:
+                image = WeightImage.attach(path)
+            except WeightTransferFailed:
+                path = None
+        if path is None:
+            offered = ", ".join(str(each) for each in self.versions if each != version) or "none"
+            raise NotFound(f"version {version} is not offered; available: {offered}", available=offered)
+        try:
+            if version not in self._checksums:
+                self._checksums[version] = await asyncio.to_thread(image.checksum)
+        except BaseException:
+            image.close()
+            raise
+        return image, self._checksums[version]
+
+
+class ImageResponse(Response):
+    """Streams a range of an image, and closes it in any case."""
+
+    def __init__(self, image: WeightImage, span: range, status: int, headers: dict[str, str]) -> None:
+        super().__init__(status_code=status, headers=headers, media_type="application/octet-stream")
+        self.headers["content-length"] = str(len(span))
+        self._image = image
+        self._span = span
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called by the server."""
+        with self._image:
+            view = self._image.view
+            async with asyncio.timeout(SERVE_SECONDS):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                for start in range(self._span.start, self._span.stop, CHUNK_BYTES):
+                    piece = bytes(view[start : min(start + CHUNK_BYTES, self._span.stop)])
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def weights_router(images: PublishedImages, token: str) -> APIRouter:
+    """Make the routes that serve images: ``GET /v1/weights/{version}``.
+
+    The answer is a safetensors file; its ``ETag`` is the xxh3-64 of the whole image in quotes. One ``Range`` of bytes
+    is honoured, unless ``If-Range`` names another checksum. Errors are problem details: 401, 404 with the versions that
+    are available, 416.
+
+    Args:
+        images: what is offered.
+        token: the bearer token that is required.
+    """
+    router = APIRouter(tags=["weights"])
+
+    @router.get("/v1/weights/{version}", response_class=Response)
+    async def weights(version: int, request: Request) -> Response:
+        """Serve a version's weights."""
+        try:
+            if not is_same_secret(bearer_of(request.headers.get("authorization")), token):
+                raise Unauthorized("a bearer token is needed to pull weights")
+            image, checksum = await images.open(version)
+        except FlotillaError as error:
+            return problem_response(error)
+        return _answer(image, f'"{checksum}"', request)
+
+    return router
+
+
+def _answer(image: WeightImage, tag: str, request: Request) -> Response:
+    headers = {"etag": tag, "accept-ranges": "bytes"}
+    size = image.image_bytes
+    found = _RANGE.fullmatch(request.headers.get("range", ""))
+    if found is None or request.headers.get("if-range", tag) != tag:
+        return ImageResponse(image, range(size), 200, headers)
+    start, stop = int(found[1]), min(int(found[2]) + 1 if found[2] else size, size)
+    if start >= stop:
+        image.close()
+        problem = problem_response(RangeNotSatisfiable(f"bytes {start} and later of {size} were asked for"))
+        problem.headers.update(headers | {"content-range": f"bytes */{size}"})
+        return problem
+    headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
+    return ImageResponse(image, range(start, stop), 206, headers)
+
+
+class RangeNotSatisfiable(FlotillaError):
+    """The range begins behind the end of the image."""
+
+    code, title, status = "range_not_satisfiable", "The range cannot be satisfied", 416

@@ -1,0 +1,159 @@
+"""Weights over HTTP, the client's side: a pull that breaks off goes on where it stopped, within one deadline.
+
+What arrives is written to a temporary file, checked, and only then renamed: a file with an image's name is complete.
+"""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from shared.client import problem_to_error
+from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
+from shared.weights.image import WeightImage
+
+CONNECT_SECONDS = 5.0
+SILENCE_SECONDS = 10.0
+"""A server that sends nothing for so long is given up, and asked again."""
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+CHUNK_BYTES = 1 << 20
+
+
+class WeightPuller:
+    """Fetches images from a trainer's ``weights_router``.
+
+    Args:
+        token: the bearer token that the trainer expects.
+        transport: how to reach it; None for real connections.
+    """
+
+    def __init__(self, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._token = token
+        self._transport = transport
+
+    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+        """Fetch a version into a new file, which is the caller's to remove; it is named so that ``sweep`` knows it.
+
+        Args:
+            url: of this version, such as ``http://host:port/v1/weights/3``.
+            version: what the url names, for messages.
+            directory: where the file goes; None chooses shared memory where there is room.
+            deadline_seconds: for all attempts together.
+
+        Raises:
+            NotFound: the server does not offer the version.
+            Unauthorized: the token is wrong.
+            WeightTransferFailed: what arrived is not what the server said, or there is no room for it.
+            Unavailable: the server could not be reached, or broke off, until the deadline.
+            DeadlineExceeded: it was still sending at the deadline.
+        """
+        last: FlotillaError | None = None
+        headers = {"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"}
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        client = httpx.AsyncClient(headers=headers, timeout=timeout, transport=self._transport, trust_env=False)
+        pull = _Pull(directory)
+        pause = FIRST_PAUSE_SECONDS
+        try:
+            async with asyncio.timeout(deadline_seconds), client:
+                while True:
+                    before = pull.num_received
+                    try:
+                        await pull.go_on(client, url)
+                        return await asyncio.to_thread(pull.finish)
+                    except Unavailable as error:
+                        last = error
+                    pause = FIRST_PAUSE_SECONDS if pull.num_received > before else min(2 * pause, LONGEST_PAUSE_SECONDS)
+                    await asyncio.sleep(pause)
+        except TimeoutError:
+            if last is not None:
+                raise last from None
+            raise DeadlineExceeded(f"pulling version {version} took more than {deadline_seconds} s") from None
+        finally:
+            pull.close()
+
+
+class _Pull:
+    """One image on its way: the temporary file, how far it is, and what it shall become."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._image: WeightImage | None = None
+        self._tag = ""
+        self.num_received = 0
+
+    async def go_on(self, client: httpx.AsyncClient, url: str) -> None:
+        """Ask for what is missing, and write it down as it comes.
+
+        Raises:
+            Unavailable: the server cannot be reached, or broke off.
+            FlotillaError: what its problem says.
+        """
+        headers = {"Range": f"bytes={self.num_received}-", "If-Range": self._tag} if self._image else {}
+        try:
+            async with client.stream("GET", url, headers=headers) as answer:
+                if not answer.is_success:
+                    raise problem_to_error(answer.status_code, await answer.aread())
+                image = await self._expect(answer)
+                async for chunk in answer.aiter_raw(CHUNK_BYTES):
+                    self._write(image, chunk)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"pulling {url} broke off: {error or type(error).__name__}") from error
+        if self.num_received < image.image_bytes:
+            raise Unavailable(f"pulling {url} broke off after {self.num_received} of {image.image_bytes} bytes")
+
+    def finish(self) -> Path:
+        """Check the whole file and give it its name; blocks.
+
+        Raises:
+            WeightTransferFailed: the checksum is not the server's, or it is no image.
+        """
+        assert self._image is not None
+        checksum = self._image.checksum()
+        if f'"{checksum}"' != self._tag:
+            raise WeightTransferFailed(f"the pulled image has checksum {checksum}, the server said {self._tag}")
+        self._image.layout()
+        return self._image.hand_over()
+
+    def close(self) -> None:
+        """Remove what is not finished."""
+        if self._image is not None:
+            self._image.close()
+
+    async def _expect(self, answer: httpx.Response) -> WeightImage:
+        """Read from the answer's head what comes: the rest of the image, or all of it because it is another one."""
+        try:
+            num_bytes = int(answer.headers["content-length"])
+            tag = answer.headers["etag"]
+        except (KeyError, ValueError) as error:
+            raise WeightTransferFailed(f"the server does not say what it sends: {error!r}") from error
+        if answer.status_code == httpx.codes.PARTIAL_CONTENT and self._image is not None and tag == self._tag:
+            return self._image
+        self.close()
+        self._image = await self._reserve(num_bytes)
+        self._tag = tag
+        self.num_received = 0
+        return self._image
+
+    async def _reserve(self, num_bytes: int) -> WeightImage:
+        # Zeroing gigabytes takes long enough to miss a heartbeat on the event loop.
+        reserving = asyncio.ensure_future(
+            asyncio.to_thread(WeightImage.create, num_bytes, directory=self._directory, is_partial=True)
+        )
+        try:
+            return await asyncio.shield(reserving)
+        except asyncio.CancelledError:
+            reserving.add_done_callback(_discard)
+            raise
+
+    def _write(self, image: WeightImage, chunk: bytes) -> None:
+        end = self.num_received + len(chunk)
+        if end > image.image_bytes:
+            raise WeightTransferFailed(f"the server sent more than the {image.image_bytes} bytes that it announced")
+        image.view[self.num_received : end] = chunk
+        self.num_received = end
+
+
+def _discard(reserved: "asyncio.Future[WeightImage]") -> None:
+    if reserved.exception() is None:
+        reserved.result().close()

@@ -167,8 +167,10 @@ class Executor:
                 os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        if slot.uid is not None:
+        code = await process.wait()
+        # A process namespace that ended by itself took everything with it; in every other case look for survivors.
+        is_surely_empty = self.isolation.has_private_root and code == 0
+        if slot.uid is not None and not is_surely_empty:
             await sweep(slot.uid, self.isolation.place.python)
 
 

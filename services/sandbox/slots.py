@@ -53,7 +53,7 @@ def own_uids(number: int, base: int, locks: Path = LOCKS) -> Iterator[list[int |
         for uid in range(base, base + MAX_UIDS_TRIED):
             if len(found) == number:
                 break
-            if all(map(is_zombie, processes_of(uid))) and (descriptor := lock_uid(uid, locks)) is not None:
+            if not living_processes_of(uid) and (descriptor := lock_uid(uid, locks)) is not None:
                 held.callback(os.close, descriptor)
                 found.append(uid)
         if len(found) < number:
@@ -76,21 +76,26 @@ def processes_of(uid: int) -> list[int]:
     return found
 
 
+def living_processes_of(uid: int) -> list[int]:
+    """List the processes of a uid that have not ended."""
+    return [pid for pid in processes_of(uid) if not is_zombie(pid)]
+
+
 async def sweep(uid: int, python: str) -> None:
     """End every process of a slot's uid.
 
     Raises:
-        Unavailable: some do not end.
+        TimeoutError: some do not end.
     """
     async with asyncio.timeout(SWEEP_SECONDS):
-        while remaining := [pid for pid in processes_of(uid) if not is_zombie(pid)]:
+        while remaining := await asyncio.to_thread(living_processes_of, uid):
             # Sent by a process of that very uid to all that it may signal: in one go, which no fork can outrun.
             code = f"import os; os.kill(-1, {int(signal.SIGKILL)})"
             killer = await asyncio.create_subprocess_exec(
                 python, "-I", "-S", "-c", code, user=uid, group=uid, extra_groups=[], env={}
             )
             await killer.wait()
-            if processes_of(uid) == remaining:
+            if await asyncio.to_thread(living_processes_of, uid) == remaining:
                 await asyncio.sleep(0.01)
 
 
@@ -110,7 +115,7 @@ class SlotPool:
         self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
         for slot in slots:
             self._free.put_nowait(slot)
-        self._num_slots = len(slots)
+        self.slots = tuple(slots)
         self._max_queued = max_queued
         self._queue_seconds = queue_seconds
         self.num_waiting = 0
@@ -118,7 +123,7 @@ class SlotPool:
     @property
     def num_running(self) -> int:
         """Count the slots in use."""
-        return self._num_slots - self._free.qsize()
+        return len(self.slots) - self._free.qsize()
 
     @property
     def is_full(self) -> bool:

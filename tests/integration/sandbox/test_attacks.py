@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.slots import is_zombie, processes_of
+from services.sandbox.slots import living_processes_of
+from services.sandbox.state import SandboxState
 from shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox import attacks
 from tests.integration.sandbox.attacks import SIMPLE, Simple
@@ -142,7 +143,7 @@ async def test_a_fork_bomb_ends_and_leaves_nothing(level: str) -> None:
 
         assert answer.status is RunStatus.FAILED
         assert after.status is RunStatus.SUCCESS
-        assert living_processes_of_slots() == []
+        assert living_processes_of_slots(state) == []
 
 
 @isolating
@@ -164,7 +165,7 @@ async def test_a_program_that_kills_its_guard_fails(level: str) -> None:
 
         stdout = (answer.run_result.stdout or "") if answer.run_result else ""
         assert answer.status is RunStatus.FAILED or "stopped" in stdout, answer
-        assert living_processes_of_slots() == []
+        assert living_processes_of_slots(state) == []
 
 
 @isolating
@@ -256,6 +257,5 @@ def processes_called(name: str) -> list[str]:
     return found
 
 
-def living_processes_of_slots() -> list[int]:
-    locked = [uid for uid in range(61000, 61016) if os.getuid() == 0]
-    return [pid for uid in locked for pid in processes_of(uid) if not is_zombie(pid)]
+def living_processes_of_slots(state: SandboxState) -> list[int]:
+    return [pid for slot in state.pool.slots if slot.uid is not None for pid in living_processes_of(slot.uid)]

@@ -5,6 +5,7 @@ Everything is refused without a token but the few paths that say nothing about a
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from shared.clock import Clock
 from shared.errors import FlotillaError, IdempotencyMismatch, InvalidRequest, Unauthorized
 from shared.security import bearer_of, is_same_secret
 from shared.serving import problem_response
+
+log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 LONGEST_KEY = 200
@@ -106,7 +109,11 @@ class Guard:
         await self._app(scope, receive, answer.send)
         if answer.status <= LAST_STATUS_KEPT:
             text = answer.body.decode()
-            await store.put_answer(StoredAnswer(key, digest, answer.status, answer.content_type, text, clock.now()))
+            try:
+                await store.put_answer(StoredAnswer(key, digest, answer.status, answer.content_type, text, clock.now()))
+            except FlotillaError as error:
+                # What was asked is done: the caller gets its answer, and a repetition may do it again.
+                log.warning("answer to an idempotency key was not stored", extra={"error": repr(error)})
         await answer.pass_on(send)
 
     @asynccontextmanager

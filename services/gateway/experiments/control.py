@@ -14,6 +14,7 @@ from services.gateway.registry.services import Registry
 from services.gateway.store.records import ExperimentRecord
 from shared.clock import Clock, rfc3339
 from shared.config.load import parse_document, validate_spec
+from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState, ExperimentView, Problem
 from shared.schemas.service import ServiceKind
 
@@ -71,6 +72,8 @@ class Control:
         """
         experiment = self._book.get(experiment_id)
         after_action(experiment.state, action)
+        if action is Action.DELETE and experiment.state.is_final and experiment.record.final_ledger is None:
+            raise ActionNotAllowed(f"cannot delete {experiment_id} yet: its services are still coming to rest")
         changes: dict[str, Any] = {}
         if action is Action.START:
             await asyncio.to_thread(preflight.check, experiment.spec)

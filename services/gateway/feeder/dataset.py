@@ -69,7 +69,7 @@ class Dataset:
             seed=sample_seed(self.seed, group_id),
             label=None if label is None else text_of(label),
             data_source=None if source is None else str(source),
-            metadata={name: value for name, value in values.items() if name not in used},
+            metadata={name: plain(value) for name, value in values.items() if name not in used},
             min_version=min_version,
             pinned_version=pinned_version,
             greedy=greedy,
@@ -192,6 +192,17 @@ def messages_of(prompt: Any, system_prompt: str | None, row: int) -> tuple[Messa
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def plain(value: Any) -> Any:
+    """Keep what travels in a message as it is, and write everything else, such as a date, as text."""
+    if value is None or isinstance(value, str | bool | int | float | bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value)
 
 
 def text_of(label: Any) -> str:

@@ -22,6 +22,7 @@ BATCH = 64
 BLOCKED_SECONDS = 0.03
 IDLE_SECONDS = 0.5
 AWAY_SECONDS = 1.0
+RECORD_SECONDS = 1.0
 
 
 class Feeder:
@@ -33,6 +34,7 @@ class Feeder:
         self._clock = clock
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
+        self._recorded_at = 0.0
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is away, nothing is issued and nothing is lost."""
@@ -51,9 +53,11 @@ class Feeder:
     async def feed(self) -> float:
         """Issue one batch, as far as the budget admits; return how long to wait before the next, in seconds."""
         version = self._experiment.record.policy_version
-        if self._recorded_version != version:
+        now = self._clock.monotonic()
+        # Recorded again now and then: a server that came back from its log may have forgotten it.
+        if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
             await self._admission.published(version)
-            self._recorded_version = version
+            self._recorded_version, self._recorded_at = version, now
         ledger = await self._experiment.train.ledger()
         self._experiment.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:

@@ -49,7 +49,8 @@ class LiveService:
 
     def works_for(self, experiment_id: str) -> bool:
         """Whether it says that it works for this experiment, whatever it is assigned to."""
-        return self.observed.experiment_id == experiment_id and self.observed.state is not WorkState.IDLE
+        is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FAILED}
+        return self.observed.experiment_id == experiment_id and not is_at_rest
 
     def facts(self) -> ServiceFacts:
         """What matters for its desired state."""
@@ -74,12 +75,14 @@ class Registry:
         self._grace_seconds = grace_seconds
         self._rest_seconds = rest_seconds
         self._services: dict[str, LiveService] = {}
+        self._assigned: dict[str, dict[str, LiveService]] = {}
 
     async def load(self) -> None:
         """Take back the services of an earlier process, under a grace lease."""
         lease_ends = self._clock.monotonic() + self._grace_seconds
         for record in await self._store.services():
-            self._services[record.id] = LiveService(record, lease_ends)
+            service = self._services[record.id] = LiveService(record, lease_ends)
+            self._index(service)
 
     def __iter__(self) -> Iterator[LiveService]:
         return iter(list(self._services.values()))
@@ -102,8 +105,9 @@ class Registry:
         return self._services.get(service_id) if service_id is not None else None
 
     def of(self, experiment_id: str, kind: ServiceKind | None = None) -> list[LiveService]:
-        """List the services that are assigned to an experiment, in the order of registration."""
-        return [s for s in self if s.experiment_id == experiment_id and (kind is None or s.kind is kind)]
+        """List the services that are assigned to an experiment, in the order of assignment."""
+        services = self._assigned.get(experiment_id, {}).values()
+        return [service for service in services if kind is None or service.kind is kind]
 
     def trainer_of(self, experiment_id: str) -> LiveService | None:
         """Find the trainer service of an experiment."""
@@ -154,15 +158,28 @@ class Registry:
         """
         service = self.get(service_id)
         del self._services[service_id]
+        self._unindex(service)
         service.changed.fire()
         await self._store.delete_service(service_id)
         return service
 
     async def assign(self, service: LiveService, experiment_id: str | None) -> None:
         """Assign it to an experiment, or to none."""
+        self._unindex(service)
         service.record = replace(service.record, experiment_id=experiment_id)
+        self._index(service)
         service.changed.fire()
         await self._store.put_service(service.record)
+
+    def _index(self, service: LiveService) -> None:
+        if service.experiment_id is not None:
+            self._assigned.setdefault(service.experiment_id, {})[service.id] = service
+
+    def _unindex(self, service: LiveService) -> None:
+        if service.experiment_id is not None:
+            self._assigned[service.experiment_id].pop(service.id, None)
+            if not self._assigned[service.experiment_id]:
+                del self._assigned[service.experiment_id]
 
     async def drain(self, service: LiveService) -> None:
         """Let it finish what it has in hand and take nothing new."""

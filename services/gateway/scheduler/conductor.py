@@ -24,6 +24,7 @@ from shared.schemas.service import ServiceKind, WorkState
 log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
+AGAIN_SECONDS = 1.0
 
 Work = Callable[[Experiment], Awaitable[None]]
 
@@ -83,8 +84,12 @@ class Conductor:
             with contextlib.suppress(FlotillaError):
                 await self._fleet.leave(service.id, reason="its lease ended")
         for service in self._registry:
-            if service.record.is_draining and service.experiment_id and not service.works_for(service.experiment_id):
+            if service.experiment_id is None:
+                continue
+            if service.record.is_draining and service.is_observed and not service.works_for(service.experiment_id):
                 await self._fleet.release(service, "it was drained")
+            elif self._book.find(service.experiment_id) is None:
+                await self._fleet.release(service, "its experiment was deleted")
         await self._publications.check_deadlines()
         await self._place()
         for experiment in self._book:
@@ -136,7 +141,7 @@ class Conductor:
         """See to it that the right task runs for an experiment, and no other."""
         wanted = self._wanted(experiment)
         running = self._tasks.get(experiment.id)
-        if running is not None and running[0] is not wanted:
+        if running is not None and (running[0] is not wanted or running[1].done()):
             running[1].cancel()
             await asyncio.gather(running[1], return_exceptions=True)
             del self._tasks[experiment.id]
@@ -157,19 +162,34 @@ class Conductor:
         try:
             await work(experiment)
         except Exception as error:
+            causes = _leaves(error)
+            if all(isinstance(cause, FlotillaError) and cause.retryable for cause in causes):
+                log.warning(
+                    "work for an experiment starts again", extra={"experiment_id": experiment.id, "error": repr(error)}
+                )
+                await asyncio.sleep(AGAIN_SECONDS)
+                return
             log.exception("work for an experiment broke", extra={"experiment_id": experiment.id})
-            detail = error.detail if isinstance(error, FlotillaError) else repr(error)
+            cause = causes[0]
+            detail = cause.detail if isinstance(cause, FlotillaError) else repr(cause)
             await self._control.fail(experiment, "gateway", detail)
         finally:
             self._news.set()
 
 
+def _leaves(error: Exception) -> list[Exception]:
+    """List the errors of a task group, or the error itself."""
+    if isinstance(error, ExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
+
+
 def _is_available(service: LiveService) -> bool:
-    """Whether it may be counted on: not draining, and done with what it did before."""
-    if service.record.is_draining:
-        return False
+    """Whether it holds its place, or may be given one: not draining, and done with what it did before."""
+    if service.experiment_id is not None:
+        return True
     is_busy = service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None
-    return service.experiment_id is not None or not is_busy
+    return not is_busy and not service.record.is_draining
 
 
 def _is_ready(service: LiveService, experiment_id: str) -> bool:

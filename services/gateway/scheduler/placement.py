@@ -98,13 +98,14 @@ def _share_surplus(
     lacking: Mapping[str, Mapping[Kind, int]],
     assigned: dict[str, str],
 ) -> None:
-    """Give idle rollouts to running experiments, fewest first, unless an experiment waits for them."""
+    """Give idle rollouts to running experiments, the poorest first, less what those that wait will need."""
     takers = [demand.experiment_id for demand in demands if demand.is_placed]
-    waits_for_rollouts = any(not demand.is_placed and demand.experiment_id in lacking for demand in demands)
-    if not takers or waits_for_rollouts:
+    waiting = [demand for demand in demands if not demand.is_placed and demand.experiment_id in lacking]
+    kept = sum(demand.needed.get(Kind.ROLLOUT, 0) for demand in waiting)
+    if not takers:
         return
     shares = {taker: held[taker][Kind.ROLLOUT] for taker in takers}
-    for service_id in idle[Kind.ROLLOUT]:
+    for service_id in idle[Kind.ROLLOUT][kept:]:
         poorest = min(takers, key=lambda taker: shares[taker])
         assigned[service_id] = poorest
         shares[poorest] += 1

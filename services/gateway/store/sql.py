@@ -78,7 +78,7 @@ class SqlStore:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
-            raise Unavailable(f"the database does not answer: {error.orig}") from error
+            raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
         except SQLAlchemyError as error:
             raise Unavailable(f"the database refused a statement: {error}") from error
 

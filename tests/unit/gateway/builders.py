@@ -1,0 +1,148 @@
+"""What the gateway's unit tests are made of: a spec, records, and a gateway in memory with a clock that is moved."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.gateway.experiments.book import Experiment
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import GatewayState, assemble
+from services.gateway.store.memory import MemoryStore
+from services.gateway.store.records import ExperimentRecord
+from shared.clock import ManualClock
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
+from shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
+from shared.schemas.task import Lane
+from shared.streams.memory import MemoryDataPlane
+from shared.streams.settings import StreamsConfig
+
+
+def spec_document(**changes: Any) -> dict[str, Any]:
+    """Make a spec of two steps with two groups each."""
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"path": "/nowhere/model"},
+        "data": {"path": "/nowhere/train.jsonl"},
+        "rollout": {"group_size": 2, "num_rollouts": 1, "sampling": {"max_new_tokens": 8}},
+        "reward": {"components": [{"kind": "numeric"}]},
+        "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
+    }
+    return document | changes
+
+
+def a_spec(**changes: Any) -> ExperimentSpec:
+    """Validate such a spec."""
+    return validate_spec(spec_document(**changes))
+
+
+def a_record(experiment_id: str = "tiny-1", **changes: Any) -> ExperimentRecord:
+    """Make the record of an experiment; its spec is ``spec_document`` unless given."""
+    fields: dict[str, Any] = {
+        "id": experiment_id,
+        "name": "tiny",
+        "state": ExperimentState.DRAFT,
+        "revision": 1,
+        "spec": a_spec().model_dump(mode="json"),
+        "directory": f"/nowhere/{experiment_id}",
+        "created_at": 1.0,
+        "updated_at": 1.0,
+    }
+    return ExperimentRecord(**(fields | changes))
+
+
+class MemoryPlanes:
+    """Opens lanes in memory; the same lane is the same whoever opens it."""
+
+    def __init__(self) -> None:
+        self._planes: dict[tuple[str, Lane], MemoryDataPlane] = {}
+
+    def __call__(self, experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> MemoryDataPlane:
+        plane = self._planes.setdefault((experiment_id, lane), MemoryDataPlane(lane))
+        if lease_seconds is None:
+            return plane
+        hasty = MemoryDataPlane(lane, StreamsConfig(lease_seconds=lease_seconds))
+        hasty._store, hasty.admission = plane._store, plane.admission
+        return hasty
+
+
+async def answers() -> None:
+    """Ping nothing."""
+
+
+def a_gateway(store: MemoryStore | None = None, clock: ManualClock | None = None, **settings: Any) -> GatewayState:
+    """Put a gateway together in memory; nothing of it runs."""
+    fields: dict[str, Any] = {"token": "t", "redis_url": "redis://nowhere", "data": Path("/nowhere")}
+    return assemble(
+        GatewaySettings(**(fields | settings)), store or MemoryStore(), MemoryPlanes(), answers, clock or ManualClock()
+    )
+
+
+async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:
+    """Take an experiment in, running unless told otherwise."""
+    record = a_record(experiment_id, **({"state": ExperimentState.RUNNING, "started_at": 1.0} | changes))
+    return await gateway.book.add(record, validate_spec(record.spec))
+
+
+def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "one", **changes: Any) -> Registration:
+    """Make a registration."""
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "address": f"http://127.0.0.1/{incarnation}",
+        "host": "here",
+        "pid": 1,
+        "capabilities": Capabilities(transports=("gloo",)),
+        "incarnation": incarnation,
+    }
+    return Registration(**(fields | changes))
+
+
+async def add_service(
+    gateway: GatewayState, kind: ServiceKind, incarnation: str, experiment_id: str | None = None
+) -> str:
+    """Register a service, assign it, and let it say that it works; return its id."""
+    service_id = (await gateway.fleet.register(a_registration(kind, incarnation))).service_id
+    if experiment_id is not None:
+        await gateway.registry.assign(gateway.registry.get(service_id), experiment_id)
+        version = 0 if kind is ServiceKind.ROLLOUT else None
+        observed = ObservedState(experiment_id=experiment_id, state=WorkState.RUNNING, policy_version=version)
+        await say(gateway, service_id, observed)
+    return service_id
+
+
+async def say(gateway: GatewayState, service_id: str, observed: ObservedState) -> Any:
+    """Let a service report without waiting; return its desired state."""
+    return await gateway.fleet.report(service_id, observed, 0.0, asyncio.Event())
+
+
+def a_manifest(version: int = 1) -> Manifest:
+    """Make the manifest of an image of one tensor; its checksum is the version in hexadecimal."""
+    tensor = TensorSpec(name="w", shape=(1,), dtype="F32", start=0, end=4)
+    return Manifest(version=version, image_bytes=4, slice_bytes=4, checksum=f"{version:016x}", tensors=(tensor,))
+
+
+def a_request(service_id: str, version: int = 1) -> PublicationRequest:
+    """Make the announcement of a version."""
+    return PublicationRequest(manifest=a_manifest(version), service_id=service_id, step=version)
+
+
+@asynccontextmanager
+async def running(work: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """Run a coroutine while the block lasts."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Any, seconds: float = 2.0) -> None:
+    """Wait for a state."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)

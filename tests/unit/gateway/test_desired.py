@@ -1,0 +1,104 @@
+from dataclasses import replace
+
+import pytest
+
+from services.gateway.registry.desired import ExperimentFacts, ServiceFacts, desired, digest
+from shared.schemas.experiment import ExperimentState as State
+from shared.schemas.publication import PublicationOrder, PublicationPhase
+from shared.schemas.service import ServiceKind, WorkState
+from tests.unit.gateway.builders import a_manifest
+
+ROLLOUT = ServiceFacts("rollout-1", ServiceKind.ROLLOUT, is_draining=False)
+TRAINER = ServiceFacts("trainer-1", ServiceKind.TRAINER, is_draining=False)
+FACTS = ExperimentFacts(
+    experiment_id="a",
+    state=State.RUNNING,
+    revision=1,
+    spec={"name": "a"},
+    spec_digest=digest({"name": "a"}),
+    directory="/d",
+    trainer_epoch=1,
+    policy_version=0,
+    weights_address="http://trainer/",
+    hold_version=None,
+)
+ORDER = PublicationOrder(
+    version=1,
+    epoch=1,
+    rank=1,
+    phase=PublicationPhase.PREPARING,
+    rendezvous=None,
+    manifest=a_manifest(),
+    deadline_seconds=1.0,
+)
+
+
+def test_a_service_without_an_experiment_is_idle() -> None:
+    answer = desired(ROLLOUT, None)
+
+    assert (answer.state, answer.assignment) == (WorkState.IDLE, None)
+
+
+@pytest.mark.parametrize("state", [State.STOPPING, State.STOPPED, State.COMPLETED, State.FAILED, State.DRAFT])
+def test_an_experiment_that_is_not_at_work_leaves_its_services_idle(state: State) -> None:
+    assert desired(ROLLOUT, replace(FACTS, state=state)) == desired(ROLLOUT, None)
+
+
+def test_a_paused_experiment_pauses_its_services_and_keeps_them() -> None:
+    answer = desired(ROLLOUT, replace(FACTS, state=State.PAUSED))
+
+    assert answer.state is WorkState.PAUSED
+    assert answer.assignment is not None
+
+
+def test_a_draining_service_keeps_its_experiment_until_it_is_done() -> None:
+    answer = desired(replace(ROLLOUT, is_draining=True), FACTS)
+
+    assert answer.state is WorkState.DRAINING
+    assert answer.assignment is not None
+    assert desired(replace(ROLLOUT, is_draining=True), None).state is WorkState.DRAINING
+
+
+def test_weights_can_be_pulled_once_a_version_is_published_and_a_trainer_lives() -> None:
+    assert desired(ROLLOUT, FACTS).weights_url is None
+    assert desired(ROLLOUT, replace(FACTS, policy_version=3)).weights_url == "http://trainer/v1/weights/3"
+    assert desired(ROLLOUT, replace(FACTS, policy_version=3, weights_address=None)).weights_url is None
+
+
+def test_versions_and_publications_are_told_to_rollouts_alone() -> None:
+    facts = replace(FACTS, policy_version=3, hold_version=2)
+
+    rollout, trainer = desired(ROLLOUT, facts, ORDER), desired(TRAINER, facts, ORDER)
+
+    assert (rollout.policy_version, rollout.hold_version, rollout.publication) == (3, 2, ORDER)
+    assert (trainer.policy_version, trainer.hold_version, trainer.publication) == (None, None, None)
+
+
+def test_equal_facts_give_equal_tags_in_every_process() -> None:
+    # Written down, so that a change of the tag's making is seen: it makes every service look twice after an upgrade.
+    assert desired(ROLLOUT, FACTS).tag == desired(ROLLOUT, replace(FACTS, spec=dict(FACTS.spec))).tag
+    assert desired(ROLLOUT, None).tag == digest(["idle"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"state": State.PAUSED},
+        {"revision": 2},
+        {"spec_digest": "other"},
+        {"directory": "/e"},
+        {"policy_version": 1},
+        {"hold_version": 0},
+    ],
+)
+def test_the_tag_changes_with_every_field_that_a_rollout_sees(changed: dict[str, object]) -> None:
+    assert desired(ROLLOUT, replace(FACTS, **changed)).tag != desired(ROLLOUT, FACTS).tag
+
+
+def test_the_tag_changes_with_the_publication_and_with_the_trainers_epoch() -> None:
+    moved = ORDER.model_copy(update={"phase": PublicationPhase.TRANSFERRING})
+    tags = {desired(ROLLOUT, FACTS, order).tag for order in (None, ORDER, moved)}
+
+    assert len(tags) == 3
+    assert desired(TRAINER, replace(FACTS, trainer_epoch=2)).tag != desired(TRAINER, FACTS).tag
+    assert desired(ROLLOUT, replace(FACTS, trainer_epoch=2)).tag == desired(ROLLOUT, FACTS).tag

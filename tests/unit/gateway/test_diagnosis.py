@@ -1,0 +1,89 @@
+from dataclasses import replace
+
+import pytest
+
+from services.gateway.experiments.diagnosis import Observation, Situation, diagnose, progress_of
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.publication import PublicationPhase
+from shared.schemas.service import ServiceKind as Kind
+from shared.schemas.service import WorkState
+from shared.streams.ledger import HopCounts, Ledger, TokenCounts
+
+SERVICES = [Observation(f"{kind}-1", kind, WorkState.RUNNING, 3) for kind in (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD)]
+WELL = Situation(
+    state=ExperimentState.RUNNING,
+    services=SERVICES,
+    ledger=Ledger(),
+    budget=8,
+    groups_per_step=4,
+    policy_version=3,
+)
+
+
+def hops(**counts: int) -> HopCounts:
+    return HopCounts(**counts)
+
+
+@pytest.mark.parametrize("kind", [Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD])
+def test_a_missing_kind_is_named_first(kind: Kind) -> None:
+    situation = replace(WELL, services=[s for s in SERVICES if s.kind is not kind])
+
+    assert diagnose(situation) == (kind.value, f"no live {kind} service")
+
+
+@pytest.mark.parametrize(
+    ("ledger", "component", "words"),
+    [
+        (None, "redis", "does not answer"),
+        (Ledger(waiting=hops(scored=4)), "trainer", "4 scored groups are ready"),
+        (Ledger(waiting=hops(generated=64)), "reward", "64 generated groups wait and none is claimed"),
+        (Ledger(claimed=hops(generated=2)), "reward", "2 generated groups are claimed and none is scored"),
+        (Ledger(claimed=hops(tasks=5)), "rollout", "5 tasks are claimed and none is finished"),
+        (Ledger(waiting=hops(tasks=5)), "rollout", "5 tasks wait and none is claimed"),
+        (Ledger(outstanding=0, consumed_since_publication=8), "trainer", "nothing is published"),
+        (Ledger(), "gateway", "could be issued"),
+    ],
+)
+def test_the_hop_where_work_piles_up_names_the_component(ledger: Ledger | None, component: str, words: str) -> None:
+    found, cause = diagnose(replace(WELL, ledger=ledger))
+
+    assert found == component
+    assert words in cause
+
+
+def test_a_rollout_that_is_behind_is_named() -> None:
+    behind = [replace(s, policy_version=2) if s.kind is Kind.ROLLOUT else s for s in SERVICES]
+
+    component, cause = diagnose(replace(WELL, services=behind, ledger=Ledger(waiting=hops(tasks=1))))
+
+    assert component == "rollout"
+    assert "rollout-1 serves version 2" in cause
+
+
+def test_a_service_that_does_not_start_is_named() -> None:
+    loading = [replace(s, state=WorkState.STARTING) if s.kind is Kind.TRAINER else s for s in SERVICES]
+
+    found = diagnose(replace(WELL, state=ExperimentState.STARTING, services=loading))
+
+    assert found == ("trainer", "trainer-1 is starting and not yet running")
+
+
+def test_an_open_publication_and_a_final_evaluation_are_named() -> None:
+    assert diagnose(replace(WELL, publication=PublicationPhase.PREPARING))[0] == "publication"
+    assert diagnose(replace(WELL, is_trained=True, evaluating_version=3))[0] == "evaluation"
+
+
+def test_every_counter_that_moves_is_progress() -> None:
+    base = Ledger(issued=5, planned=1, trained=1)
+    moved = [
+        Ledger(issued=6, planned=1, trained=1),
+        Ledger(issued=5, planned=2, trained=1),
+        Ledger(issued=5, planned=1, trained=2),
+        Ledger(issued=5, planned=1, trained=1, filtered={"x": 1}),
+        Ledger(issued=5, planned=1, trained=1, tokens=TokenCounts(generated=1)),
+    ]
+
+    seen = {progress_of(1, 1, ledger, Ledger()) for ledger in [base, *moved]}
+    seen |= {progress_of(2, 1, base, Ledger()), progress_of(1, 2, base, Ledger()), progress_of(1, 1, base, base)}
+
+    assert len(seen) == 9

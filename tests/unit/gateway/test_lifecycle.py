@@ -1,0 +1,48 @@
+import pytest
+
+from services.gateway.experiments.lifecycle import Action, Step, after_action, after_step, allowed_actions
+from shared.errors import ActionNotAllowed
+from shared.schemas.experiment import ExperimentState as State
+
+
+def test_a_life_from_draft_to_completed() -> None:
+    state: State | None = State.DRAFT
+    assert state is not None
+    state = after_action(state, Action.START)
+    assert state is State.STARTING
+
+    state = after_step(state, Step.READY)
+    paused = after_action(state, Action.PAUSE)
+    assert (state, paused) == (State.RUNNING, State.PAUSED)
+    assert paused is not None and after_action(paused, Action.RESUME) is State.RUNNING
+
+    state = after_step(state, Step.TRAINED)
+    assert after_step(state, Step.QUIET, outcome=State.COMPLETED) is State.COMPLETED
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("action", list(Action))
+def test_an_action_is_either_allowed_or_refused_with_the_names_of_those_that_are(state: State, action: Action) -> None:
+    if action in allowed_actions(state):
+        after = after_action(state, action)
+        assert after is None or after is not state
+        return
+
+    with pytest.raises(ActionNotAllowed) as refusal:
+        after_action(state, action)
+
+    for allowed in allowed_actions(state):
+        assert allowed.value in refusal.value.detail
+    assert state.value in refusal.value.detail
+
+
+@pytest.mark.parametrize("state", [state for state in State if state.is_final])
+def test_nothing_leads_out_of_a_final_state_but_deletion(state: State) -> None:
+    assert allowed_actions(state) == [Action.DELETE]
+    assert all(after_step(state, step) is state for step in Step)
+
+
+def test_every_state_at_work_can_break() -> None:
+    working = [State.STARTING, State.RUNNING, State.PAUSED, State.STOPPING]
+    assert [after_step(state, Step.BROKEN) for state in working] == [State.FAILED] * 4
+    assert after_step(State.DRAFT, Step.BROKEN) is State.DRAFT

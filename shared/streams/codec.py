@@ -4,12 +4,12 @@ The header can be read without the payload, by dashboards and by the server's sc
 reader refuses a payload of another schema and ignores header fields that it does not know.
 """
 
+import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from shared.schemas.task import TASK_SCHEMA, Task
 from shared.schemas.trajectory import GROUP_SCHEMA, Group
@@ -42,7 +42,7 @@ class EntryHeader:
 
     def to_bytes(self) -> bytes:
         """Encode it as a msgpack mapping."""
-        packed: bytes = msgpack.packb(asdict(self))
+        packed: bytes = msgpack.packb({name: getattr(self, name) for name in HEADER_FIELDS})
         return packed
 
     @classmethod
@@ -79,8 +79,11 @@ def task_header(task: Task, created_at: float | None = None) -> EntryHeader:
 
 def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
     """Describe a group; ``created_at`` defaults to now."""
-    oldest, newest = group.version_range()
+    oldest, newest = _version_range(group)
     rewards = group.rewards()
+    # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.
+    mean = math.fsum(rewards) / max(1, len(rewards))
+    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards)))
     return EntryHeader(
         schema=GROUP_SCHEMA,
         group_id=group.task.group_id,
@@ -88,10 +91,18 @@ def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
         token_count=group.num_tokens,
         oldest_version=oldest,
         newest_version=newest,
-        reward_mean=float(np.mean(rewards)) if rewards else None,
-        reward_spread=float(np.std(rewards)) if rewards else None,
+        reward_mean=mean if rewards else None,
+        reward_spread=spread if rewards else None,
         created_at=time.time() if created_at is None else created_at,
     )
+
+
+def _version_range(group: Group) -> tuple[int, int]:
+    """Find what ``Group.version_range`` finds, at once where each trajectory was sampled by one version."""
+    if any(len(each.versions) > 1 for each in group.trajectories):
+        return group.version_range()
+    versions = [each.versions[0][1] for each in group.trajectories if each.loss_mask.any()]
+    return (min(versions), max(versions)) if versions else group.version_range()
 
 
 def encode_task(task: Task) -> bytes:

@@ -152,13 +152,24 @@ def counter_of(resolution: Resolution, reason: str) -> str:
     return resolution.value if resolution is Resolution.TRAINED else f"{resolution.value}:{reason}"
 
 
-def next_hop(claim: Claim, group: Group) -> HopName:
+def check_hop(claim: Claim, hop: HopName) -> Claim:
+    """Check that a claim is used at the hop that it was claimed from, and return it.
+
+    Raises:
+        ValueError: it is another hop's.
+    """
+    if claim.hop is not hop:
+        raise ValueError(f"a claim of the hop {claim.hop.value} cannot end at the hop {hop.value}")
+    return claim
+
+
+def next_hop(claim: Claim, group: Group, hop: HopName) -> HopName:
     """Find where a claim's result goes.
 
     Raises:
-        ValueError: the last hop has no next stream, or the group is not the claimed one.
+        ValueError: the last hop has no next stream, the claim is another hop's, or the group is not the claimed one.
     """
-    destination = claim.hop.next
+    destination = check_hop(claim, hop).hop.next
     if destination is None:
         raise ValueError(f"nothing follows the hop {claim.hop.value}: plan or resolve its claims")
     if group.task.group_id != claim.header.group_id:

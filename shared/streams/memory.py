@@ -19,6 +19,7 @@ from shared.streams.hop import (
     Claim,
     Renewal,
     Resolution,
+    check_hop,
     consumer_name,
     counter_of,
     next_hop,
@@ -63,7 +64,7 @@ class MemoryHop:
         lost = [claim for claim in claims if not self._holds(claim)]
         for claim in claims:
             if claim not in lost:
-                self._stream.give(claim.entry_id, claim.consumer, deliveries=claim.deliveries)
+                self._stream.give(claim.entry_id, self.consumer, deliveries=claim.deliveries)
         return lost
 
     def renewing(self, *claims: Claim) -> AbstractAsyncContextManager[Renewal]:
@@ -72,7 +73,7 @@ class MemoryHop:
 
     async def forward(self, claim: Claim, group: Group) -> bool:
         """See ``Hop.forward``."""
-        destination = next_hop(claim, group)
+        destination = next_hop(claim, group, self.name)
         counter = f"tokens:{destination.value}"
         if not self._holds(claim):
             return self._store.done.get(claim.token) == counter
@@ -103,7 +104,8 @@ class MemoryHop:
         return True
 
     def _holds(self, claim: Claim) -> bool:
-        return self._stream.holds(claim.entry_id, claim.consumer, claim.deliveries)
+        check_hop(claim, self.name)
+        return self._stream.holds(claim.entry_id, self.consumer, claim.deliveries)
 
     def _finish(self, claim: Claim, counter: str, amount: int) -> None:
         self._stream.remove(claim.entry_id)

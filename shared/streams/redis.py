@@ -4,24 +4,36 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
 from shared.errors import ClaimLost
 from shared.schemas.trajectory import Group
 from shared.streams.codec import EntryHeader, encode_group, group_header
-from shared.streams.hop import FENCED, Claim, Renewal, Resolution, counter_of, next_hop, renewing
+from shared.streams.hop import FENCED, Claim, Renewal, Resolution, check_hop, counter_of, next_hop, renewing
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.scripts import Argument, Call, ScriptRunner
+from shared.streams.scripts import Argument, ScriptRunner
 from shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
 """Longest time after which a waiting claimer looks for entries that are free again."""
+SCRIPT_BYTES = 2 * 1024 * 1024
+SCRIPT_ENTRIES = 128
+"""Most that one script forwards: about two milliseconds, in which the server does nothing else."""
 MARKER_SECONDS = 120
 """How long a forward may be repeated after its answer was lost. Far above any deadline of a call."""
+
+
+class _Ended(NamedTuple):
+    """A claim whose work has ended: what the counter grows by and, when it is forwarded, the entry to append."""
+
+    claim: Claim
+    amount: int
+    header: bytes = b""
+    payload: bytes = b""
 
 
 class RedisHop:
@@ -63,7 +75,7 @@ class RedisHop:
         """See ``Hop.renew``."""
         if not claims:
             return []
-        tokens = [part for claim in claims for part in (claim.entry_id, claim.deliveries)]
+        tokens = [part for claim in claims for part in (check_hop(claim, self.name).entry_id, claim.deliveries)]
         lost = await self._runner.run("renew", [self._stream], [self.consumer, *tokens])
         return [claims[position - 1] for position in lost]
 
@@ -77,31 +89,37 @@ class RedisHop:
 
     async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
         """See ``Hop.forward_many``."""
-        calls = []
+        if not results:
+            return []
+        entries = []
         for claim, group in results:
-            destination = next_hop(claim, group)
+            destination = next_hop(claim, group, self.name)
             header = group_header(group)
-            counted: list[Argument] = [f"tokens:{destination.value}", header.token_count]
-            entry = [header.to_bytes(), encode_group(group)]
-            calls.append(self._finish(claim, counted, entry, [self._keys.stream(destination)]))
-        return [bool(answer) for answer in await self._runner.run_many("finish", calls)]
+            entries.append(_Ended(claim, header.token_count, header.to_bytes(), encode_group(group)))
+        answers: list[bool] = []
+        for chunk in _chunks(entries):
+            answers += await self._finish(f"tokens:{destination.value}", chunk, self._keys.stream(destination))
+        return answers
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""
-        call = self._finish(claim, [counter_of(resolution, reason), 1])
-        return bool(await self._runner.run("finish", call.keys, call.arguments))
+        return (await self._finish(counter_of(resolution, reason), [_Ended(check_hop(claim, self.name), 1)]))[0]
 
     async def hand_back(self, claim: Claim) -> bool:
         """See ``Hop.hand_back``."""
-        arguments: list[Argument] = [claim.entry_id, claim.consumer, claim.deliveries]
+        check_hop(claim, self.name)
+        arguments: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries]
         return bool(await self._runner.run("hand_back", [self._stream], arguments))
 
-    def _finish(
-        self, claim: Claim, counted: Sequence[Argument], entry: Sequence[bytes] = (), onward: Sequence[str] = ()
-    ) -> Call:
-        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.marker(claim.token), *onward]
-        held: list[Argument] = [claim.entry_id, claim.consumer, claim.deliveries, MARKER_SECONDS * 1000]
-        return Call(keys, [*held, *counted, claim.header.group_id, *entry])
+    async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
+        markers = [self._keys.marker(each.claim.token) for each in ended]
+        mode = "resolve" if next_stream is None else "forward"
+        arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter]
+        for each in ended:
+            held = (each.claim.entry_id, each.claim.deliveries)
+            arguments += (*held, each.amount, each.claim.header.group_id, each.header, each.payload)
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream, *markers]
+        return [bool(answer) for answer in await self._runner.run("finish", keys, arguments)]
 
     async def _sweep(self, count: int) -> list[Claim]:
         lease_ms = max(1, round(self.lease_seconds * 1000))
@@ -197,3 +215,16 @@ class TrainerHop(RedisHop):
             self._is_delivery_lost |= not has_arrived
         self._held.update(claim.entry_id for claim in claims)
         return claims
+
+
+def _chunks(ended: Sequence[_Ended]) -> list[list[_Ended]]:
+    """Cut what is forwarded together so that no script holds the server for long."""
+    chunks: list[list[_Ended]] = []
+    size = 0
+    for each in ended:
+        if not chunks or size + len(each.payload) > SCRIPT_BYTES or len(chunks[-1]) >= SCRIPT_ENTRIES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(each)
+        size += len(each.payload)
+    return chunks

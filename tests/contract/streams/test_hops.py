@@ -64,6 +64,44 @@ async def test_many_are_forwarded_at_once_and_each_stands_alone(plane: DataPlane
     assert (await ledger_of(plane)).waiting.generated == 3
 
 
+async def test_a_claim_twice_among_many_has_effect_once(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    one, other = await rollout.claim(2, wait_seconds=0)
+
+    done = await rollout.forward_many([(claim, a_group(claim.task())) for claim in (one, one, other, one)])
+
+    assert done == [True] * 4
+    assert (await ledger_of(plane)).waiting.generated == 2
+    assert await rollout.forward_many([]) == []
+
+
+async def test_more_than_one_script_forwards_is_forwarded(plane: DataPlane) -> None:
+    await issue(plane, 300)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    claims = await rollout.claim(300, wait_seconds=0)
+
+    assert all(await rollout.forward_many([(claim, a_group(claim.task())) for claim in claims]))
+
+    reward = plane.hop(HopName.GENERATED, "reward")
+    assert await claim_ids(reward, 300) == list(range(300))
+
+
+async def test_a_claim_of_another_hop_is_refused(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    (claim,) = await rollout.claim(wait_seconds=0)
+
+    for misuse in (
+        reward.forward(claim, a_group(claim.task())),
+        reward.resolve(claim, Resolution.FAILED, "x"),
+        reward.hand_back(claim),
+        reward.renew([claim]),
+    ):
+        with pytest.raises(ValueError, match="claim of the hop tasks"):
+            await misuse
+
+
 async def test_a_repeated_forward_takes_effect_once_and_says_yes_again(plane: DataPlane) -> None:
     await issue(plane, 1)
     rollout = plane.hop(HopName.TASKS, "rollout")

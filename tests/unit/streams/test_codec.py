@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from shared.schemas.task import TASK_SCHEMA
-from shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus
+from shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus, Group
 from shared.streams.codec import (
     EntryHeader,
     decode_group,
@@ -63,12 +63,23 @@ def test_a_header_says_what_the_payload_holds() -> None:
 
 def test_a_header_spans_the_versions_that_sampled() -> None:
     task = a_task(0, group_size=1, min_version=1)
-    group = a_group(task)
     mixed = a_trajectory(prompt_tokens=2, sampled_tokens=4, versions=((0, 6), (3, 7), (5, 9)))
 
-    header = group_header(type(group)(task, (mixed,)))
+    header = group_header(Group(task, (mixed,)))
 
     assert (header.oldest_version, header.newest_version) == (6, 9)
+
+
+@pytest.mark.parametrize("versions", [(3, 5), (5, 3), (4, 4)])
+def test_a_header_agrees_with_the_group_about_versions(versions: tuple[int, int]) -> None:
+    task = a_task(0, min_version=2)
+    first, second = (a_trajectory(version=version) for version in versions)
+    unsampled = a_trajectory(version=9, sampled_tokens=0)
+
+    for trajectories in ((first, second), (first, unsampled), (unsampled,)):
+        group = Group(task, trajectories)
+        header = group_header(group)
+        assert (header.oldest_version, header.newest_version) == group.version_range()
 
 
 def test_a_task_header_bears_no_reward() -> None:

@@ -1,0 +1,156 @@
+"""Throughput of a fenced hop against what the bare client can do.
+
+Both move the same entries from one stream to the next on the same server, in turns within one run:
+
+- *bare*: redis-py alone moves ready bytes: XREADGROUP of a batch, then one pipeline of XADD. Nothing is encoded,
+  acknowledged or deleted.
+- *same work*: redis-py alone encodes each group, and the pipeline also acknowledges and deletes: what any hop must
+  do at least. Not fenced, not counted, not safe to repeat.
+- *hop*: ``claim`` and ``forward_many``: all that, fenced, counted in the ledger, safe to repeat.
+
+``python -m benchmarks.streams [--seconds 1] [--rounds 7] [--directory DIR] [--json FILE]`` prints the ratios of hop to both.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from cli.redis_server import LocalRedis
+from shared.schemas.trajectory import Group
+from shared.streams.codec import encode_group, group_header
+from shared.streams.connection import check_server, connect
+from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from shared.streams.redis_plane import RedisDataPlane
+from shared.testing.builders import a_group
+
+CASES = {"2 KB": (2_000, 64), "64 KB": (64_000, 16), "1 MB": (1_000_000, 4)}
+"""Name -> payload bytes, entries per batch."""
+BYTES_PER_TOKEN = 9
+ROUND_BYTES = 48_000_000
+"""At most this much is in flight in one round."""
+
+
+def group_of(payload_bytes: int) -> Group:
+    """Make a group of two whose payload is about this large."""
+    overhead = len(encode_group(a_group(0, sampled_tokens=1)))
+    return a_group(0, sampled_tokens=max(1, (payload_bytes - overhead) // (2 * BYTES_PER_TOKEN)))
+
+
+async def fill(redis: Redis, stream: str, group: Group, count: int) -> None:
+    """Put entries of the same size as the result into a stream, with its consumer group."""
+    await redis.xgroup_create(stream, CONSUMER_GROUP, id="0", mkstream=True)
+    fields = {"header": group_header(group).to_bytes(), "payload": encode_group(group)}
+    for start in range(0, count, 16):
+        async with redis.pipeline(transaction=False) as pipeline:
+            for _ in range(start, min(start + 16, count)):
+                pipeline.xadd(stream, fields)
+            await pipeline.execute()
+
+
+async def bare(redis: Redis, group: Group, batch: int, same_work: bool, count: int) -> float:
+    """Move entries with the client alone; returns entries per second."""
+    source, destination = f"bench:{uuid.uuid4().hex}", f"bench:{uuid.uuid4().hex}"
+    await fill(redis, source, group, count)
+    started = time.perf_counter()
+    for _ in range(0, count, batch):
+        ((_, entries),) = await redis.xreadgroup(CONSUMER_GROUP, "bench", {source: ">"}, count=batch)
+        async with redis.pipeline(transaction=False) as pipeline:
+            for entry_id, fields in entries:
+                encoded = (
+                    {"header": group_header(group).to_bytes(), "payload": encode_group(group)} if same_work else {}
+                )
+                pipeline.xadd(destination, encoded or fields)
+                if same_work:
+                    pipeline.xack(source, CONSUMER_GROUP, entry_id)
+                    pipeline.xdel(source, entry_id)
+            await pipeline.execute()
+    elapsed = time.perf_counter() - started
+    await redis.unlink(source, destination)
+    return count / elapsed
+
+
+async def hop(redis: Redis, group: Group, batch: int, count: int) -> float:
+    """Move entries through the generated hop; returns entries per second."""
+    experiment_id = uuid.uuid4().hex
+    plane = RedisDataPlane(redis, experiment_id)
+    await fill(redis, StreamKeys(experiment_id).stream(HopName.GENERATED), group, count)
+    reward = plane.hop(HopName.GENERATED, "bench")
+    await reward.claim(1, wait_seconds=0)
+    started = time.perf_counter()
+    moved = 1
+    while moved < count:
+        claims = await reward.claim(batch, wait_seconds=0)
+        assert all(await reward.forward_many([(claim, group) for claim in claims]))
+        moved += len(claims)
+    elapsed = time.perf_counter() - started
+    await plane.remove()
+    return count / elapsed
+
+
+async def measure(url: str, seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    """Run every case, the three ways in turns; returns medians of entries per second and of ratios."""
+    redis = connect(url)
+    results = {}
+    for name, (payload_bytes, batch) in CASES.items():
+        group = group_of(payload_bytes)
+        ways: dict[str, Callable[[int], Awaitable[float]]] = {
+            "bare": partial(bare, redis, group, batch, False),
+            "same_work": partial(bare, redis, group, batch, True),
+            "hop": partial(hop, redis, group, batch),
+        }
+        rate = await ways["bare"](4 * batch)
+        count = max(4, min(int(rate * seconds / 3), ROUND_BYTES // payload_bytes) // batch) * batch
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, run in ways.items():
+                rates[way].append(await run(count))
+        medians = {way: statistics.median(values) for way, values in rates.items()}
+        results[name] = {
+            "payload_bytes": len(encode_group(group)),
+            "entries": count,
+            **{f"{way}_per_second": round(value, 1) for way, value in medians.items()},
+            **{f"hop_to_{way}": median_ratio(rates["hop"], rates[way]) for way in ("bare", "same_work")},
+        }
+    await redis.aclose()
+    return results
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Compare round by round, since a shared machine changes its speed from one to the next."""
+    return round(statistics.median(one / other for one, other in zip(ours, theirs, strict=True)), 3)
+
+
+def main() -> None:
+    """Measure on a server of our own and print one line per payload size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=1.0, help="rough length of one case's round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--directory", type=Path, help="where the server keeps its log; a disk's speed matters")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, LocalRedis(Path(directory)) as server:
+        name = asyncio.run(check_server(server.url))
+        results = asyncio.run(measure(server.url, arguments.seconds, arguments.rounds))
+    print(f"server: {name}, append-only log every second, unix socket; medians of {arguments.rounds} rounds")
+    for case, result in results.items():
+        print(
+            f"{case:>6}: hop {result['hop_per_second']:>9.1f}/s, bare {result['bare_per_second']:>9.1f}/s, "
+            f"same work {result['same_work_per_second']:>9.1f}/s; "
+            f"hop/bare {result['hop_to_bare']:.2f}, hop/(same work) {result['hop_to_same_work']:.2f}"
+        )
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"server": name, "results": results}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

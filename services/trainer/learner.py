@@ -14,7 +14,7 @@ from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, 
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, summarise
-from services.trainer.algorithms.objective import denominators_of, policy_objective
+from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.metrics import algorithm_names, mean_of_updates
@@ -257,6 +257,13 @@ class Learner:
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
         )
+        selected = selected_tokens(
+            config,
+            old_log_probs=prepared.old_log_probs,
+            advantages=prepared.advantages,
+            response_mask=batch.sequences.response_mask & of_mini_batch,
+            generator=generator,
+        )
         tallies: list[Metrics] = []
         for micro in micro_batches:
             found = self.policy.statistics(micro.inputs, with_entropy=True)
@@ -273,6 +280,7 @@ class Learner:
                 ref_log_probs=None if prepared.ref_log_probs is None else prepared.ref_log_probs[micro.tokens],
                 entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
                 scores=batch.rewards[micro.members],
+                selected=None if selected is None else selected[micro.tokens],
                 num_sequences=len(micro.members),
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,

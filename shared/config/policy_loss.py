@@ -61,7 +61,6 @@ class GmpoConfig(_Loss):
     """How far below 0 a token's x counts (the width is in nats)."""
     clip_high: ClipWidth = 0.4
     """How far above 0 a token's x counts."""
-    log_ratio_clamp: LogRatioClamp = None
 
 
 class CispoConfig(_Loss):
@@ -130,7 +129,15 @@ class ToprConfig(_Loss):
     """Weight of the others."""
 
 
-class ClipCovConfig(_Loss):
+class _CovarianceLoss(_Loss):
+    """Losses that treat the tokens of high covariance (A - mean A)(log_prob - mean log_prob) differently."""
+
+    covariance_of: Literal["old", "current"] = "old"
+    """``old``: of the old log-probs, selected once over the whole mini-batch, so the loss does not depend on how it is
+    cut. ``current``: of the log-probs being trained, selected within each micro-batch (verl)."""
+
+
+class ClipCovConfig(_CovarianceLoss):
     """PPO, less tokens whose advantage and log-probability covary strongly, drawn at random (Cui et al. 2025)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
@@ -144,7 +151,6 @@ class ClipCovConfig(_Loss):
     """Covariances above this are candidates."""
     upper: float = 5.0
     """Covariances below this are candidates."""
-    log_ratio_clamp: LogRatioClamp = None
 
     @model_validator(mode="after")
     def _band_is_not_empty(self) -> "ClipCovConfig":
@@ -153,7 +159,7 @@ class ClipCovConfig(_Loss):
         return self
 
 
-class KlCovConfig(_Loss):
+class KlCovConfig(_CovarianceLoss):
     """-A r, plus coefficient |x| on the tokens of highest covariance (Cui et al. 2025)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
@@ -161,7 +167,6 @@ class KlCovConfig(_Loss):
     """Share of the sampled tokens that is penalised (at least one)."""
     coefficient: float = Field(0.1, gt=0)
     """Strength of the penalty."""
-    log_ratio_clamp: LogRatioClamp = None
 
 
 class PolicyGradientConfig(Config):

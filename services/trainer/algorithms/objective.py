@@ -20,11 +20,12 @@ from services.trainer.algorithms.importance import (
     shared_weights,
 )
 from services.trainer.algorithms.kl import kl_loss
-from services.trainer.algorithms.losses import TokenLoss, policy_loss
+from services.trainer.algorithms.losses import TokenLoss, policy_loss, select_by_covariance
 from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
 from services.trainer.algorithms.sequences import PackedSequences
 from services.trainer.algorithms.value import value_loss
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, ValueLossConfig
+from shared.config.policy_loss import ClipCovConfig, KlCovConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,32 @@ def denominators_of(
     return Denominators(counted.num_tokens, counted.num_sequences, weight_sum, weight_count)
 
 
+def selected_tokens(
+    config: AlgorithmConfig,
+    *,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator | None = None,
+) -> Tensor | None:
+    """Choose, over a whole mini-batch, the tokens that clip_cov or kl_cov treats differently.
+
+    Args:
+        config: the algorithm section.
+        old_log_probs: [T] nats, of all tokens of the mini-batch.
+        advantages: [T].
+        response_mask: [T] bool.
+        generator: draws for clip_cov.
+
+    Returns:
+        [T] bool, to be cut into micro-batches like the tokens; None for losses that select nothing beforehand.
+    """
+    loss = config.policy_loss
+    if not isinstance(loss, ClipCovConfig | KlCovConfig) or loss.covariance_of == "current":
+        return None
+    return select_by_covariance(loss, old_log_probs, advantages, response_mask, generator=generator)
+
+
 def policy_objective(
     config: AlgorithmConfig,
     *,
@@ -87,6 +114,7 @@ def policy_objective(
     entropy: Tensor | None = None,
     scores: Tensor | None = None,
     sequence_weights: Tensor | None = None,
+    selected: Tensor | None = None,
     num_sequences: int | None = None,
     kl_coefficient: float | None = None,
     generator: torch.Generator | None = None,
@@ -106,6 +134,7 @@ def policy_objective(
         entropy: [T] nats; needed, with gradient, if ``entropy_coefficient`` is above 0, else only reported.
         scores: [S] rewards; needed by topr and by the supervised term.
         sequence_weights: [S] loss weights (see ``sample_weights``); absent, 1.
+        selected: [T] bool, from ``selected_tokens``; needed by clip_cov and kl_cov with ``covariance_of: old``.
         num_sequences: S; absent, read from ``sequence_index``.
         kl_coefficient: the controller's present value; absent, the config's.
         generator: draws for clip_cov.
@@ -132,7 +161,14 @@ def policy_objective(
         metrics |= correction.metrics
 
     token_loss = policy_loss(
-        config.policy_loss, log_probs, old_log_probs, advantages, survivors, scores=scores, generator=generator
+        config.policy_loss,
+        log_probs,
+        old_log_probs,
+        advantages,
+        survivors,
+        scores=scores,
+        selected=selected,
+        generator=generator,
     )
     weights = _loss_weights(correction, survivors, sequence_weights, token_loss.per_sequence)
     values = token_loss.values if weights is None else token_loss.values * weights

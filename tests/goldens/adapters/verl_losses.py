@@ -33,11 +33,24 @@ def loss_config(name: str, options: dict[str, Any]) -> pol.PolicyLossConfig:
             return pol.PolicyGradientConfig()
         case "clip_cov":
             ratio, lower, upper = options["clip_cov_ratio"], options["clip_cov_lb"], options["clip_cov_ub"]
-            return pol.ClipCovConfig(clip_low=low, clip_high=high, fraction=ratio, lower=lower, upper=upper)
+            return pol.ClipCovConfig(
+                clip_low=low,
+                clip_high=high,
+                fraction=ratio,
+                lower=lower,
+                upper=upper,
+                covariance_of="current",
+                log_ratio_clamp=None,
+            )
         case "kl_cov":
-            return pol.KlCovConfig(fraction=options["kl_cov_ratio"], coefficient=options["ppo_kl_coef"])
+            return pol.KlCovConfig(
+                fraction=options["kl_cov_ratio"],
+                coefficient=options["ppo_kl_coef"],
+                covariance_of="current",
+                log_ratio_clamp=None,
+            )
         case "geo_mean":
-            return pol.GmpoConfig(clip_low=low, clip_high=high)
+            return pol.GmpoConfig(clip_low=low, clip_high=high, log_ratio_clamp=None)
         case "dro":
             return pol.DroConfig(beta=options["dro_beta"])
         case "cispo":

@@ -5,7 +5,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses import clipped, weighted
+from services.trainer.algorithms.losses import clipped, covariance, weighted
 from services.trainer.algorithms.losses.token_loss import TokenLoss
 from services.trainer.algorithms.sequences import PackedSequences
 from shared.config import policy_loss as configs
@@ -20,6 +20,7 @@ def policy_loss(
     sequences: PackedSequences,
     *,
     scores: Tensor | None = None,
+    selected: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> TokenLoss:
     """Compute the configured loss per token, before importance weights and aggregation.
@@ -31,10 +32,11 @@ def policy_loss(
         advantages: [T].
         sequences: which tokens count, and their sequences.
         scores: [S] rewards, needed by topr.
+        selected: [T] bool from ``select_by_covariance``, needed by clip_cov and kl_cov with ``covariance_of: old``.
         generator: draws the tokens that clip_cov drops; None for torch's global one.
 
     Raises:
-        ValueError: topr without scores.
+        ValueError: topr without scores, clip_cov or kl_cov without ``selected``.
     """
     match config:
         case configs.PpoConfig():
@@ -44,9 +46,13 @@ def policy_loss(
         case configs.GmpoConfig():
             return clipped.gmpo_loss(log_probs, old_log_probs, advantages, sequences, config)
         case configs.ClipCovConfig():
-            return clipped.clip_cov_loss(log_probs, old_log_probs, advantages, sequences, config, generator)
+            return covariance.clip_cov_loss(
+                log_probs, old_log_probs, advantages, sequences.response_mask, config, selected, generator
+            )
         case configs.KlCovConfig():
-            return clipped.kl_cov_loss(log_probs, old_log_probs, advantages, sequences, config)
+            return covariance.kl_cov_loss(
+                log_probs, old_log_probs, advantages, sequences.response_mask, config, selected
+            )
         case configs.CispoConfig():
             return weighted.cispo_loss(log_probs, old_log_probs, advantages, config)
         case configs.ToprConfig():

@@ -20,7 +20,7 @@ from services.reward.address_policy import AddressRefused, Resolver, permitted_a
 from shared.clock import Clock, SystemClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
-from shared.schemas.grading import Grade, GradingRequest, GradingSample
+from shared.schemas.grading import GRADING_SCHEMA, Grade, GradingRequest, GradingSample
 from shared.security import signature
 
 RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
@@ -48,15 +48,23 @@ def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def parse_grades(answer: object, num_samples: int) -> list[Grade]:
-    """Read an answer in our own schema. A bad grade is an error of its sample alone.
+def parse_grades(answer: object, num_samples: int, name: str) -> list[Grade]:
+    """Read an answer in our own schema (``GradingResponse``). A bad grade is an error of its sample alone.
+
+    Args:
+        answer: the parsed JSON.
+        num_samples: how many grades it must have.
+        name: id of the request; the answer need not have it, but must not have another one.
 
     Raises:
         GradingFailed: the answer as a whole does not say what belongs to which sample.
     """
-    grades = answer.get("grades") if isinstance(answer, Mapping) else None
-    if not isinstance(grades, list):
+    if not isinstance(answer, Mapping) or not isinstance(grades := answer.get("grades"), list):
         raise GradingFailed("the answer has no list `grades`")
+    if answer.get("version", GRADING_SCHEMA) != GRADING_SCHEMA:
+        raise GradingFailed(f"the answer has schema version {answer['version']!r}, this one reads {GRADING_SCHEMA}")
+    if answer.get("id") not in (None, name):
+        raise GradingFailed("the answer has the id of another request")
     if len(grades) != num_samples:
         raise GradingFailed(f"the answer has {len(grades)} grades for {num_samples} samples")
     return [_grade(given) for given in grades]
@@ -156,8 +164,9 @@ class RemoteVerifier:
         body, name = self._body(samples)
         try:
             answer = await self._ask(body, name)
-            parse = parse_grades if self._config.dialect == "flotilla" else parse_openrlhf
-            return parse(answer, len(samples))
+            if self._config.dialect == "openrlhf":
+                return parse_openrlhf(answer, len(samples))
+            return parse_grades(answer, len(samples), name)
         except GradingFailed as error:
             return [Grade.error(error.detail)] * len(samples)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import socket
 import tempfile
 import time
@@ -38,6 +39,8 @@ def host_file() -> Iterator[Path]:
 @isolating
 @pytest.mark.parametrize("attack", SIMPLE, ids=lambda attack: attack.name)
 async def test_an_attack_is_stopped(level: str, attack: Simple) -> None:
+    if attack.code is attacks.KERNEL and platform.machine() != "x86_64":
+        pytest.skip("the attack calls the kernel by x86_64 numbers; the unit tests cover the other table")
     async with a_sandbox(level) as state:
         answer = await run(state, attack.code, run_timeout=attack.timeout)
 
@@ -228,8 +231,9 @@ async def test_without_isolation_the_attacks_do_get_through(host_file: Path) -> 
     outputs = [(answer.run_result.stdout or "") if answer.run_result else "" for answer in (network, files, kernel)]
     assert "BREACH tcp" in outputs[0]
     assert "BREACH" in outputs[1]
-    assert "BREACH memfd" in outputs[2]
-    assert "BREACH not dumpable" in outputs[2]
+    if platform.machine() == "x86_64":
+        assert "BREACH memfd" in outputs[2]
+        assert "BREACH not dumpable" in outputs[2]
 
 
 async def test_level_d_still_limits_and_cleans_up() -> None:

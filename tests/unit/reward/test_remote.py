@@ -125,6 +125,8 @@ def fail_to_connect(_request: httpx.Request) -> httpx.Response:
         (httpx.Response(200, text="<html>"), 1, "not JSON"),
         (httpx.Response(200, json=[1]), 1, "no list `grades`"),
         (grades({"reward": 1.0}), 1, "1 grades for 2 samples"),
+        (httpx.Response(200, json={"version": 2, "grades": GOOD}), 1, "schema version 2"),
+        (httpx.Response(200, json={"id": "another", "grades": GOOD}), 1, "id of another request"),
         (grades(*GOOD, {"reward": 1.0}), 1, "3 grades for 2 samples"),
     ],
 )
@@ -225,7 +227,10 @@ def test_an_openrlhf_reward_that_is_no_number_is_an_error(reward: Any) -> None:
 
 
 def test_grades_keep_their_order() -> None:
-    assert parse_grades({"grades": [{"reward": 1}, {"reward": 2}]}, 2) == [Grade.scored(1.0), Grade.scored(2.0)]
+    assert parse_grades({"id": "r", "grades": [{"reward": 1}, {"reward": 2}]}, 2, "r") == [
+        Grade.scored(1.0),
+        Grade.scored(2.0),
+    ]
 
 
 @pytest.mark.parametrize(

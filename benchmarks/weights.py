@@ -36,6 +36,8 @@ from shared.weights.shared_memory import SharedMemoryTransport
 
 DEADLINE_SECONDS = 120.0
 HIDDEN_ELEMENTS = 256
+COPY_BYTES = 128 << 20
+"""Far more than any cache holds, and still little beside the images."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ class Actions:
         self._buffers: list[np.ndarray] = []
         self._raw: Callable[[], None] | None = None
 
-    async def prepare_copy(self, num_bytes: int) -> None:
-        self._buffers = [np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)]
+    async def prepare_copy(self) -> None:
+        self._buffers = [np.ones(COPY_BYTES, np.uint8), np.zeros(COPY_BYTES, np.uint8)]
 
-    async def copy(self) -> None:
-        np.copyto(self._buffers[1], self._buffers[0])
+    async def copy(self, num_bytes: int) -> None:
+        for start in range(0, num_bytes, COPY_BYTES):
+            size = min(COPY_BYTES, num_bytes - start)
+            np.copyto(self._buffers[1][:size], self._buffers[0][:size])
 
     async def join_raw(self, rank: int, world_size: int, port: int, num_bytes: int) -> None:
         self._raw = raw_broadcast(rank, world_size, port, num_bytes)
@@ -198,10 +202,10 @@ def row_of(name: str, seconds: dict[str, list[float]], manifest: Manifest, num_r
 async def memcpy(workers: Sequence[Worker], manifest: Manifest) -> Callable[[], Awaitable[None]]:
     """One copy between private buffers in every receiver at once."""
     for worker in workers:
-        await worker.do("prepare_copy", num_bytes=manifest.image_bytes)
+        await worker.do("prepare_copy")
 
     async def run() -> None:
-        await asyncio.gather(*(worker.do("copy") for worker in workers))
+        await asyncio.gather(*(worker.do("copy", num_bytes=manifest.image_bytes) for worker in workers))
 
     return run
 

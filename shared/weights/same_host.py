@@ -50,6 +50,7 @@ class HostedGroup:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._failure: WeightTransferFailed | None = None
+        self._departed: int | None = None
         self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, host: str) -> int:
@@ -72,6 +73,8 @@ class HostedGroup:
         Raises:
             WeightTransferFailed: a receiver went away, or could not copy it.
         """
+        if self._departed is not None:
+            self.fail(f"the receiver of rank {self._departed} went away")
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
@@ -107,7 +110,7 @@ class HostedGroup:
             with contextlib.suppress(ConnectionError, ValidationError):
                 while line := await reader.readline():
                     self._take_answer(rank, Answer.model_validate_json(line))
-            self.fail(f"the receiver of rank {rank} went away")
+            self._note_departure(rank)
 
     async def _rank_of(self, reader: asyncio.StreamReader) -> int | None:
         try:
@@ -123,6 +126,13 @@ class HostedGroup:
             for writer in self._writers.values():
                 writer.write(_ALL_HERE)
             self.joined.set_result(None)
+
+    def _note_departure(self, rank: int) -> None:
+        """Fail where this receiver is waited for. One that has its image may leave while others still copy."""
+        self._departed = rank
+        answer = self._answers.get(rank)
+        if answer is None or not answer.done():
+            self.fail(f"the receiver of rank {rank} went away")
 
     def _take_answer(self, rank: int, answer: Answer) -> None:
         if answer.failure is not None:

@@ -92,6 +92,17 @@ async def test_the_next_version_goes_through_the_same_epoch(members: list[Transp
         assert checksum == group.source.checksum() == group.targets[0].checksum()
 
 
+async def test_bytes_that_changed_after_the_manifest_are_noticed(members: list[Transport]) -> None:
+    async with a_group(members, 1) as group:
+        manifest = group.source.manifest(version=1)
+        group.source.view[-1] ^= 1
+        await group.open(1)
+
+        _, checksum = await asyncio.gather(group.send(1), group.receive(0, 1))
+
+        assert checksum != manifest.checksum
+
+
 async def test_an_image_is_free_to_be_written_after_its_transfer(members: list[Transport]) -> None:
     async with a_group(members, 1) as group:
         await group.open(1)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -13,16 +14,42 @@ from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFa
 from shared.schemas.publication import Rendezvous
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.image import WeightImage
-from tests.integration.weights.processes import Fleet, Receiver, a_fleet, endpoint_processes, member_process
+from tests.integration.weights.processes import (
+    Fleet,
+    Receiver,
+    a_fleet,
+    endpoint_processes,
+    images_of_this_process,
+    member_process,
+)
 
 DEADLINE = 20.0
 SHORT_DEADLINE = 3.0
 NEXT_EPOCH_SECONDS = 10.0
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def clients() -> AsyncIterator[list[EndpointClient]]:
+    """Four services' endpoints, which the tests use one after the other; at the end nothing of them may be left."""
+    made = [EndpointClient() for _ in range(4)]
+    await asyncio.gather(*(client.start() for client in made))
+    yield made
+    for client in made:
+        await client.close()
+    assert endpoint_processes() == []
+    assert images_of_this_process() == set()
+
+
 @pytest.mark.parametrize("num_receivers", [1, 3])
-async def test_every_receiver_gets_the_image_and_its_checksum(num_receivers: int) -> None:
-    async with a_fleet(num_receivers, num_megabytes=20) as fleet:
+async def test_every_receiver_gets_the_image_and_its_checksum(
+    clients: list[EndpointClient], num_receivers: int
+) -> None:
+    async with a_fleet(clients, num_receivers, num_megabytes=20) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
 
         for _ in range(2):
@@ -54,8 +81,10 @@ async def _assert_next_epoch_works(fleet: Fleet, failed: int, receivers: list[Re
     assert time.monotonic() - started < NEXT_EPOCH_SECONDS
 
 
-async def test_a_receiver_killed_before_the_transfer_is_left_out_of_the_next_epoch() -> None:
-    async with a_fleet(3, num_megabytes=40) as fleet:
+async def test_a_receiver_killed_before_the_transfer_is_left_out_of_the_next_epoch(
+    clients: list[EndpointClient],
+) -> None:
+    async with a_fleet(clients, 3, num_megabytes=40) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         survivors = fleet.receivers[:2]
         member_process(fleet.receivers[2].client, 1).kill()
@@ -66,8 +95,8 @@ async def test_a_receiver_killed_before_the_transfer_is_left_out_of_the_next_epo
         await _assert_next_epoch_works(fleet, 1, survivors)
 
 
-async def test_a_receiver_killed_in_the_middle_is_left_out_of_the_next_epoch() -> None:
-    async with a_fleet(3, num_megabytes=200) as fleet:
+async def test_a_receiver_killed_in_the_middle_is_left_out_of_the_next_epoch(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 3, num_megabytes=200) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         *survivors, victim = fleet.receivers
         dying = asyncio.create_task(fleet.receive(victim, 1, DEADLINE))
@@ -83,8 +112,8 @@ async def test_a_receiver_killed_in_the_middle_is_left_out_of_the_next_epoch() -
         await _assert_next_epoch_works(fleet, 1, survivors)
 
 
-async def test_a_stopped_receiver_costs_one_deadline() -> None:
-    async with a_fleet(2, num_megabytes=200) as fleet:
+async def test_a_stopped_receiver_costs_one_deadline(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 2, num_megabytes=200) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         survivor, victim = fleet.receivers
         stuck = asyncio.create_task(fleet.receive(victim, 1, SHORT_DEADLINE))
@@ -100,8 +129,8 @@ async def test_a_stopped_receiver_costs_one_deadline() -> None:
         await _assert_next_epoch_works(fleet, 1, [survivor])
 
 
-async def test_a_killed_sender_fails_its_receivers_and_sends_again() -> None:
-    async with a_fleet(2, num_megabytes=200) as fleet:
+async def test_a_killed_sender_fails_its_receivers_and_sends_again(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 2, num_megabytes=200) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         failing = asyncio.create_task(_fail(fleet, 1, fleet.receivers, SHORT_DEADLINE))
         await _begun(fleet.receivers[0].image)
@@ -122,11 +151,11 @@ async def _begun(image: WeightImage) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_closing_an_epoch_frees_a_stuck_member_at_once() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_closing_an_epoch_frees_a_stuck_member_at_once(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         stuck = asyncio.create_task(fleet.receive(fleet.receivers[0], 1, DEADLINE))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # into the collective; that it is stuck there cannot be seen from outside
         process = member_process(fleet.receivers[0].client, 1)
         started = time.monotonic()
 
@@ -138,8 +167,8 @@ async def test_closing_an_epoch_frees_a_stuck_member_at_once() -> None:
             await stuck
 
 
-async def test_a_member_that_is_missing_is_a_deadline_exceeded() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_a_member_that_is_missing_is_a_deadline_exceeded(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         rendezvous = await fleet.sender.open_sender(1, 3, 1.0)
         await fleet.receivers[0].client.open_receiver(rendezvous, 1, 1.0)
 
@@ -147,8 +176,8 @@ async def test_a_member_that_is_missing_is_a_deadline_exceeded() -> None:
             await fleet.sender.joined(1, 1.5)
 
 
-async def test_a_store_that_is_not_there_fails_the_joining() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_a_store_that_is_not_there_fails_the_joining(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         nowhere = Rendezvous(host="127.0.0.1", port=1, epoch=1, world_size=2)
         await fleet.receivers[0].client.open_receiver(nowhere, 1, 1.0)
 
@@ -156,8 +185,8 @@ async def test_a_store_that_is_not_there_fails_the_joining() -> None:
             await fleet.receivers[0].client.joined(1, 3.0)
 
 
-async def test_an_image_of_another_size_is_refused_by_the_member() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_an_image_of_another_size_is_refused_by_the_member(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
 
         with pytest.raises(WeightTransferFailed, match="the manifest says 5"):
@@ -166,8 +195,8 @@ async def test_an_image_of_another_size_is_refused_by_the_member() -> None:
             await fleet.send(1, DEADLINE)
 
 
-async def test_epochs_open_once_and_only_open_ones_can_be_used() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_epochs_open_once_and_only_open_ones_can_be_used(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.sender.open_sender(1, 2, DEADLINE)
 
         with pytest.raises(Conflict):
@@ -177,8 +206,8 @@ async def test_epochs_open_once_and_only_open_ones_can_be_used() -> None:
         await fleet.sender.close_epoch(2)
 
 
-async def test_the_store_listens_on_the_bound_address_alone() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_the_store_listens_on_the_bound_address_alone(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
 
         for client in (fleet.sender, fleet.receivers[0].client):
@@ -187,8 +216,20 @@ async def test_the_store_listens_on_the_bound_address_alone() -> None:
             assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
 
 
-async def test_an_endpoint_that_died_is_started_again() -> None:
-    async with a_fleet(1, num_megabytes=1) as fleet:
+async def test_a_closed_epoch_frees_its_port(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
+        rendezvous = await fleet.sender.open_sender(1, 2, DEADLINE)
+        _, writer = await asyncio.open_connection(rendezvous.host, rendezvous.port)
+        writer.close()
+
+        await fleet.sender.close_epoch(1)
+
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(rendezvous.host, rendezvous.port)
+
+
+async def test_an_endpoint_that_died_is_started_again(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         process = member_process(fleet.sender, 1)
         process.parent().kill()
@@ -199,9 +240,9 @@ async def test_an_endpoint_that_died_is_started_again() -> None:
         assert not process.is_running()
 
 
-async def test_a_stopped_endpoint_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_endpoint_can_be_closed(clients: list[EndpointClient], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.weights.endpoint_client.KILL_SECONDS", 0.3)
-    async with a_fleet(1, num_megabytes=1) as fleet:
+    async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         member_process(fleet.sender, 1).parent().suspend()
 
@@ -240,6 +281,8 @@ async def test_the_client_imports_no_torch() -> None:
 
 
 async def test_a_client_that_never_started_can_be_closed() -> None:
+    before = endpoint_processes()
+
     await EndpointClient().close()
 
-    assert endpoint_processes() == []
+    assert endpoint_processes() == before

@@ -1,0 +1,1 @@
+"""The ``flotilla`` command: fleets on this machine, experiments on any."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -64,8 +65,10 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("%s ended", task.get_name(), exc_info=task.exception())
+    if not task.cancelled():
+        log.critical("%s ended, and so does the service", task.get_name(), exc_info=task.exception())
+        # A process that does nothing would look alive: end, so that whoever owns it starts it again.
+        signal.raise_signal(signal.SIGTERM)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

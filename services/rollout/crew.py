@@ -89,7 +89,9 @@ class CrewOpener:
                 raise error.exceptions[0] from None
             raise
         gate = VersionGate()
-        receiver = WeightReceiver(engine, gate, endpoint, self.pull, spec.asynchrony.on_weight_update, tell)
+        receiver = WeightReceiver(
+            engine, gate, endpoint, self.pull, spec.asynchrony.on_weight_update, tell, on_engine_death
+        )
         limits = TurnLimits(
             train=spec.rollout.sampling.max_new_tokens,
             evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,

@@ -15,7 +15,7 @@ from typing import Protocol
 from services.rollout.engines.base import Engine
 from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
+from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
     PublicationOrder,
     PublicationPhase,
@@ -77,6 +77,7 @@ class WeightReceiver:
         pull: fetches versions that were missed.
         on_update: what happens to samples in flight.
         tell: called when there is something new to report.
+        on_engine_death: called when the engine's process ended while it was to load a version.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class WeightReceiver:
         pull: Puller,
         on_update: OnWeightUpdate,
         tell: Callable[[], None],
+        on_engine_death: Callable[[WorkerDied], None],
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -95,6 +97,7 @@ class WeightReceiver:
         self._images: list[WeightImage] = []
         self._on_update = on_update
         self._tell = tell
+        self._on_engine_death = on_engine_death
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._switch_due = asyncio.Event()
@@ -213,6 +216,8 @@ class WeightReceiver:
             except NotFound as error:
                 log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
                 await self._again_later()
+            except WorkerDied as error:
+                self._on_engine_death(error)
             except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
                 log.warning("version cannot be served", extra={"version": target, "error": error.detail})
                 await self._again_later()

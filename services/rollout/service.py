@@ -8,7 +8,6 @@ the experiment fail.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -225,19 +224,24 @@ class RolloutService:
                 self._load = {}
                 last_tokens = 0
                 continue
-            with contextlib.suppress(FlotillaError):
+            try:
                 load = await crew.engine.load()
-                now = time.monotonic()
-                rate = max(0, load.generated_tokens - last_tokens) / (now - last_time)
-                last_tokens, last_time = load.generated_tokens, now
-                self._load = {
-                    "running": load.running,
-                    "waiting": load.waiting,
-                    "slots": load.slots,
-                    "generated_tokens": load.generated_tokens,
-                    "prefilled_tokens": load.prefilled_tokens,
-                    "tokens_per_second": rate,
-                    "groups_in_work": crew.worker.in_work,
-                    "groups_answered": crew.worker.answered,
-                    "weight_switches": crew.receiver.switches,
-                }
+            except WorkerDied as error:
+                self._on_engine_death(error)
+                continue
+            except FlotillaError:
+                continue
+            now = time.monotonic()
+            rate = max(0, load.generated_tokens - last_tokens) / (now - last_time)
+            last_tokens, last_time = load.generated_tokens, now
+            self._load = {
+                "running": load.running,
+                "waiting": load.waiting,
+                "slots": load.slots,
+                "generated_tokens": load.generated_tokens,
+                "prefilled_tokens": load.prefilled_tokens,
+                "tokens_per_second": rate,
+                "groups_in_work": crew.worker.in_work,
+                "groups_answered": crew.worker.answered,
+                "weight_switches": crew.receiver.switches,
+            }

@@ -132,6 +132,13 @@ class Fleet:
         failure = observed.failure
         if failure is not None and (failure != before.failure or failure.fatal):
             await self._take_failure(service, experiment)
+        if (
+            service.kind is ServiceKind.ROLLOUT
+            and before.policy_version is not None
+            and observed.policy_version is None
+        ):
+            # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
+            await self._publications.gone(experiment.id, service, "its engine starts again")
         if service.kind is ServiceKind.TRAINER:
             if observed.step is not None:
                 await self._book.update(experiment, step=observed.step)

@@ -11,6 +11,7 @@ from shared.errors import InvalidRequest
 
 # A tail starts some tokens early: decoders treat the first token of a text differently, and a character may be split.
 LEAD_TOKENS = 8
+OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 
 
 class TextDecoder(Protocol):
@@ -59,9 +60,11 @@ def load_text_decoder(directory: Path) -> TextDecoder:
         from tokenizers import Tokenizer
 
         return _FastDecoder(Tokenizer.from_file(str(file)))
+    if not any((directory / name).is_file() for name in OTHER_TOKENIZER_FILES):
+        raise InvalidRequest(f"stop strings need a tokenizer, and {directory} has none")
     from transformers import AutoTokenizer
 
     try:
         return _FastDecoder(AutoTokenizer.from_pretrained(directory, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"stop strings need a tokenizer, and {directory} has none") from error
+        raise InvalidRequest(f"the tokenizer of {directory} cannot be loaded: {error}") from error

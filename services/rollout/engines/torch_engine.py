@@ -66,6 +66,11 @@ class TorchEngine:
         """Tell whether ``step`` has nothing to do."""
         return not (self._requests or self._updates or self._outcomes)
 
+    @property
+    def description(self) -> str:
+        """How the model is computed, for people."""
+        return self._decoder.description
+
     def load(self) -> EngineLoad:
         """Take a snapshot of the load."""
         return EngineLoad(

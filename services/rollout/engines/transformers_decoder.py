@@ -45,7 +45,9 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"model {directory} lacks {len(missing)} tensors (first: {missing[0]})")
-    loaded: nn.Module = model.to(dtype=dtype, device=device).eval().requires_grad_(False)
+    loaded: nn.Module = model.to(device=device).eval().requires_grad_(False)
+    for parameter in loaded.parameters():  # Not the buffers: rotary frequencies stay float32 whatever the weights are.
+        parameter.data = parameter.data.to(dtype)
     return loaded
 
 

@@ -91,6 +91,9 @@ def main() -> None:
             serve(connection)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             logging.getLogger(__name__).info("the parent closed the connection")
+    # Taking an interpreter with torch apart lasts longer than anything that is left to do here.
+    logging.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ class CheckpointManager:
         """
 
         def fill(directory: Path) -> None:
-            _save_model(learner.loaded, directory / MODEL)
+            # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
+            _save_model(learner.loaded, Path(learner.spec.model.path), directory / MODEL)
             save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
             if learner.versions is not None:
                 save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
@@ -122,9 +123,9 @@ class CheckpointManager:
         return learner, Progress(stored.step, IntervalSet.from_list(stored.state.trained), totals)
 
 
-def _save_model(loaded: LoadedModel, directory: Path) -> None:
+def _save_model(loaded: LoadedModel, source: Path, directory: Path) -> None:
     loaded.model.save_pretrained(directory)  # type: ignore[operator]
-    for path in loaded.source.iterdir():
+    for path in source.iterdir():
         # Tokenizer, chat template and whatever else belongs to the model's directory, but no other weights.
         is_wanted = path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")
         if is_wanted and path.name not in _WRITTEN_WITH_WEIGHTS:

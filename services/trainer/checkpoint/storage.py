@@ -154,4 +154,4 @@ def _flush_entry(path: Path) -> None:
 def _cause(error: OSError, directory: Path) -> str:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return f"the disk of {directory} is full"
-    return f"{directory}: {error.strerror or error}"
+    return f"{error.filename or directory}: {error.strerror or error}"

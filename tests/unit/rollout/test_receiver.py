@@ -11,7 +11,7 @@ import pytest
 from services.rollout.receiver import WeightReceiver
 from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import NotFound, WeightTransferFailed
+from shared.errors import NotFound, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
     Manifest,
     PublicationOrder,
@@ -27,11 +27,14 @@ CHECKSUM = "00000000deadbeef"
 class RecordingEngine:
     def __init__(self) -> None:
         self.loaded: list[int] = []
+        self.is_dead = False
         self.may_load = asyncio.Event()
         self.may_load.set()
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         await self.may_load.wait()
+        if self.is_dead:
+            raise WorkerDied("killed by SIGKILL")
         assert image.exists()
         self.loaded.append(version)
 
@@ -68,6 +71,7 @@ class World:
         self.pulled: list[int] = []
         self.may_pull = True
         self.told = 0
+        self.deaths: list[WorkerDied] = []
         self.directory = directory
         self.receiver = WeightReceiver(
             self.engine,  # type: ignore[arg-type]
@@ -76,6 +80,7 @@ class World:
             self.pull,
             OnWeightUpdate.DRAIN,
             self.tell,
+            self.deaths.append,
         )
 
     def tell(self) -> None:
@@ -244,3 +249,14 @@ async def test_an_older_version_is_never_served_again(tmp_path: Path) -> None:
 
         assert world.gate.version == 5
         assert world.pulled == []
+
+
+async def test_an_engine_that_dies_while_it_loads_is_told_once(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.engine.is_dead = True
+        world.want(4, weights_url="http://trainer")
+
+        await world.until(lambda: world.deaths)
+
+        assert [death.detail for death in world.deaths] == ["killed by SIGKILL"]
+        assert world.gate.version == 0

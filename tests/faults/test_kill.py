@@ -1,0 +1,100 @@
+"""Kill -9 of each kind of process in turn, during a run: it finishes, the ledger balances, nothing is trained twice."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.client import GatewayClient
+from shared.errors import FlotillaError
+from tests.fleet import make_experiment, running_fleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+STEPS = 40
+VICTIMS = (
+    "services.rollout",
+    "services.rollout.engines.worker",
+    "services.reward",
+    "services.trainer.worker",
+    "services.trainer",
+    "services.gateway",
+)
+
+
+async def patiently(client: GatewayClient, path: str) -> Any:
+    """Read from a gateway that may be away for a moment."""
+    return await client.call("GET", path, deadline_seconds=60, attempt_seconds=5)
+
+
+async def until_step(client: GatewayClient, experiment_id: str, step: int, seconds: float = 120) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while True:
+        view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
+        assert view["state"] != "failed", view["problem"]
+        if view["step"] >= step or view["state"] == "completed":
+            return view
+        assert time.monotonic() < end, view
+        await asyncio.sleep(0.1)
+
+
+async def until_completed(client: GatewayClient, experiment_id: str, seconds: float = 150) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while True:
+        view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
+        assert view["state"] != "failed", view["problem"]
+        if view["state"] == "completed":
+            return view
+        assert time.monotonic() < end, view
+        await asyncio.sleep(0.2)
+
+
+async def watch_balance(client: GatewayClient, experiment_id: str, seen: list[bool]) -> None:
+    """Ask the ledger all the time: it balances at every instant, not only at the end."""
+    while True:
+        try:
+            ledger = await client.call("GET", f"/v1/experiments/{experiment_id}/ledger", deadline_seconds=2)
+            seen.append(ledger["train"]["balanced"])
+        except FlotillaError:
+            pass
+        await asyncio.sleep(0.05)
+
+
+async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
+    spec = make_experiment(tmp_path, optimisation={"steps": STEPS}, checkpoint={"every_steps": 5})
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            view = await client.call("POST", "/v1/experiments", body=spec)
+            await client.call("POST", f"/v1/experiments/{view['id']}/start")
+            balanced: list[bool] = []
+            watching = asyncio.create_task(watch_balance(client, view["id"], balanced))
+            step = 2
+            for victim in VICTIMS:
+                await until_step(client, view["id"], step)
+                fleet.kill(victim)
+                # Past the next checkpoint is not needed: what was planned since the last one is replayed.
+                step = min(step + 6, STEPS - 2)
+            await until_completed(client, view["id"])
+            watching.cancel()
+            ledger = (await client.call("GET", f"/v1/experiments/{view['id']}/ledger"))["train"]
+            checkpoint = (await client.call("GET", f"/v1/experiments/{view['id']}/checkpoints"))["items"][-1]
+            plans = [await client.call("GET", f"/v1/experiments/{view['id']}/steps/{n}") for n in range(1, STEPS + 1)]
+
+    assert len(balanced) > 50
+    assert all(balanced)
+    assert ledger["balanced"]
+    assert ledger["outstanding"] == 0
+    assert ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]
+    trained = Counter(group for plan in plans for group in plan["group_ids"])
+    assert max(trained.values()) == 1
+    assert len(trained) == ledger["trained"]
+    state = json.loads((Path(checkpoint["path"]) / "state.json").read_text())
+    assert ids_of(state["trained"]) == set(trained)
+
+
+def ids_of(intervals: list[list[int]]) -> set[int]:
+    return {number for start, end in intervals for number in range(start, end + 1)}

@@ -1,0 +1,154 @@
+"""Whole fleets for tests: a tiny random model, an experiment on it, and `flotilla up` in a process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+from shared.client import GatewayClient
+
+ROOT = Path(__file__).parents[1]
+FLOTILLA = (sys.executable, "-m", "cli")
+UP_SECONDS = 120.0
+DOWN_SECONDS = 60.0
+
+GRADER = '''
+"""Half of all answers are right, the same ones in every process."""
+import zlib
+
+
+def score(sample):
+    return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
+'''
+
+
+def make_model(directory: Path) -> Path:
+    """Make a tiny Qwen3 with random weights and the arithmetic example's tokenizer."""
+    from examples.arithmetic.model import build_model
+    from examples.arithmetic.problems import training_set, worked_solution
+    from examples.arithmetic.settings import settings_of
+    from examples.arithmetic.tokenizer import build_tokenizer
+
+    settings = settings_of("standard", 0)
+    problems = training_set(200, settings.problems, Random(0))
+    tokenizer = build_tokenizer([p.prompt + worked_solution(p) for p in problems], settings.model.vocab_size)
+    model = build_model(settings.model, tokenizer, seed=0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
+    """Write model, data and grader into ``directory``, and give a spec that uses them."""
+    model = directory / "model"
+    if not model.exists():
+        make_model(model)
+    rows = [{"prompt": f"Ana has {n} pens, buys {n % 7}.", "answer": str(n + n % 7)} for n in range(200)]
+    for name in ("train", "heldout"):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "grade.py").write_text(GRADER)
+    spec: dict[str, Any] = {
+        "name": "trial",
+        "seed": 7,
+        "model": {"path": str(model)},
+        "data": {"path": str(directory / "train.jsonl"), "label_column": "answer"},
+        "rollout": {
+            "group_size": 4,
+            "sampling": {"max_new_tokens": 24},
+            "engine": {"slots": 16, "context_tokens": 128},
+        },
+        "reward": {"components": [{"kind": "custom", "path": f"{directory / 'grade.py'}:score"}]},
+        "optimisation": {"steps": 12, "groups_per_mini_batch": 4, "learning_rate": 1e-4},
+        "asynchrony": {"staleness_threshold": 0.5, "on_weight_update": "interrupt"},
+        "checkpoint": {"every_steps": 4},
+    }
+    for name, section in sections.items():
+        spec[name] = (
+            {**spec[name], **section} if isinstance(section, dict) and isinstance(spec.get(name), dict) else section
+        )
+    return spec
+
+
+class RunningFleet:
+    """A fleet that ``flotilla up`` runs in a process of its own."""
+
+    def __init__(self, data: Path, process: "subprocess.Popen[bytes]") -> None:
+        self.data = data
+        self.process = process
+        content = json.loads((data / "fleet.json").read_text())
+        self.url: str = content["gateway_url"]
+        self.token: str = content["token"]
+
+    def client(self) -> GatewayClient:
+        """Make a client of its gateway."""
+        return GatewayClient(self.url, self.token)
+
+    def pids(self, name: str) -> list[int]:
+        """Find the fleet's processes that run a module, such as ``services.rollout``."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def kill(self, name: str) -> int:
+        """Kill -9 the first process that runs a module."""
+        pid = self.pids(name)[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+@contextmanager
+def running_fleet(data: Path, *, rollouts: int = 1, **environment: str) -> Iterator[RunningFleet]:
+    """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left."""
+    log_path = data.parent / f"{data.name}.log"
+    command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", "--rollouts", str(rollouts), "--no-sandbox"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_LEASE_SECONDS": "4", **environment},
+        )
+    try:
+        until(lambda: (data / "fleet.json").exists() or process.poll() is not None, UP_SECONDS, "the fleet to come up")
+        assert process.poll() is None, log_path.read_text()
+        yield RunningFleet(data, process)
+    finally:
+        family = [process.pid] if process.poll() is None else []
+        if family:
+            family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(DOWN_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError("the fleet did not end") from None
+        left = [pid for pid in family if psutil.pid_exists(pid)]
+        assert not left, f"processes are left: {left}"
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for a state, with a deadline."""
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.05)

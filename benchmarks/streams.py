@@ -8,7 +8,7 @@ Both move the same entries from one stream to the next on the same server, in tu
   do at least. Not fenced, not counted, not safe to repeat.
 - *hop*: ``claim`` and ``forward_many``: all that, fenced, counted in the ledger, safe to repeat.
 
-``python -m benchmarks.streams [--seconds 1] [--rounds 7] [--directory DIR] [--json FILE]`` prints the ratios of hop to both.
+``python -m benchmarks.streams [--seconds 1] [--rounds 7] [--directory DIR] [--json FILE]``
 """
 
 import argparse

@@ -13,6 +13,7 @@ class IssueOutcome(StrEnum):
 
     ISSUED = "issued"
     BUDGET_FULL = "budget_full"
+    STREAM_FULL = "stream_full"
     CURSOR_MOVED = "cursor_moved"
 
 
@@ -21,8 +22,9 @@ class IssueResult:
     """What became of some tasks.
 
     Attributes:
-        outcome: ``issued`` if all were; ``budget_full`` if the budget ended first; ``cursor_moved`` if the first
-            task's id is not the next one, which is also the answer to a repeated issue.
+        outcome: ``issued`` if all were; ``budget_full`` if the budget ended first; ``stream_full`` if a stream
+            takes more memory than it may; ``cursor_moved`` if the first task's id is not the next one, which is also
+            the answer to a repeated issue.
         count: how many were issued, from the first on.
         next_group_id: the id that the next task must bear.
     """
@@ -36,7 +38,10 @@ class Admission(Protocol):
     """Issues tasks and knows what is outstanding. Every call may raise ``Unavailable``."""
 
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
-        """Issue one task while outstanding + consumed since the last publication < ``limit``."""
+        """Issue one task while outstanding + consumed since the last publication < ``limit``.
+
+        Nothing is issued while a stream takes more memory than ``StreamsConfig.max_stream_bytes``.
+        """
         ...
 
     async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:

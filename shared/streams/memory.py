@@ -165,8 +165,9 @@ class MemoryTrainerHop(MemoryHop):
 class MemoryAdmission:
     """Issues tasks; see ``Admission``."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, *, max_stream_bytes: int) -> None:
         self._store = store
+        self._max_stream_bytes = max_stream_bytes
 
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
         """See ``Admission.issue``."""
@@ -178,6 +179,8 @@ class MemoryAdmission:
         store = self._store
         if tasks and tasks[0].group_id != store.next_group_id:
             return IssueResult(IssueOutcome.CURSOR_MOVED, 0, store.next_group_id)
+        if any(stream.size_bytes() > self._max_stream_bytes for stream in store.streams.values()):
+            return IssueResult(IssueOutcome.STREAM_FULL, 0, store.next_group_id)
         admitted = tasks[: max(0, limit - store.used())]
         for task in admitted:
             store.streams[HopName.TASKS].append(task_header(task), encode_task(task))
@@ -224,7 +227,7 @@ class MemoryDataPlane:
         self._lane = lane
         self._config = config or StreamsConfig()
         self._store = MemoryStore(clock)
-        self.admission = MemoryAdmission(self._store)
+        self.admission = MemoryAdmission(self._store, max_stream_bytes=self._config.max_stream_bytes)
 
     def hop(self, name: HopName, service_id: str) -> MemoryHop:
         """See ``DataPlane.hop``."""

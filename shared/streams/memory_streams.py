@@ -73,11 +73,9 @@ class MemoryStream:
         return [entry_id for entry_id, held in self.in_order() if held.consumer == consumer]
 
     def idle_for(self, seconds: float) -> list[str]:
-        """List pending entries, but planned ones, that were not renewed for so long."""
+        """List pending entries that were not renewed for so long."""
         now = self._clock()
-        return [
-            entry_id for entry_id, held in self.in_order() if now - held.since >= seconds and held.consumer != PLANNED
-        ]
+        return [entry_id for entry_id, held in self.in_order() if now - held.since >= seconds]
 
     def remove(self, entry_id: str) -> None:
         """Acknowledge and delete an entry."""
@@ -89,6 +87,10 @@ class MemoryStream:
         self.entries.clear()
         self.undelivered.clear()
         self.pending.clear()
+
+    def size_bytes(self) -> int:
+        """Add up the payloads."""
+        return sum(len(entry.payload) for entry in self.entries.values())
 
     def depths(self) -> tuple[int, int]:
         """Count what waits and what is claimed; planned entries are neither."""

@@ -12,9 +12,10 @@ from shared.streams.scripts import Argument, ScriptRunner
 class RedisAdmission:
     """Issues tasks in one script; see ``Admission``."""
 
-    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys, *, max_stream_bytes: int) -> None:
         self._runner = runner
         self._keys = keys
+        self._max_stream_bytes = max_stream_bytes
 
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
         """See ``Admission.issue``."""
@@ -26,18 +27,18 @@ class RedisAdmission:
         if not tasks:
             return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
         keys = self._keys
-        arguments: list[Argument] = [tasks[0].group_id, limit]
+        tasks_stream, *later_streams = map(keys.stream, HopName)
+        arguments: list[Argument] = [tasks[0].group_id, limit, self._max_stream_bytes]
         for task in tasks:
             arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
-        count, next_id = await self._runner.run(
-            "issue", [keys.stream(HopName.TASKS), keys.ledger, keys.outstanding, keys.state, keys.consumed], arguments
-        )
+        names = [tasks_stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, *later_streams]
+        count, next_id, is_full = await self._runner.run("issue", names, arguments)
         if count == len(tasks):
             outcome = IssueOutcome.ISSUED
-        elif next_id == tasks[0].group_id + count:
-            outcome = IssueOutcome.BUDGET_FULL
-        else:
+        elif next_id != tasks[0].group_id + count:
             outcome = IssueOutcome.CURSOR_MOVED
+        else:
+            outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL
         return IssueResult(outcome, count, next_id)
 
     async def next_group_id(self) -> int:

@@ -21,10 +21,8 @@ end
 
 local function take(rows)
   for _, row in ipairs(rows) do
-    local entry, holder, deliveries = row[1], row[2], row[4]
-    if holder == PLANNED then
-      -- Belongs to a step.
-    elseif deliveries >= most then
+    local entry, deliveries = row[1], row[4]
+    if deliveries >= most then
       give_up(entry)
     else
       local claimed = redis.call('XCLAIM', stream, GROUP, consumer, 0, entry)

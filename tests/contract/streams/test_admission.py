@@ -6,8 +6,8 @@ from shared.streams.admission import IssueOutcome, IssueResult
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.testing.builders import a_task
-from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
+from shared.testing.builders import a_group, a_task
+from tests.contract.streams.conftest import World, a_trainer, issue, ledger_of, move_to_scored
 
 
 async def test_tasks_are_issued_up_to_the_budget(plane: DataPlane) -> None:
@@ -46,6 +46,20 @@ async def test_a_resolved_group_makes_room(plane: DataPlane) -> None:
     await rollout.resolve(claim, Resolution.FAILED, "timeout")
 
     assert (await plane.admission.issue(a_task(1), limit=1)).outcome is IssueOutcome.ISSUED
+
+
+async def test_nothing_is_issued_while_a_stream_is_full(world: World) -> None:
+    plane = world.open(max_stream_bytes=200_000)
+    await issue(plane, 3)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    for claim in await rollout.claim(3, wait_seconds=0):
+        assert await rollout.forward(claim, a_group(claim.task(), sampled_tokens=5000))
+
+    assert await plane.admission.issue(a_task(3), limit=100) == IssueResult(IssueOutcome.STREAM_FULL, 0, 3)
+    for claim in await reward.claim(3, wait_seconds=0):
+        assert await reward.resolve(claim, Resolution.FILTERED, "zero variance")
+
+    assert (await plane.admission.issue(a_task(3), limit=100)).outcome is IssueOutcome.ISSUED
 
 
 async def test_a_planned_group_takes_room_until_the_next_publication(plane: DataPlane) -> None:

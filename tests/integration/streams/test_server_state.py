@@ -52,6 +52,19 @@ async def test_a_missing_group_does_not_deliver_planned_groups_again(
     assert (ledger.trained, ledger.claimed.scored) == (70, 30)
 
 
+async def test_a_group_that_is_not_outstanding_is_never_planned(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 1)
+    await move_to_scored(plane, 1)
+    trainer = await a_trainer(plane)
+    claims = await trainer.hop.claim(wait_seconds=0)
+    await redis.zrem(StreamKeys(experiment_id).outstanding, "0")
+
+    assert not await trainer.plan(1, claims, version=0)
+    assert not (await plane.ledger()).balanced
+
+
 async def test_scripts_that_the_server_forgot_are_sent_again(redis: Redis, plane: RedisDataPlane) -> None:
     await issue(plane, 2)
     rollout = plane.hop(HopName.TASKS, "rollout")

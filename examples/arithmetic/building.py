@@ -96,6 +96,9 @@ def build(directory: Path, settings: Settings, say: Report, report: Report) -> d
     weak_steps, mixed = warm_start.learn_to_guess(Probe(training[:PROBE_SIZE], tokenizer), report)
     say(f"phase 2 ended after {weak_steps} steps, right {mixed.sampled:.0%}, greedy {mixed.greedy:.0%}")
 
+    if weak_steps >= settings.warm_start.max_weak_steps:
+        say("warning: the start is not where it was asked to be; another seed may do better")
+
     model.eval()
     torch.manual_seed(settings.seed)
     limit = settings.max_new_tokens

@@ -49,9 +49,9 @@ class WarmStartSettings:
     weak_learning_rate: float = 5e-4
     weak_worked_share: float = 0.3
     """Phase 2's share of worked demonstrations; turned up while too few answers are right."""
-    weak_greedy_window: tuple[float, float] = (0.17, 0.26)
+    weak_greedy_window: tuple[float, float] = (0.19, 0.28)
     """Phase 2 ends when greedy answers are right as often as this says ..."""
-    weak_sampled_window: tuple[float, float] = (0.15, 0.36)
+    weak_sampled_window: tuple[float, float] = (0.15, 0.38)
     """... and answers sampled at temperature 1 as often as this says."""
     max_weak_steps: int = 400
 

@@ -26,6 +26,7 @@ from shared.schemas.sandbox import IsolationLevel
 GUARD_START = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox.guard.main import main; main()"
 INSIDE_WORK = "/work"
 INSIDE_CODE = "/guard"
+INSIDE_WRITABLE = (INSIDE_WORK, "/dev/shm", "/dev/null", "/proc")  # noqa: S108
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -88,7 +89,10 @@ class Isolation:
     def confinement(self, slot: Slot) -> Confinement:
         """What the guard does to the program."""
         if self.has_private_root:
-            return Confinement(KILL_NAMESPACE, is_quota_needed=False)
+            # The private root decides what there is; Landlock, where the kernel has it, keeps the program from sending
+            # signals to the guard and from reading the memory of bwrap, which share its uid.
+            readable = ("/",) if landlock.version() else None
+            return Confinement(KILL_NAMESPACE, readable=readable, writable=INSIDE_WRITABLE)
         scope = KILL_DESCENDANTS if slot.uid is None else KILL_UID
         if self.level is IsolationLevel.D:
             return Confinement(scope, slot.uid, has_seccomp=False, is_quota_needed=True)

@@ -240,6 +240,34 @@ os.mkdir("real")
 open("real/file", "w").write("mine")
 """
 
+FORGE = """
+import json, os
+phase = {"name": "run", "outcome": "exited", "return_code": 0, "seconds": 0, "stdout": "QlJFQUNI", "stderr": ""}
+forged = json.dumps({"phases": [phase], "files": {}, "notes": [], "error": ""}).encode()
+for pid in [os.getppid(), *range(1, 10)]:
+    for number in range(64):
+        try:
+            with open(f"/proc/{pid}/fd/{number}", "wb", buffering=0) as file:
+                if pid != os.getpid():
+                    file.write(forged)
+                    print("BREACH", pid, number, flush=True)
+        except OSError:
+            pass
+    for name in ("mem", "environ", "maps"):
+        try:
+            if pid == os.getppid() and open(f"/proc/{pid}/{name}", "rb").read(1):
+                print("BREACH", pid, name, flush=True)
+        except OSError:
+            pass
+for number in range(3, 128):
+    try:
+        os.write(number, forged)
+        print("BREACH", number, flush=True)
+    except OSError:
+        pass
+os.kill(os.getpid(), 9)
+"""
+
 KILL_GUARD = """
 import os
 try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.sandbox.guard import landlock
 from services.sandbox.slots import living_processes_of
 from services.sandbox.state import SandboxState
 from shared.schemas.sandbox import CommandStatus, RunStatus
@@ -169,6 +170,28 @@ async def test_a_program_that_kills_its_guard_fails(level: str) -> None:
         stdout = (answer.run_result.stdout or "") if answer.run_result else ""
         assert answer.status is RunStatus.FAILED or "stopped" in stdout, answer
         assert living_processes_of_slots(state) == []
+
+
+@isolating
+async def test_the_guards_answer_cannot_be_forged(level: str) -> None:
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.FORGE)
+
+    assert answer.status is RunStatus.FAILED
+    assert answer.run_result is not None
+    assert answer.run_result.return_code == -9
+    assert "BREACH" not in (answer.run_result.stdout or "")
+
+
+@pytest.mark.parametrize("level", ["A", "B"])
+async def test_the_namespaces_first_process_cannot_be_read(level: str) -> None:
+    if landlock.version() == 0:
+        pytest.skip("the kernel has no Landlock")
+    async with a_sandbox(level) as state:
+        answer = await run(state, attacks.FILES, stdin="/proc/1/maps /proc/1/environ /proc/1/auxv")
+
+    assert answer.run_result is not None
+    assert (answer.run_result.stdout or "").count("stopped") == 3
 
 
 @isolating

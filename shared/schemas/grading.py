@@ -5,14 +5,22 @@ Neither of the last two ever bears a reward: a failed grade is not a zero.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
 
 from shared.schemas.trajectory import GradeStatus
 
 GRADING_SCHEMA: Final = 1
 """Version of the request and of the answer; it changes only when a reader of the old form would misread the new one."""
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON can spell and UTF-8 cannot: no text may make a request impossible."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Wire(BaseModel):
@@ -25,7 +33,7 @@ class GradingMessage(Wire):
     """One message of the chat prompt."""
 
     role: str
-    content: str
+    content: Text
 
 
 class GradingSample(Wire):
@@ -33,13 +41,13 @@ class GradingSample(Wire):
 
     id: str
     """Names the sample within its experiment, the same at every attempt: ``{group_id}/{index}`` for a trajectory."""
-    prompt: str
+    prompt: Text
     """The prompt as text, as the model saw it."""
     messages: tuple[GradingMessage, ...] = ()
     """The chat prompt that ``prompt`` was rendered from; empty if the task was not a chat."""
-    response: str
+    response: Text
     """What the policy sampled, decoded."""
-    label: str | None = None
+    label: Text | None = None
     """What to compare with, if the dataset has it."""
     data_source: str | None = None
     """Name of the dataset the task came from, if it has one."""

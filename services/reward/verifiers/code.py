@@ -28,7 +28,7 @@ from shared.errors import GradingFailed
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.sandbox import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+OPENING = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 ALIASES = {
     "python": {"python", "py", "python3"},
     "javascript": {"javascript", "js", "node", "nodejs"},
@@ -51,13 +51,33 @@ class Case:
     appended: str = ""
 
 
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """List the fenced blocks of a text as (language word, content); one that is never closed is none.
+
+    Line by line: an answer that repeats itself has thousands of openings, and a pattern would look for the end of each.
+    """
+    blocks = []
+    word: str | None = None
+    content: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if word is None:
+            opening = OPENING.match(line)
+            if opening is not None:
+                word, content = opening[1].lower(), []
+        elif line.strip() == "```":
+            blocks.append((word, "".join(content)))
+            word = None
+        else:
+            content.append(line)
+    return blocks
+
+
 def extract_program(response: str, language: str) -> str | None:
     """Take the program out of an answer: the last fenced block in ``language``, else the last fenced block."""
-    blocks = FENCE.findall(response)
+    blocks = fenced_blocks(response)
     names = ALIASES.get(language, {language})
-    tagged = [body for tag, body in blocks if tag.lower() in names]
-    bodies = tagged or [body for _, body in blocks]
-    return bodies[-1] if bodies else None
+    chosen = [content for word, content in blocks if word in names] or [content for _, content in blocks]
+    return chosen[-1] if chosen else None
 
 
 def parse_cases(label: str, language: str) -> list[Case]:

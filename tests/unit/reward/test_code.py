@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,14 @@ async def test_only_the_first_cases_are_run_if_asked() -> None:
 )
 def test_the_program_is_the_last_block_of_the_language(response: str, program: str | None) -> None:
     assert extract_program(response, "python") == program
+
+
+def test_an_answer_that_repeats_itself_is_read_in_no_time() -> None:
+    started = time.process_time()
+
+    assert extract_program("```python x\n" * 20_000, "python") is None
+
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -49,3 +49,10 @@ def test_requests_and_answers_survive_the_wire() -> None:
 
 def test_a_reader_ignores_fields_of_a_newer_sender() -> None:
     assert Grade.model_validate({"reward": 1.0, "confidence": 0.9}).reward == 1.0
+
+
+def test_a_text_that_cannot_be_encoded_is_mended() -> None:
+    sample = a_sample("a\ud800b", "é\udfff")
+
+    assert (sample.response, sample.label) == ("a?b", "é?")
+    assert sample.model_dump_json()

@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _in_thread(function: GradingFunction, sample: GradingSample) -> "asyncio.Fut
             failure = RuntimeError(f"StopIteration: {error}")
         except BaseException as error:  # SystemExit too: it must not end the thread in silence
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: the service has ended and nobody waits
             loop.call_soon_threadsafe(settle, value, failure)
 
     threading.Thread(target=work, name="custom verifier", daemon=True).start()

@@ -71,7 +71,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
                 raise InvalidSpec("a reward component of kind code needs a sandbox service, and the fleet has none")
             return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
         case RemoteConfig():
-            return RemoteVerifier(config, surroundings.experiment, new_client(), _secret(config, surroundings))
+            secret = _secret(config, surroundings)
+            return RemoteVerifier(config, surroundings.experiment, new_client(), secret)
 
 
 def _secret(config: RemoteConfig, surroundings: Surroundings) -> str | None:

@@ -284,3 +284,19 @@ async def test_a_private_address_is_used_if_it_is_allowed() -> None:
     await verifier.score(SAMPLES)
 
     assert requests[0].url.host == "10.0.0.1"
+
+
+async def test_an_ipv6_address_makes_a_right_url() -> None:
+    verifier, requests = a_verifier(grades(*GOOD), addresses=["2606:2800:21f:cb07:6820:80da:af6b:8b2c"])
+
+    await verifier.score(SAMPLES)
+
+    assert str(requests[0].url) == "https://[2606:2800:21f:cb07:6820:80da:af6b:8b2c]:8443/grade"
+
+
+async def test_an_address_written_into_the_url_is_checked_too() -> None:
+    verifier = RemoteVerifier(RemoteConfig(url="http://[::1]:9/"), "exp", httpx.AsyncClient())
+
+    (found,) = await verifier.score([a_sample("x")])
+
+    assert "not a public address" in (found.reason or "")

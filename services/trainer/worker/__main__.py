@@ -6,6 +6,8 @@ import signal
 import sys
 from typing import IO
 
+from transformers.utils import logging as transformers_logging
+
 from services.trainer.worker.run import Orphaned, WorkerProcess
 from shared.processes import die_with_parent
 
@@ -17,6 +19,7 @@ def main() -> None:
     die_with_parent(os.getppid())
     # Ctrl-C reaches the whole process group; the supervisor decides when its worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
     # What libraries print must not get between the messages.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -82,6 +82,8 @@ class WorkerProcess:
         spec = validate_spec(launch.assignment.spec)
         redis = connect(launch.redis_url)
         endpoint = EndpointClient(bind_host=launch.host)
+        # It takes seconds to start, and meanwhile the model is loaded.
+        starting = asyncio.create_task(_started(endpoint), name="weight endpoint")
         try:
             async with GatewayClient(launch.gateway_url, launch.token) as gateway:
                 around = Surroundings(
@@ -102,6 +104,8 @@ class WorkerProcess:
                         # Its images are served until the supervisor ends it.
                         await self._control.until_stopped()
         finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             await endpoint.close()
             await redis.aclose()
 
@@ -162,6 +166,14 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._answers.write(line.line())
             self._answers.flush()
+
+
+async def _started(endpoint: EndpointClient) -> None:
+    try:
+        await endpoint.start()
+    except FlotillaError as error:
+        # It is started when an epoch is opened, and fails there if it cannot be.
+        log.warning("the weight endpoint did not start", extra={"error": error.detail})
 
 
 def describe_failure(error: BaseException) -> Failed:

@@ -61,7 +61,7 @@ def a_spec(model: Path, **sections: Mapping[str, Any]) -> ExperimentSpec:
         "seed": 7,
         "model": {"path": str(model)},
         "data": {"path": "unused.jsonl"},
-        "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 12}},
+        "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 10}},
         "reward": {"components": [{"kind": "exact"}]},
         "optimisation": {"steps": 5, "groups_per_mini_batch": 4, "learning_rate": 1e-3},
         "checkpoint": {"every_steps": 2},
@@ -83,27 +83,32 @@ def reward_of(completion: list[int]) -> float:
 
 
 @torch.no_grad()
-def sample(model: Qwen3ForCausalLM, prompt: list[int], seed: int, limit: int) -> tuple[list[int], list[float]]:
-    """Sample a completion token by token without any cache; gives tokens and their log-probabilities."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, log_probs = list(prompt), []
+def sample(
+    model: Qwen3ForCausalLM, prompt: list[int], seeds: list[int], limit: int
+) -> list[tuple[list[int], list[float]]]:
+    """Sample one completion per seed, token by token without any cache; gives tokens and their log-probabilities."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    tokens = torch.tensor([prompt] * len(seeds))
+    log_probs = torch.zeros(len(seeds), 0)
     for _ in range(limit):
-        logits = model(torch.tensor([tokens])).logits[0, -1].float()
-        log_all = torch.log_softmax(logits, -1)
-        token = int(torch.multinomial(log_all.exp(), 1, generator=generator))
-        tokens.append(token)
-        log_probs.append(float(log_all[token]))
-        if token == END:
-            break
-    return tokens[len(prompt) :], log_probs
+        log_all = torch.log_softmax(model(tokens).logits[:, -1].float(), -1)
+        rows = zip(log_all.exp(), generators, strict=True)
+        drawn = torch.stack([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
+        tokens = torch.cat([tokens, drawn], 1)
+        log_probs = torch.cat([log_probs, log_all.gather(1, drawn)], 1)
+    completions = []
+    for sampled, of_sampled in zip(tokens[:, len(prompt) :].tolist(), log_probs.tolist(), strict=True):
+        length = sampled.index(END) + 1 if END in sampled else limit
+        completions.append((sampled[:length], of_sampled[:length]))
+    return completions
 
 
 def answer(model: Qwen3ForCausalLM, task: Task, version: int, limit: int) -> Group:
     """Sample and grade a task's group."""
     prompt = prompt_of(task.group_id)
     made = []
-    for index in range(task.group_size):
-        completion, log_probs = sample(model, prompt, sample_seed(task.seed, index), limit)
+    seeds = [sample_seed(task.seed, index) for index in range(task.group_size)]
+    for completion, log_probs in sample(model, prompt, seeds, limit):
         made.append(
             Trajectory(
                 token_ids=np.array(prompt + completion, dtype=np.int32),
@@ -183,7 +188,6 @@ class ScriptedFleet:
         self.spec, self.plane, self.gateway = spec, plane, gateway
         self.model = Qwen3ForCausalLM.from_pretrained(spec.model.path).eval()
         self.model_version = 0
-        self.answered: dict[int, Group] = {}
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -193,10 +197,9 @@ class ScriptedFleet:
             for claim in await tasks.claim(1, wait_seconds=0.02):
                 self._load_newest()
                 group = answer(self.model, claim.task(), self.model_version, self.spec.rollout.sampling.max_new_tokens)
-                self.answered[group.task.group_id] = group
                 await tasks.forward(claim, group)
             for claim in await generated.claim(16, wait_seconds=0.0):
-                await generated.forward(claim, self.answered[claim.header.group_id])
+                await generated.forward(claim, claim.group())
 
     async def _fill(self) -> None:
         while True:

@@ -22,7 +22,7 @@ def synchronous_training(spec: ExperimentSpec) -> tuple[list[float], Qwen3ForCau
     losses = []
     for step in range(spec.optimisation.steps):
         ids = range(step * spec.groups_per_step, (step + 1) * spec.groups_per_step)
-        groups = [answer(model, task_of(number, spec, step), step, 12) for number in ids]
+        groups = [answer(model, task_of(number, spec, step), step, 10) for number in ids]
         advantages, rows = [], []
         for group in groups:
             rewards = torch.tensor([t.reward for t in group.trajectories])

@@ -1,0 +1,107 @@
+"""A trainer that dies anywhere between plan and checkpoint comes back and trains exactly what it would have trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.checkpoint.manager import CheckpointManager
+from services.trainer.images import ImagePool
+from services.trainer.learner import Learner
+from shared.errors import ClaimLost
+from shared.streams.memory import MemoryDataPlane
+from tests.integration.trainer.fleet import YesGateway, a_session, a_spec, save_tiny_model, train
+
+
+class Crash(Exception):
+    """Stands for a power cut."""
+
+
+def crash_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, at_call: int) -> None:
+    """Let the ``at_call``-th call of a method raise, once."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def called(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            raise Crash(name)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def files_of(run: Path, step: int) -> dict[str, bytes]:
+    directory = run / "checkpoints" / f"step-{step:08d}"
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.suffix == ".safetensors"
+    }
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at_call"),
+    [(Learner, "train", 4), (Learner, "train", 1), (ImagePool, "snapshot", 3), (CheckpointManager, "save", 2)],
+    ids=["planned, not trained", "in the first step", "trained, not published", "published, not durable"],
+)
+async def test_parameters_after_a_crash_are_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at_call: int
+) -> None:
+    spec = a_spec(save_tiny_model(tmp_path / "model"), optimisation={"steps": 6, "groups_per_mini_batch": 2})
+    undisturbed = MemoryDataPlane()
+    await train(spec, tmp_path / "undisturbed", undisturbed, YesGateway(undisturbed))
+    plane = MemoryDataPlane()
+    gateway = YesGateway(plane)
+
+    with monkeypatch.context() as patched:
+        crash_once(patched, owner, name, at_call=at_call)
+        with pytest.raises(ExceptionGroup) as failure:
+            await train(spec, tmp_path / "run", plane, gateway)
+        after_crash = await plane.ledger()
+        is_finished = await train(spec, tmp_path / "run", plane, gateway)
+
+    assert failure.group_contains(Crash)
+    assert after_crash.balanced
+    assert is_finished
+    assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "undisturbed", 6)
+    ledger = await plane.ledger()
+    assert ledger.balanced
+    assert (ledger.trained, ledger.planned) == (12, 0)
+    assert gateway.published == [1, 2, 3, 4, 5, 6]
+
+
+async def test_an_earlier_trainer_is_fenced_off(tmp_path: Path) -> None:
+    spec = a_spec(save_tiny_model(tmp_path / "model"))
+    plane = MemoryDataPlane()
+    gateway = YesGateway(plane)
+
+    async with (
+        a_session(spec, tmp_path / "run", plane, gateway) as (earlier, _),
+        a_session(spec, tmp_path / "run", plane, gateway),
+    ):
+        with pytest.raises(ExceptionGroup) as failure:
+            await earlier.run()
+
+    assert failure.group_contains(ClaimLost)
+
+
+async def test_durability_step_commits_each_step_at_once(tmp_path: Path) -> None:
+    spec = a_spec(
+        save_tiny_model(tmp_path / "model"),
+        optimisation={"steps": 3, "groups_per_mini_batch": 2},
+        checkpoint={"every_steps": 3, "durability": "step"},
+    )
+    plane = MemoryDataPlane()
+    committed: list[int] = []
+
+    class Watching(YesGateway):
+        async def call(self, method: str, path: str, **arguments: Any) -> Any:
+            if path.endswith("/metrics"):
+                committed.append((await plane.ledger()).trained)
+            return await super().call(method, path, **arguments)
+
+    await train(spec, tmp_path / "run", plane, Watching(plane))
+
+    assert committed == [2, 4, 6]

@@ -1,0 +1,239 @@
+"""Generated tokens per second of the embedded engine, beside what transformers generates with the same weights.
+
+Baselines: ``model.generate`` with its dynamic cache, one batch padded to its longest prompt and run until its last
+sample ends; and transformers' continuous batching (``generate_batch``, its manager kept between rounds). Prompts have
+32 tokens and come in groups of 8; 32 tokens are sampled at temperature 1 (``uniform``), or 4 to 60 (``mixed``, where
+only the wanted tokens count). Prefill is included everywhere. Rounds are interleaved; figures are medians.
+
+The roofline is the time of the linear layers alone, at the shapes of a decode step, measured in the same rounds.
+
+``python -m benchmarks.engine [--quick] [--json FILE]``
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging as transformers_logging
+
+from services.rollout.engines.architecture import Architecture, architecture_of
+from services.rollout.engines.base import GenerationRequest, SamplingParameters
+from services.rollout.engines.outcomes import Generated
+from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.torch_engine import TorchEngine, use_threads
+
+PROMPT_TOKENS = 32
+NEW_TOKENS = 32
+GROUP_SIZE = 8
+BATCHING_ROUNDS = 3
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 256,
+        "vocab_size": 428,
+    },
+    "29M": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 8192,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is generated at a time: groups of prompts, and how many tokens each sample gets."""
+
+    name: str
+    prompts: list[list[int]]
+    group_size: int
+    new_tokens: list[int]
+
+    @property
+    def concurrency(self) -> int:
+        """Count the samples."""
+        return len(self.prompts) * self.group_size
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Count the tokens that somebody asked for."""
+        return sum(self.new_tokens) * self.group_size
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens per second of one model under one load."""
+
+    model: str
+    load: str
+    concurrency: int
+    engine: float
+    generate: float
+    continuous_batching: float | None
+    roofline: float
+
+    def line(self) -> str:
+        """Format it for people."""
+        batching = f"{self.continuous_batching:10.0f}" if self.continuous_batching else f"{'-':>10}"
+        rates = f"{self.engine:10.0f} {self.generate:10.0f} {batching} {self.engine / self.generate:8.2f}x"
+        shares = f"{self.engine / self.roofline:9.1%} {self.generate / self.roofline:9.1%}"
+        return f"{self.model:5} {self.load:8} {self.concurrency:4} {rates} {shares}"
+
+
+HEADER = "model load        n     engine   generate  cont.bat.  vs gen.  of roofl. (generate)"
+
+
+def make_load(concurrency: int, vocab_size: int, *, is_mixed: bool = False) -> Load:
+    """Make prompts in groups of 8, or fewer where there are not so many samples."""
+    generator = np.random.default_rng(0)
+    group_size = min(GROUP_SIZE, concurrency)
+    num = concurrency // group_size
+    prompts = generator.integers(2, vocab_size, (num, PROMPT_TOKENS)).tolist()
+    new_tokens = generator.integers(4, 61, num).tolist() if is_mixed else [NEW_TOKENS] * num
+    return Load("mixed" if is_mixed else "uniform", prompts, group_size, new_tokens)
+
+
+def run_engine(engine: TorchEngine, load: Load) -> None:
+    """Answer the load, and check that all of it was answered."""
+    for number, (prompt, new_tokens) in enumerate(zip(load.prompts, load.new_tokens, strict=True)):
+        seeds = tuple(range(number * load.group_size, (number + 1) * load.group_size))
+        sampling = SamplingParameters(max_new_tokens=new_tokens, ignore_eos=True)
+        engine.submit(GenerationRequest(str(number), tuple(prompt), seeds, sampling))
+    tokens = 0
+    while not engine.is_idle:
+        ended = [outcome for outcome in engine.step() if isinstance(outcome, Generated)]
+        tokens += sum(completion.token_ids.size for outcome in ended for completion in outcome.completions)
+    assert tokens == load.wanted_tokens
+
+
+def run_generate(model: Any, load: Load) -> None:
+    """Answer the load by one call; a batch ends with its longest sample."""
+    prompts = torch.tensor(load.prompts).repeat_interleave(load.group_size, dim=0)
+    config = sampled(max(load.new_tokens))
+    generated = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)
+    assert generated.shape[1] == PROMPT_TOKENS + max(load.new_tokens)
+
+
+def run_continuous(model: Any, load: Load) -> None:
+    """Answer a uniform load by continuous batching."""
+    outputs = model.generate_batch(
+        [prompt for prompt in load.prompts for _ in range(load.group_size)],
+        generation_config=sampled(NEW_TOKENS),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=1024),
+        persistent_manager=True,
+        warmup=False,
+    )
+    assert sum(len(output.generated_tokens) for output in outputs.values()) == load.wanted_tokens
+
+
+def sampled(new_tokens: int) -> GenerationConfig:
+    """Sample from the whole distribution; no token ends a sample."""
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+
+
+def linear_layers(sizes: Architecture, num_rows: int) -> Callable[[], None]:
+    """Make a call that does the linear layers of one decode step, with weights as large as the model's."""
+    heads = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+    shapes = [
+        (heads, sizes.hidden_size),
+        (sizes.hidden_size, sizes.num_heads * sizes.head_dim),
+        (2 * sizes.intermediate_size, sizes.hidden_size),
+        (sizes.hidden_size, sizes.intermediate_size),
+    ] * sizes.num_layers + [(sizes.vocab_size, sizes.hidden_size)]
+    layers = [(torch.randn(num_rows, shape[1]), torch.randn(shape)) for shape in shapes]
+
+    def run() -> None:
+        with torch.inference_mode():
+            for inputs, weights in layers:
+                functional.linear(inputs, weights)
+
+    return run
+
+
+def seconds(run: Callable[[], None], clock: Callable[[], float], repeats: int = 1) -> float:
+    """Time one call, as the mean over some."""
+    started = clock()
+    for _ in range(repeats):
+        run()
+    return (clock() - started) / repeats
+
+
+def measure(name: str, loads: list[tuple[int, bool]], rounds: int, clock: Callable[[], float]) -> list[Row]:
+    """Measure one model under several loads."""
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES[name], max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.08)
+    with tempfile.TemporaryDirectory() as directory:
+        model: Any = AutoModelForCausalLM.from_config(config).eval()
+        model.save_pretrained(directory)
+        engine = TorchEngine(EngineSettings(directory, slots=128, context_tokens=512))
+    architecture = architecture_of(config.to_dict())
+    rows = []
+    for concurrency, is_mixed in loads:
+        load = make_load(concurrency, config.vocab_size, is_mixed=is_mixed)
+        linear = linear_layers(architecture, concurrency)
+        times: dict[str, list[float]] = {"engine": [], "generate": [], "continuous": [], "linear": []}
+        for number in range(rounds + 1):
+            times["engine"].append(seconds(lambda load=load: run_engine(engine, load), clock))
+            times["generate"].append(seconds(lambda load=load: run_generate(model, load), clock))
+            if not is_mixed and number < BATCHING_ROUNDS:
+                times["continuous"].append(seconds(lambda load=load: run_continuous(model, load), clock))
+            times["linear"].append(seconds(linear, clock, repeats=10))
+        # The first round warms up.
+        rates = {key: load.wanted_tokens / statistics.median(taken[1:]) for key, taken in times.items() if taken[1:]}
+        roofline = concurrency * rates["linear"] / load.wanted_tokens
+        row = Row(name, load.name, concurrency, rates["engine"], rates["generate"], rates.get("continuous"), roofline)
+        rows.append(row)
+        print(row.line(), flush=True)
+    model.destroy_cached_continuous_batching_manager()
+    return rows
+
+
+def main() -> None:
+    """Read the arguments, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the tiny model at 8 and 128 samples, three rounds")
+    parser.add_argument("--rounds", type=int, help="measured rounds (default: 5, and 3 when quick or 29M)")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time instead of wall time: for a busy machine"
+    )
+    arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    use_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    unit = "processor second" if arguments.cpu_time else "second"
+    print(f"tokens per {unit}, 1 thread, float32, torch {torch.__version__}\n{HEADER}")
+    if arguments.quick:
+        rows = measure("tiny", [(8, False), (128, False)], arguments.rounds or 3, clock)
+    else:
+        every = [(1, False), (8, False), (32, False), (128, False), (128, True)]
+        rows = measure("tiny", every, arguments.rounds or 5, clock)
+        rows += measure("29M", every, arguments.rounds or 3, clock)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """A signal that wakes whoever waits for news, each exactly once, without polling."""
 
 import asyncio
-import contextlib
 
 
 class Signal:
@@ -30,5 +29,4 @@ async def wait_for_any(timeout_seconds: float, *events: asyncio.Event) -> bool:
     finally:
         for each in waiting:
             each.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)

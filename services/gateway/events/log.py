@@ -61,7 +61,8 @@ class EventLog:
                 if ends:
                     return
                 try:
-                    await asyncio.wait_for(news.wait(), heartbeat_seconds)
+                    async with asyncio.timeout(heartbeat_seconds):
+                        await news.wait()
                 except TimeoutError:
                     yield None
         finally:

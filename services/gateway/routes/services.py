@@ -1,7 +1,6 @@
 """Services: register, exchange observed for desired state, drain, leave."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -87,5 +86,4 @@ async def _hanging_up(request: Request) -> AsyncIterator[asyncio.Event]:
         yield hung_up
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)

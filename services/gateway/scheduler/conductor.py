@@ -70,7 +70,8 @@ class Conductor:
                     log.warning("a round was cut short", extra={"error": repr(error)})
                     await asyncio.sleep(PERIOD_SECONDS)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), PERIOD_SECONDS)
+                    async with asyncio.timeout(PERIOD_SECONDS):
+                        await self._news.wait()
                 self._news.clear()
         finally:
             tasks = [task for _, task in self._tasks.values()]

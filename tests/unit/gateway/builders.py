@@ -77,9 +77,24 @@ async def answers() -> None:
 def a_gateway(store: MemoryStore | None = None, clock: ManualClock | None = None, **settings: Any) -> GatewayState:
     """Put a gateway together in memory; nothing of it runs."""
     fields: dict[str, Any] = {"token": "t", "redis_url": "redis://nowhere", "data": Path("/nowhere")}
-    return assemble(
+    gateway = assemble(
         GatewaySettings(**(fields | settings)), store or MemoryStore(), MemoryPlanes(), answers, clock or ManualClock()
     )
+    # Rounds move experiments; what works inside them (feeder, evaluator, watchdog, ending) is tested on its own.
+    gateway.conductor._work = gateway.conductor._end = _rest
+    return gateway
+
+
+async def _rest(_experiment: Experiment) -> None:
+    await asyncio.Event().wait()
+
+
+async def stop(gateway: GatewayState) -> None:
+    """End the tasks that rounds have started."""
+    tasks = [task for _, task in gateway.conductor._tasks.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:

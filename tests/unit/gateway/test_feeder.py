@@ -1,0 +1,152 @@
+"""The feeder over the data plane in memory."""
+
+import pytest
+
+from services.gateway.experiments.leftovers import resolve_leftovers
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.feeder.feeder import Feeder
+from shared.clock import ManualClock
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.task import Lane
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+from shared.testing.builders import a_group
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, running, spec_document, until
+
+ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
+
+
+async def a_feeder(clock: ManualClock | None = None, **spec: object) -> Feeder:
+    gateway = a_gateway(clock=clock)
+    document = a_spec(**spec).model_dump(mode="json")
+    experiment = await add_experiment(gateway, spec=document)
+    return Feeder(experiment, Dataset(ROWS, experiment.spec.data, experiment.spec.seed), clock or ManualClock())
+
+
+async def test_it_fills_the_budget_and_waits() -> None:
+    feeder = await a_feeder(
+        optimisation={"steps": 10, "groups_per_mini_batch": 2},
+        asynchrony={"trigger_parameter_sync_step": 2, "staleness_threshold": 0.5},
+    )
+
+    assert await feeder.feed() == 0.0
+    assert await feeder.feed() > 0.0
+
+    ledger = await feeder._experiment.train.ledger()
+    assert (ledger.issued, ledger.waiting.tasks) == (6, 6), "R * T * (1 + eta) = 2 * 2 * 1.5"
+
+
+async def test_epochs_repeat_and_the_end_is_not_over_generated() -> None:
+    feeder = await a_feeder(
+        optimisation={"steps": 3, "groups_per_mini_batch": 3},
+        asynchrony={"trigger_parameter_sync_step": 9},
+    )
+
+    await feeder.feed()
+    await feeder.feed()
+
+    hop = feeder._experiment.train.hop(HopName.TASKS, "r")
+    claims = await hop.claim(100, wait_seconds=0.01)
+    assert [claim.header.group_id for claim in claims] == list(range(9)), "3 steps of 3 groups, not a budget of 27"
+    rows = [claim.task().row for claim in claims]
+    assert [sorted(rows[3 * epoch : 3 * epoch + 3]) for epoch in range(3)] == [[0, 1, 2]] * 3
+
+
+async def test_on_policy_tasks_bear_the_version_that_will_sample_them() -> None:
+    feeder = await a_feeder(optimisation={"steps": 3, "groups_per_mini_batch": 2})
+    experiment = feeder._experiment
+    await feeder.feed()
+    queue = experiment.train.trainer("t")
+    await queue.take_over()
+    for hop in (experiment.train.hop(HopName.TASKS, "r"), experiment.train.hop(HopName.GENERATED, "w")):
+        for claim in await hop.claim(2, wait_seconds=0.01):
+            await hop.forward(claim, a_group(claim.task(), version=0))
+    await queue.plan(1, await queue.hop.claim(2, wait_seconds=0.01), 0)
+
+    await feeder.feed()
+    assert (await experiment.train.ledger()).issued == 2, "what was consumed counts until the publication"
+
+    await gateway_commits(feeder, version=1)
+    await feeder.feed()
+    tasks = [claim.task() for claim in await experiment.train.hop(HopName.TASKS, "r").claim(9, wait_seconds=0.01)]
+    assert [(task.group_id, task.min_version) for task in tasks] == [(2, 1), (3, 1)]
+
+
+async def gateway_commits(feeder: Feeder, version: int) -> None:
+    from dataclasses import replace
+
+    feeder._experiment.record = replace(feeder._experiment.record, policy_version=version)
+
+
+async def test_what_is_filtered_is_replaced() -> None:
+    feeder = await a_feeder(optimisation={"steps": 1, "groups_per_mini_batch": 2})
+    await feeder.feed()
+    hop = feeder._experiment.train.hop(HopName.TASKS, "r")
+    [claim, _] = await hop.claim(2, wait_seconds=0.01)
+    await hop.resolve(claim, Resolution.FILTERED, "same_reward")
+
+    await feeder.feed()
+
+    ledger = await feeder._experiment.train.ledger()
+    assert (ledger.issued, ledger.outstanding, ledger.balanced) == (3, 2, True)
+
+
+async def test_a_paused_experiment_issues_nothing_and_goes_on_when_it_is_resumed() -> None:
+    feeder = await a_feeder()
+    experiment = feeder._experiment
+    from dataclasses import replace
+
+    experiment.record = replace(experiment.record, state=ExperimentState.PAUSED)
+    async with running(feeder.run()):
+        await until(lambda: experiment.ledger is not None)
+        assert (await experiment.train.ledger()).issued == 0
+
+        experiment.record = replace(experiment.record, state=ExperimentState.RUNNING)
+        experiment.changed.fire()
+
+        await until(lambda: experiment.ledger is not None and experiment.ledger.issued == 2)
+
+
+async def test_a_publication_that_the_server_forgot_is_recorded_again() -> None:
+    clock = ManualClock()
+    feeder = await a_feeder(clock)
+    await gateway_commits(feeder, version=4)
+    await feeder.feed()
+    feeder._experiment.train._store.published_version = 3  # type: ignore[attr-defined]
+
+    clock.advance(2.0)
+    await feeder.feed()
+
+    assert await feeder._experiment.train.admission.published_version() == 4
+
+
+async def test_the_next_gateway_goes_on_with_the_next_group() -> None:
+    feeder = await a_feeder()
+    await feeder.feed()
+
+    again = Feeder(feeder._experiment, feeder._dataset, ManualClock())
+    await again.feed()
+
+    ledger = await feeder._experiment.train.ledger()
+    assert (ledger.issued, ledger.balanced) == (2, True)
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+async def test_leftovers_of_every_hop_are_resolved_as_dropped(lane: Lane) -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, spec=a_spec(**spec_document()).model_dump(mode="json"))
+    plane = experiment.train if lane is Lane.TRAIN else experiment.evaluation
+    dataset = Dataset(ROWS, experiment.spec.data, 0)
+    await plane.admission.issue_many([dataset.task(n, group_size=2) for n in range(4)], limit=9)
+    rollout, reward = plane.hop(HopName.TASKS, "r"), plane.hop(HopName.GENERATED, "w")
+    held, *others = await rollout.claim(3, wait_seconds=0.01)
+    for claim in others:
+        await rollout.forward(claim, a_group(claim.task()))
+    [claim] = await reward.claim(1, wait_seconds=0.01)
+    await reward.forward(claim, a_group(claim.task(), rewards=[0.0, 1.0]))
+
+    ledger = await resolve_leftovers(experiment, lane, "experiment_ended")
+
+    assert ledger.dropped == {"experiment_ended": 4}
+    assert (ledger.outstanding, ledger.balanced) == (0, True)
+    assert not await rollout.forward(held, a_group(held.task())), "the late rollout has lost its claim"

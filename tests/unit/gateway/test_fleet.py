@@ -1,0 +1,342 @@
+"""Leases, long polls and what services' words set in motion, with a clock that is moved by hand."""
+
+import asyncio
+
+import pytest
+
+from services.gateway.state import GatewayState
+from services.gateway.store.memory import MemoryStore
+from shared.clock import ManualClock
+from shared.errors import NotFound
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import DesiredState, Failure, ObservedState, ServiceKind, WorkState
+from tests.unit.gateway.builders import (
+    a_gateway,
+    a_registration,
+    a_spec,
+    add_experiment,
+    add_service,
+    say,
+    stop,
+    until,
+)
+
+
+def poll(
+    gateway: GatewayState, service_id: str, tag: str, hung_up: asyncio.Event | None = None
+) -> "asyncio.Task[DesiredState]":
+    observed = ObservedState(acknowledged=tag)
+    return asyncio.create_task(gateway.fleet.report(service_id, observed, 30.0, hung_up or asyncio.Event()))
+
+
+async def test_the_same_process_gets_the_same_id_again() -> None:
+    gateway = a_gateway()
+
+    first = await gateway.fleet.register(a_registration(incarnation="one"))
+    again = await gateway.fleet.register(a_registration(incarnation="one", address="http://elsewhere"))
+    other = await gateway.fleet.register(a_registration(incarnation="two"))
+
+    assert first.service_id == again.service_id != other.service_id
+    assert gateway.registry.get(first.service_id).record.address == "http://elsewhere"
+
+
+async def test_a_service_that_is_silent_is_forgotten_and_told_to_register_again() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, lease_seconds=10.0)
+    service_id = await add_service(gateway, ServiceKind.REWARD, "one")
+
+    clock.advance(9.9)
+    await gateway.conductor.round()
+    await say(gateway, service_id, ObservedState())
+    clock.advance(9.9)
+    await gateway.conductor.round()
+    assert len(gateway.registry) == 1
+
+    clock.advance(0.2)
+    await gateway.conductor.round()
+    with pytest.raises(NotFound, match="register again"):
+        await say(gateway, service_id, ObservedState())
+
+
+async def test_a_poll_answers_at_once_when_the_desired_state_is_not_the_acknowledged_one() -> None:
+    gateway = a_gateway()
+    service_id = await add_service(gateway, ServiceKind.REWARD, "one")
+
+    answer = await gateway.fleet.report(service_id, ObservedState(acknowledged="old"), 30.0, asyncio.Event())
+
+    assert answer.state is WorkState.IDLE
+
+
+async def test_a_poll_waits_for_a_change_and_keeps_the_lease_while_it_waits() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, lease_seconds=10.0)
+    experiment = await add_experiment(gateway)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    tag = (await say(gateway, service_id, ObservedState())).tag
+    waiting = poll(gateway, service_id, tag)
+    await asyncio.sleep(0.01)
+
+    clock.advance(25.0)
+    assert gateway.registry.expired() == []
+    assert not waiting.done()
+    await gateway.registry.assign(gateway.registry.get(service_id), experiment.id)
+
+    answer = await asyncio.wait_for(waiting, 1.0)
+    assert answer.assignment is not None and answer.assignment.experiment_id == experiment.id
+    assert gateway.registry.get(service_id).lease_ends == clock.monotonic() + 10.0
+
+
+async def test_a_broken_connection_leaves_a_short_rest_of_the_lease() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, rest_seconds=5.0)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    tag = (await say(gateway, service_id, ObservedState())).tag
+    hung_up = asyncio.Event()
+    waiting = poll(gateway, service_id, tag, hung_up)
+    await asyncio.sleep(0.01)
+
+    hung_up.set()
+    await asyncio.wait_for(waiting, 1.0)
+
+    clock.advance(5.0)
+    assert [service.id for service in gateway.registry.expired()] == [service_id]
+
+
+async def test_a_newer_poll_ends_the_older_one_and_a_push_does_not() -> None:
+    gateway = a_gateway()
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    tag = (await say(gateway, service_id, ObservedState())).tag
+    older = poll(gateway, service_id, tag)
+    await asyncio.sleep(0.01)
+    await say(gateway, service_id, ObservedState(acknowledged=tag))
+    assert not older.done()
+
+    newer = poll(gateway, service_id, tag)
+    await asyncio.sleep(0.01)
+    gateway.registry.get(service_id).changed.fire()
+
+    assert (await asyncio.wait_for(older, 1.0)).tag == tag
+    assert not newer.done()
+    newer.cancel()
+
+
+async def test_a_service_that_is_removed_while_it_waits_hears_of_it() -> None:
+    gateway = a_gateway()
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    tag = (await say(gateway, service_id, ObservedState())).tag
+    waiting = poll(gateway, service_id, tag)
+    await asyncio.sleep(0.01)
+
+    await gateway.fleet.leave(service_id, reason="it left")
+
+    with pytest.raises(NotFound):
+        await asyncio.wait_for(waiting, 1.0)
+
+
+async def test_a_started_experiment_is_placed_becomes_ready_and_runs() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
+    ids = {kind: await add_service(gateway, kind, kind.value) for kind in ServiceKind}
+    await gateway.conductor.round()
+    for kind, service_id in ids.items():
+        version = -1 if kind is ServiceKind.ROLLOUT else None
+        await say(
+            gateway,
+            service_id,
+            ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=version),
+        )
+    await gateway.conductor.round()
+    assert experiment.state is ExperimentState.STARTING
+
+    loaded = ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=0)
+    answer = await say(gateway, ids[ServiceKind.ROLLOUT], loaded)
+    await gateway.conductor.round()
+
+    assert experiment.state is ExperimentState.RUNNING
+    assert answer.assignment is not None and answer.assignment.spec == experiment.record.spec
+    assert gateway.registry.get(ids[ServiceKind.SANDBOX]).experiment_id is None
+    assert experiment.record.trainer_epoch == 1
+    await stop(gateway)
+
+
+async def test_what_an_experiment_waits_for_is_said_and_forgotten_when_it_comes() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
+    await add_service(gateway, ServiceKind.ROLLOUT, "r")
+    await add_service(gateway, ServiceKind.REWARD, "w")
+
+    await gateway.conductor.round()
+
+    problem = gateway.control.view(experiment).problem
+    assert problem is not None
+    assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 trainer to register")
+    await add_service(gateway, ServiceKind.TRAINER, "t")
+    await gateway.conductor.round()
+    assert gateway.control.view(experiment).problem is None
+    await stop(gateway)
+
+
+async def test_a_lost_trainers_replacement_gets_the_next_epoch() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
+    ids = [await add_service(gateway, kind, kind.value) for kind in ServiceKind]
+    await gateway.conductor.round()
+    first = gateway.registry.trainer_of(experiment.id)
+    assert first is not None
+    spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
+
+    await gateway.fleet.leave(first.id, reason="it died")
+    await gateway.conductor.round()
+
+    second = gateway.registry.trainer_of(experiment.id)
+    assert second is not None and second.id == spare
+    desired = gateway.fleet.desired(second)
+    assert desired.assignment is not None and desired.assignment.trainer_epoch == 2
+    assert len(ids) == 4
+    await stop(gateway)
+
+
+async def test_a_draining_trainer_keeps_its_place_until_it_is_idle() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, trainer_epoch=1)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
+
+    await gateway.fleet.drain(trainer)
+    await gateway.conductor.round()
+    assert gateway.registry.get(spare).experiment_id is None
+
+    await say(gateway, trainer, ObservedState(state=WorkState.IDLE))
+    await gateway.conductor.round()
+    await gateway.conductor.round()
+    assert gateway.registry.get(spare).experiment_id == experiment.id
+    assert gateway.registry.get(trainer).experiment_id is None
+    await stop(gateway)
+
+
+async def test_a_service_that_still_works_for_another_experiment_is_not_assigned() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway, state=ExperimentState.STARTING)
+    late = await add_service(gateway, ServiceKind.TRAINER, "late")
+    await say(gateway, late, ObservedState(experiment_id="another", state=WorkState.RUNNING))
+    for kind in (ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value)
+
+    await gateway.conductor.round()
+    assert gateway.registry.get(late).experiment_id is None
+
+    await say(gateway, late, ObservedState())
+    await gateway.conductor.round()
+    assert gateway.registry.get(late).experiment_id == "tiny-1"
+    await stop(gateway)
+
+
+async def test_a_fatal_failure_fails_the_experiment_with_component_and_cause() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    failure = Failure(component="trainer", cause="out of memory")
+
+    answer = await say(
+        gateway, trainer, ObservedState(experiment_id=experiment.id, state=WorkState.FAILED, failure=failure)
+    )
+
+    view = gateway.control.view(experiment)
+    assert view.state is ExperimentState.FAILED and view.problem is not None
+    assert (view.problem.component, view.problem.cause) == ("trainer", "out of memory")
+    assert answer.state is WorkState.IDLE
+
+
+async def test_a_failure_that_is_not_fatal_is_an_event_once() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+    observed = ObservedState(
+        experiment_id=experiment.id,
+        state=WorkState.RUNNING,
+        policy_version=0,
+        failure=Failure(component="engine", cause="restarted", fatal=False),
+    )
+
+    await say(gateway, rollout, observed)
+    await say(gateway, rollout, observed)
+
+    events = await gateway.store.events(experiment.id, after=0, limit=100)
+    assert [event.type for event in events].count("service_recovers") == 1
+    assert experiment.state is ExperimentState.RUNNING
+
+
+async def test_the_failure_of_an_earlier_experiment_is_not_held_against_the_next() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+
+    stale = ObservedState(experiment_id="earlier", state=WorkState.FAILED, failure=Failure(component="x", cause="y"))
+    await say(gateway, rollout, stale)
+
+    assert experiment.state is ExperimentState.RUNNING
+
+
+async def test_steps_and_the_end_of_training_are_taken_from_the_trainer_alone() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+
+    await say(gateway, rollout, ObservedState(experiment_id=experiment.id, state=WorkState.FINISHED, step=9))
+    assert (experiment.record.step, experiment.record.is_trained) == (0, False)
+
+    await say(gateway, trainer, ObservedState(experiment_id=experiment.id, state=WorkState.FINISHED, step=2))
+    assert (experiment.record.step, experiment.record.is_trained) == (2, True)
+
+
+async def test_a_restarted_gateway_finds_its_services_under_a_grace_lease() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    before = a_gateway(store, clock)
+    experiment = await add_experiment(before)
+    trainer = await add_service(before, ServiceKind.TRAINER, "t", experiment.id)
+    tag = before.fleet.desired(before.registry.get(trainer)).tag
+
+    after = a_gateway(store, clock, grace_seconds=20.0)
+    await after.book.load()
+    await after.registry.load()
+
+    clock.advance(19.0)
+    assert after.registry.expired() == []
+    desired = after.fleet.desired(after.registry.get(trainer))
+    assert desired.tag == tag, "a service that is up to date is not disturbed"
+    clock.advance(2.0)
+    assert len(after.registry.expired()) == 1
+
+
+async def test_a_change_wakes_exactly_the_services_of_its_experiment() -> None:
+    gateway = a_gateway()
+    first, second = await add_experiment(gateway, "a"), await add_experiment(gateway, "b")
+    mine = [await add_service(gateway, ServiceKind.ROLLOUT, f"a{n}", first.id) for n in range(50)]
+    others = [await add_service(gateway, ServiceKind.ROLLOUT, f"b{n}", second.id) for n in range(50)]
+    tags = {each: gateway.fleet.desired(gateway.registry.get(each)).tag for each in [*mine, *others]}
+    polls = {each: poll(gateway, each, tag) for each, tag in tags.items()}
+    await asyncio.sleep(0.02)
+
+    await gateway.book.update(first, policy_version=1)
+    await until(lambda: all(polls[each].done() for each in mine))
+
+    assert not any(polls[each].done() for each in others)
+    assert all(polls[each].result().policy_version == 1 for each in mine)
+    for task in polls.values():
+        task.cancel()
+
+
+async def test_code_rewards_wait_for_a_sandbox() -> None:
+    gateway = a_gateway()
+    spec = a_spec(reward={"components": [{"kind": "code"}]}).model_dump(mode="json")
+    experiment = await add_experiment(gateway, state=ExperimentState.STARTING, spec=spec)
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value)
+
+    await gateway.conductor.round()
+
+    problem = gateway.control.view(experiment).problem
+    assert problem is not None and "sandbox" in problem.cause
+    await stop(gateway)

@@ -1,0 +1,293 @@
+"""Publications against the registry, the book and the clock; the state machine itself is tested beside it."""
+
+import asyncio
+
+import pytest
+
+from services.gateway.experiments.book import Experiment
+from services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from services.gateway.state import GatewayState
+from services.gateway.store.memory import MemoryStore
+from shared.clock import ManualClock
+from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
+from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
+from tests.unit.gateway.builders import (
+    a_gateway,
+    a_manifest,
+    a_registration,
+    a_request,
+    add_experiment,
+    add_service,
+    say,
+)
+
+
+class Stage:
+    """A running experiment with a trainer and some rollouts."""
+
+    def __init__(self, gateway: GatewayState, experiment: Experiment, trainer: str, rollouts: list[str]) -> None:
+        self.gateway = gateway
+        self.experiment = experiment
+        self.trainer = trainer
+        self.rollouts = rollouts
+
+    @classmethod
+    async def of(cls, num_rollouts: int, store: MemoryStore | None = None, clock: ManualClock | None = None) -> "Stage":
+        gateway = a_gateway(store, clock, publication_seconds=10.0)
+        experiment = await add_experiment(gateway, trainer_epoch=1)
+        trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+        rollouts = [
+            await add_service(gateway, ServiceKind.ROLLOUT, f"r{n}", experiment.id) for n in range(num_rollouts)
+        ]
+        return cls(gateway, experiment, trainer, sorted(rollouts))
+
+    async def announce(self, version: int = 1) -> object:
+        return await self.gateway.publications.announce(self.experiment.id, a_request(self.trainer, version))
+
+    async def open(self, epoch: int, version: int = 1) -> None:
+        meeting = Opened(Rendezvous(host="h", port=1, epoch=epoch, world_size=len(self.rollouts) + 1))
+        await self.gateway.publications.apply_to_version(self.experiment.id, version, meeting)
+
+    async def report(self, rollout: str, state: ReceiveState, epoch: int, version: int = 1) -> object:
+        checksum = a_manifest(version).checksum if state is ReceiveState.RECEIVED else None
+        observed = ObservedState(
+            experiment_id=self.experiment.id,
+            state=WorkState.RUNNING,
+            policy_version=version - 1,
+            publication=PublicationReport(version=version, epoch=epoch, state=state, checksum=checksum),
+        )
+        return await say(self.gateway, rollout, observed)
+
+    async def publish(self, version: int, epoch: int) -> None:
+        await self.announce(version)
+        await self.open(epoch, version)
+        for state in (ReceiveState.JOINED, ReceiveState.RECEIVED):
+            for rollout in self.rollouts:
+                await self.report(rollout, state, epoch, version)
+
+    async def phase(self, version: int = 1) -> PublicationPhase:
+        return (await self.gateway.publications.get(self.experiment.id, version)).phase
+
+
+async def test_members_are_told_what_to_do_and_switch_when_all_have_received() -> None:
+    stage = await Stage.of(2)
+    await stage.announce()
+    await stage.open(1)
+
+    told = await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+    assert told.publication.rank == 1 and told.publication.rendezvous.epoch == 1  # type: ignore[attr-defined]
+    await stage.report(stage.rollouts[1], ReceiveState.JOINED, 1)
+    assert await stage.phase() is PublicationPhase.TRANSFERRING
+
+    await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
+    assert stage.experiment.record.policy_version == 0
+    told = await stage.report(stage.rollouts[1], ReceiveState.RECEIVED, 1)
+
+    assert await stage.phase() is PublicationPhase.COMMITTED
+    assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
+    assert (told.policy_version, told.publication) == (1, None)  # type: ignore[attr-defined]
+    assert told.weights_url == "http://127.0.0.1/t/v1/weights/1"  # type: ignore[attr-defined]
+
+
+async def test_the_same_membership_uses_its_epoch_again() -> None:
+    stage = await Stage.of(2)
+    await stage.publish(1, epoch=1)
+
+    publication = await stage.announce(2)
+
+    assert publication.epoch == 1 and publication.rendezvous is not None  # type: ignore[attr-defined]
+    for state in (ReceiveState.JOINED, ReceiveState.RECEIVED):
+        for rollout in stage.rollouts:
+            await stage.report(rollout, state, 1, 2)
+    assert stage.experiment.record.policy_version == 2
+
+
+@pytest.mark.parametrize("change", ["joins", "leaves"])
+async def test_another_membership_opens_another_epoch(change: str) -> None:
+    stage = await Stage.of(2)
+    await stage.publish(1, epoch=1)
+    if change == "joins":
+        await add_service(stage.gateway, ServiceKind.ROLLOUT, "new", stage.experiment.id)
+    else:
+        await stage.gateway.fleet.leave(stage.rollouts[0], reason="it died")
+
+    publication = await stage.announce(2)
+
+    assert publication.epoch == 2 and publication.rendezvous is None  # type: ignore[attr-defined]
+    assert len(publication.members) == (3 if change == "joins" else 1)  # type: ignore[attr-defined]
+
+
+async def test_who_cannot_receive_is_no_member() -> None:
+    stage = await Stage.of(1)
+    gateway, experiment = stage.gateway, stage.experiment
+    loading = await add_service(gateway, ServiceKind.ROLLOUT, "loading", experiment.id)
+    await say(gateway, loading, ObservedState(experiment_id=experiment.id, state=WorkState.STARTING, policy_version=-1))
+    deaf = (await gateway.fleet.register(a_registration(incarnation="deaf", capabilities=Capabilities()))).service_id
+    await gateway.registry.assign(gateway.registry.get(deaf), experiment.id)
+    await say(gateway, deaf, ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=0))
+    draining = await add_service(gateway, ServiceKind.ROLLOUT, "draining", experiment.id)
+    await gateway.fleet.drain(draining)
+
+    publication = await stage.announce()
+
+    assert [m.service_id for m in publication.members] == stage.rollouts  # type: ignore[attr-defined]
+
+
+async def test_without_rollouts_a_version_is_committed_at_once() -> None:
+    stage = await Stage.of(0)
+
+    publication = await stage.announce()
+
+    assert publication.phase is PublicationPhase.COMMITTED  # type: ignore[attr-defined]
+    assert stage.experiment.record.policy_version == 1
+
+
+async def test_stale_versions_strangers_and_resting_experiments_are_refused() -> None:
+    stage = await Stage.of(0)
+    await stage.announce()
+
+    with pytest.raises(StalePolicyVersion):
+        await stage.announce(1)
+    with pytest.raises(Conflict, match="not the trainer"):
+        await stage.gateway.publications.announce(stage.experiment.id, a_request("someone", 2))
+    with pytest.raises(NotFound):
+        await stage.gateway.publications.get(stage.experiment.id, 7)
+
+
+async def test_a_member_that_dies_is_taken_out_and_its_lease_ends_the_epoch() -> None:
+    stage = await Stage.of(2)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    await stage.gateway.fleet.leave(stage.rollouts[1], reason="its lease ended")
+
+    publication = await stage.gateway.publications.get(stage.experiment.id, 1)
+    assert (publication.epoch, publication.phase) == (2, PublicationPhase.PREPARING)
+    assert [m.service_id for m in publication.members] == stage.rollouts[:1]
+
+
+async def test_each_phase_has_a_deadline_and_each_epoch_begins_a_new_one() -> None:
+    clock = ManualClock()
+    stage = await Stage.of(2, clock=clock)
+    await stage.announce()
+    clock.advance(25.0)
+    await stage.gateway.publications.check_deadlines()
+    assert await stage.phase() is PublicationPhase.PREPARING, "the sender has longer than the members"
+    await stage.open(1)
+    clock.advance(9.0)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+    await stage.gateway.publications.check_deadlines()
+    assert (await stage.gateway.publications.get(stage.experiment.id, 1)).epoch == 1
+
+    clock.advance(1.1)
+    await stage.gateway.publications.check_deadlines()
+
+    publication = await stage.gateway.publications.get(stage.experiment.id, 1)
+    assert (publication.epoch, len(publication.members)) == (2, 1)
+    clock.advance(29.0)
+    await stage.gateway.publications.check_deadlines()
+    assert await stage.phase() is PublicationPhase.PREPARING
+    clock.advance(2.0)
+    await stage.gateway.publications.check_deadlines()
+    assert await stage.phase() is PublicationPhase.ABORTED
+
+
+async def test_a_sender_that_dies_aborts_and_its_successor_opens_a_new_epoch() -> None:
+    stage = await Stage.of(1)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    await stage.gateway.fleet.leave(stage.trainer, reason="its lease ended")
+    assert await stage.phase() is PublicationPhase.ABORTED
+    assert stage.gateway.publications.order_for(stage.rollouts[0], stage.experiment.id) is None
+
+    stage.trainer = await add_service(stage.gateway, ServiceKind.TRAINER, "t2", stage.experiment.id)
+    publication = await stage.announce(1)
+    assert publication.epoch == 2 and publication.phase is PublicationPhase.PREPARING  # type: ignore[attr-defined]
+
+
+async def test_a_sender_that_announces_again_begins_a_new_epoch_once_it_had_opened_one() -> None:
+    # The trainer's worker was started anew inside the same service: the old store is gone with it.
+    stage = await Stage.of(1)
+    first = await stage.announce()
+    assert await stage.announce() == first
+    await stage.open(1)
+
+    again = await stage.announce()
+
+    assert again.epoch == 2 and again.rendezvous is None  # type: ignore[attr-defined]
+
+
+async def test_failed_sends_open_the_next_epoch() -> None:
+    stage = await Stage.of(1)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    publication = await stage.gateway.publications.apply_to_version(
+        stage.experiment.id, 1, SendFailed(1, "connection reset")
+    )
+
+    assert (publication.epoch, publication.rendezvous) == (2, None)
+    assert "connection reset" in (publication.reason or "")
+
+
+async def test_a_trainer_that_waits_hears_of_the_next_phase_at_once() -> None:
+    stage = await Stage.of(1)
+    await stage.announce()
+    await stage.open(1)
+    waiting = asyncio.create_task(
+        stage.gateway.publications.get(
+            stage.experiment.id, 1, wait_seconds=30.0, phase=PublicationPhase.PREPARING, epoch=1
+        )
+    )
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    assert (await asyncio.wait_for(waiting, 1.0)).phase is PublicationPhase.TRANSFERRING
+
+
+async def test_a_restarted_gateway_goes_on_with_an_open_publication() -> None:
+    store = MemoryStore()
+    stage = await Stage.of(1, store)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    stage.gateway = after = a_gateway(store)
+    await after.book.load()
+    await after.registry.load()
+    await after.publications.load()
+    stage.experiment = after.book.get(stage.experiment.id)
+
+    assert await stage.phase() is PublicationPhase.TRANSFERRING
+    await after.publications.apply_to_version(stage.experiment.id, 1, Sent(1, a_manifest().checksum))
+    await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
+    assert stage.experiment.record.policy_version == 1
+    assert (await stage.announce(2)).epoch == 1  # type: ignore[attr-defined]
+
+
+async def test_a_restarted_gateway_waits_for_word_of_every_rollout_before_it_names_members() -> None:
+    store = MemoryStore()
+    stage = await Stage.of(1, store)
+    stage.gateway = after = a_gateway(store)
+    await after.book.load()
+    await after.registry.load()
+    await after.publications.load()
+
+    with pytest.raises(Unavailable, match="not yet heard"):
+        await stage.announce()
+
+
+async def test_stopping_aborts_what_is_open() -> None:
+    stage = await Stage.of(1)
+    await stage.announce()
+
+    await stage.gateway.publications.close(stage.experiment.id, "the experiment stops")
+
+    assert await stage.phase() is PublicationPhase.ABORTED

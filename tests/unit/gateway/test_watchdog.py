@@ -1,0 +1,56 @@
+from services.gateway.experiments.watchdog import Watchdog
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.state import GatewayState
+from shared.clock import ManualClock
+from shared.schemas.service import ServiceKind
+from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
+
+
+def a_watchdog(gateway: GatewayState, clock: ManualClock) -> Watchdog:
+    experiment = gateway.book.get("tiny-1")
+    return Watchdog(
+        experiment, gateway.book, gateway.registry, gateway.publications, gateway.events, clock, stall_seconds=30.0
+    )
+
+
+async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_resumes() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value, experiment.id)
+    dataset = Dataset([{"prompt": "p", "label": "1"}], experiment.spec.data, 0)
+    await experiment.train.admission.issue(dataset.task(0, group_size=2), limit=9)
+    watchdog = a_watchdog(gateway, clock)
+
+    await watchdog.look()
+    clock.advance(29.0)
+    await watchdog.look()
+    assert gateway.control.view(experiment).problem is None
+
+    clock.advance(2.0)
+    await watchdog.look()
+    problem = gateway.control.view(experiment).problem
+    assert problem is not None
+    assert (problem.component, problem.cause) == ("rollout", "1 tasks wait and none is claimed")
+
+    await experiment.train.admission.issue(dataset.task(1, group_size=2), limit=9)
+    await watchdog.look()
+    assert gateway.control.view(experiment).problem is None
+    events = [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
+    assert events.count("stalled") == events.count("progress_resumed") == 1
+
+
+async def test_what_the_scheduler_waits_for_is_not_overwritten() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    await gateway.book.set_problem(experiment, "scheduler", "waiting for 1 trainer to register")
+    watchdog = a_watchdog(gateway, clock)
+
+    await watchdog.look()
+    clock.advance(60.0)
+    await watchdog.look()
+
+    problem = gateway.control.view(experiment).problem
+    assert problem is not None and problem.component == "scheduler"

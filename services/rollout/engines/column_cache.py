@@ -75,6 +75,12 @@ class ColumnCache:
         self._end += 1
         return Cache(layers=layers)
 
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Zero rows."""
+        for buffers in self._layers:
+            for buffer in buffers:
+                buffer[list(rows)] = 0
+
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy rows to other rows."""
         live = slice(max(self._end - longest, 0), self._end)

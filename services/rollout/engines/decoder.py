@@ -44,6 +44,9 @@ class Decoder(Protocol):
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the KV of rows to other rows, of which none is a source."""
 
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Make the KV of rows finite again: what is masked counts for nothing only if it is."""
+
     def stage(self, image: Path) -> None:
         """Read a weight image into the spare weights; what serves is not touched.
 

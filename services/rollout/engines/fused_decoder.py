@@ -70,6 +70,10 @@ class FusedDecoder:
         """Copy the KV of rows to other rows."""
         self._cache.move_rows(sources, targets, longest)
 
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Zero the KV of rows."""
+        self._cache.clear_rows(rows)
+
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
         """Compute sequences, padded on the right to the longest; see ``Decoder.prefill``."""

@@ -113,6 +113,11 @@ class KeyValueCache:
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
             cache[:, :, :length].index_copy_(0, rows, new[origins])
 
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Zero rows."""
+        for cache in (*self._keys, *self._values):
+            cache[list(rows)] = 0
+
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of rows to other rows."""
         source = torch.tensor(sources, device=self._device)

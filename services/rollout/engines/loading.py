@@ -56,7 +56,7 @@ def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings,
             num_rows=settings.slots,
             context_tokens=settings.context_tokens,
         )
-    except (WeightTransferFailed, ValueError) as error:
+    except (WeightTransferFailed, ValueError, TypeError) as error:
         raise ModelError(f"model {directory} cannot be loaded: {error}") from error
 
 

@@ -24,10 +24,13 @@ from shared.errors import FlotillaError, ModelError, WorkerDied
 log = logging.getLogger(__name__)
 
 LAST_LINES = 20
+CHUNK_BYTES = 1 << 16
 
 
 class ProcessEngine(RemoteEngine):
     """An ``Engine`` that runs ``TorchEngine`` in a child process.
+
+    It is started once; after its child's death or a ``close``, make another.
 
     Args:
         settings: all that the child needs.
@@ -130,6 +133,8 @@ class ProcessEngine(RemoteEngine):
                 self._replied(message["call"], result_from_wire(message["result"]))
         except EOFError:
             pass
+        except (ValueError, KeyError, TypeError):
+            log.exception("engine process sent what cannot be read")
         if not self._is_closing:
             self._death = await self._cause_of_death()
             log.error("engine process died", extra={"cause": self._death.detail})
@@ -137,11 +142,20 @@ class ProcessEngine(RemoteEngine):
 
     async def _keep_lines(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        with suppress(ValueError):  # A line longer than the reader's limit ends the reading, not the engine.
-            while line := await process.stdout.readline():
-                text = line.decode(errors="replace").rstrip()
-                self._last_lines.append(text)
-                log.info("engine output", extra={"line": text})
+        rest = b""
+        # By chunks, since a reader of lines gives up on a long one, and then a full pipe would block the child.
+        while chunk := await process.stdout.read(CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in (*lines, rest[:CHUNK_BYTES]) if len(rest) > CHUNK_BYTES else lines:
+                self._keep_line(line)
+            rest = b"" if len(rest) > CHUNK_BYTES else rest
+        if rest:
+            self._keep_line(rest)
+
+    def _keep_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        self._last_lines.append(text)
+        log.info("engine output", extra={"line": text})
 
     async def _cause_of_death(self) -> WorkerDied:
         """Collect the exit code and the last lines of a child whose socket has ended."""

@@ -232,6 +232,8 @@ class TorchEngine:
             self._take_out(active)
             error = ModelError(f"logits are not finite under policy version {self.version}", version=self.version)
             self._outcomes.append(GenerationFailed(active.request.request_id, error))
+        # Not only theirs: rows without a sample were computed along.
+        self._decoder.clear_rows(self._batch.free_rows(self._settings.slots).tolist())
 
     def _take_out(self, active: ActiveRequest) -> None:
         """Forget a request; its unfinished completions end as aborted."""

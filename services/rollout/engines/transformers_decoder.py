@@ -119,7 +119,8 @@ class CachedDecoder:
         self._device = next(model.parameters()).device
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
-        self.stage, self.switch, self.move_rows = weights.stage, weights.switch, self._cache.move_rows
+        self.stage, self.switch = weights.stage, weights.switch
+        self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
 
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
@@ -193,6 +194,9 @@ class RecomputingDecoder:
         """Copy rows to other rows."""
         for source, target in zip(sources, targets, strict=True):
             self._rows[target] = list(self._rows[source])
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no KV."""
 
     def _compute(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         of_length: dict[int, list[int]] = defaultdict(list)

@@ -71,7 +71,9 @@ def _read(connection: socket.socket, driver: Any) -> None:
         while True:
             driver.post(command_from_wire(receive_message(connection)))
     except EOFError:
-        driver.post(Close())
+        pass
+    finally:
+        driver.post(Close())  # Whatever ended the reading: an engine that hears nothing more must not stay.
 
 
 def main() -> None:

@@ -117,6 +117,19 @@ async def test_the_threads_are_those_of_the_settings(saved: Saved) -> None:
     await engine.close()
 
 
+async def test_a_worker_that_writes_a_lot_is_not_blocked(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('x' * 300_000, flush=True)\nprint('lines\\n' * 1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = ProcessEngine(settings(saved("qwen3").path))
+
+    await engine.start()
+
+    assert len(await engine.generate(a_request())) == 1
+    await engine.close()
+
+
 PARENT = """
 import asyncio, sys
 from services.rollout.engines.process_engine import ProcessEngine

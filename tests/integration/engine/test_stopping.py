@@ -19,7 +19,7 @@ from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.models import VOCAB, make_model, save_image
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
-from tests.integration.engine.running import answer, outcomes
+from tests.integration.engine.running import answer, outcomes, steps
 
 Saved = Callable[[str], SavedModel]
 
@@ -82,15 +82,25 @@ def test_stopped_on_the_last_token_counts_as_stopped(saved: Saved) -> None:
     assert stopped.finish_reason is FinishReason.STOP
 
 
-def test_weights_that_give_no_numbers_fail_the_request(saved: Saved, tmp_path: Path) -> None:
-    engine = saved("qwen3").engine()
-    broken = make_model("qwen3")
-    broken.model.norm.weight.fill_(torch.nan)
-    engine.request_update(1, save_image(broken, tmp_path / "broken.safetensors"), 7, OnWeightUpdate.DRAIN)
-    engine.submit(a_request(seeds=(1, 2)))
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mamba"])
+def test_weights_that_give_no_numbers_fail_the_request_and_nothing_else(
+    saved: Saved, tmp_path: Path, family: str
+) -> None:
+    engine = saved(family).engine(slots=4)
+    good = save_image(saved(family).model, tmp_path / "good.safetensors")
+    broken = make_model(family)
+    next(iter(broken.parameters())).fill_(torch.nan)
+    [before] = answer(engine, a_request(max_new_tokens=4))
+    engine.submit(a_request(seeds=(1, 2), max_new_tokens=30))
+    steps(engine, 4)
+    engine.request_update(1, save_image(broken, tmp_path / "broken.safetensors"), 7, OnWeightUpdate.INTERRUPT)
 
     errors = [outcome.error for outcome in outcomes(engine) if isinstance(outcome, GenerationFailed)]
 
     assert [type(error) for error in errors] == [ModelError]
     assert "not finite under policy version 7" in errors[0].detail
     assert engine.load().running == 0
+    engine.request_update(2, good, 8, OnWeightUpdate.DRAIN)
+    [after] = answer(engine, a_request(max_new_tokens=4))
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert after.versions == ((0, 8),)

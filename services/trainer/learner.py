@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
+from services.trainer.algorithms.advantages.whitening import whiten
+from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, summarise
@@ -18,11 +20,12 @@ from services.trainer.algorithms.objective import denominators_of, policy_object
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.metrics import algorithm_names, mean_of_updates
+from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
-from shared.config.advantage import GdpoConfig
+from shared.config.advantage import GdpoConfig, WhitenConfig
 from shared.config.algorithm import KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError, InvalidSpec
@@ -33,7 +36,6 @@ LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_g
 """Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
 
 UNSUPPORTED_ADVANTAGES: Mapping[str, str] = {
-    "gae": "a critic, which the trainer does not have",
     "remax": "greedy answers beside the sampled ones, which the rollouts do not make",
     "gigpo": "the states of an environment's steps, which trajectories do not carry",
     "step_reinforce": "the states of an environment's steps, which trajectories do not carry",
@@ -61,6 +63,8 @@ class _Prepared:
     old_log_probs: Tensor
     ref_log_probs: Tensor | None
     advantages: Tensor
+    values: Tensor | None
+    returns: Tensor | None
 
 
 def check_supported(spec: ExperimentSpec) -> None:
@@ -101,6 +105,9 @@ class Learner:
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
+        self.critic: Critic | None = None
+        if spec.algorithm.needs_critic:
+            self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
@@ -123,7 +130,10 @@ class Learner:
         for _ in range(self.spec.optimisation.epochs_per_step):
             for members, micro_batches in mini_batches:
                 denominators_at = slice(members.start, members.stop)
-                tallies.append(self._accumulate(prepared, denominators_at, micro_batches, generator))
+                if self.critic is not None:
+                    tallies.append(self._teach_critic(self.critic, prepared, micro_batches))
+                if self.critic is None or step > self.critic.config.warmup_steps:
+                    tallies.append(self._accumulate(prepared, denominators_at, micro_batches, generator))
                 results.append(self.optimizer.update())
         metrics = combine(tallies)
         self._adapt_kl(metrics, batch.num_sequences)
@@ -144,7 +154,9 @@ class Learner:
     def _prepare(self, batch: TrainingBatch) -> tuple[_Prepared, Metrics]:
         config = self.spec.algorithm
         needs_squares = config.advantage.kind == "optimal_token_baseline"
-        needs_passes = config.old_log_probs != "rollout" or self._reference is not None or needs_squares
+        needs_passes = (
+            config.old_log_probs != "rollout" or self._reference is not None or needs_squares or self.critic is not None
+        )
         micro_batches = self._cut(batch, range(batch.num_sequences)) if needs_passes else []
         old, squares = batch.rollout_log_probs, None
         if config.old_log_probs == "recompute" or needs_squares:
@@ -155,16 +167,25 @@ class Learner:
         reference = None
         if self._reference is not None:
             reference, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
-        found = self._advantages(batch, old, reference, squares)
+        values = None if self.critic is None else self.critic.evaluate(batch.rollout_log_probs, micro_batches)
+        found = self._advantages(batch, old, reference, squares, values)
         if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
             observed = float(found.observed_kl)
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config.kl, observed_kl=observed, num_sequences=batch.num_sequences
             )
-        return _Prepared(batch, old, reference, found.advantages), found.metrics
+        returns = found.returns
+        if self.critic is not None and returns is not None and self.critic.config.whiten_returns:
+            returns = whiten(returns, batch.sequences.response_mask, WhitenConfig())
+        return _Prepared(batch, old, reference, found.advantages, values, returns), found.metrics
 
     def _advantages(
-        self, batch: TrainingBatch, old: Tensor, reference: Tensor | None, squares: Tensor | None
+        self,
+        batch: TrainingBatch,
+        old: Tensor,
+        reference: Tensor | None,
+        squares: Tensor | None,
+        values: Tensor | None,
     ) -> Advantages:
         config = self.spec.algorithm
         weights = None
@@ -175,6 +196,7 @@ class Learner:
             sequences=batch.sequences,
             scores=batch.rewards,
             group_index=batch.group_index,
+            values=values,
             old_log_probs=old,
             ref_log_probs=reference,
             sum_pi_squared=squares,
@@ -197,7 +219,8 @@ class Learner:
     def _can_skip_zero_advantages(self) -> bool:
         config = self.spec.algorithm
         return (
-            config.policy_loss.kind in LOSSES_OF_ADVANTAGE_ALONE
+            self.critic is None
+            and config.policy_loss.kind in LOSSES_OF_ADVANTAGE_ALONE
             and not config.entropy_coefficient
             and config.supervised is None
             and not isinstance(config.kl, KlLossConfig)
@@ -288,6 +311,17 @@ class Learner:
             torch.autograd.backward(objective.loss)
             self.optimizer.collect()
             tallies.append(objective.metrics)
+        return combine(tallies)
+
+    @staticmethod
+    def _teach_critic(critic: Critic, prepared: _Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
+        """Make the critic's update of one mini-batch."""
+        assert prepared.values is not None and prepared.returns is not None
+        if not micro_batches:
+            return {}
+        denominators = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
+        tallies = [critic.accumulate(micro, prepared.values, prepared.returns, denominators) for micro in micro_batches]
+        critic.update()
         return combine(tallies)
 
     def _adapt_kl(self, metrics: Metrics, num_sequences: int) -> None:

@@ -16,6 +16,9 @@ RENAMED: Mapping[str, str] = {
     "policy_loss": "loss/policy",
     "kl_loss": "loss/kl",
     "supervised_loss": "loss/supervised",
+    "value_loss": "loss/value",
+    "value": "value/mean",
+    "value_clip_fraction": "value/clip_fraction",
     "kl": "kl/mean",
     "ratio": "ratio/mean",
     "approx_kl": "ratio/approx_kl",
@@ -27,7 +30,7 @@ RENAMED: Mapping[str, str] = {
     "flat_group_fraction": "groups/flat_fraction",
     "group_std": "reward/std_within_group",
 }
-SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss")
+SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss", "value_loss")
 """Reported per update: their tallies add up over the updates of a step."""
 
 

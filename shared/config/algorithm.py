@@ -144,6 +144,8 @@ class ValueLossConfig(Config):
     """Scale returns to mean 0 and variance 1 over the batch; the critic then predicts whitened returns."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which only the critic learns."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and bears more."""
 
 
 class AlgorithmConfig(Config):
@@ -199,6 +201,11 @@ class AlgorithmConfig(Config):
     def needs_critic(self) -> bool:
         """Whether advantages need values."""
         return isinstance(self.advantage, GaeConfig)
+
+    @property
+    def resolved_value_loss(self) -> ValueLossConfig:
+        """The critic's section, or its defaults."""
+        return self.value_loss or ValueLossConfig()
 
     @property
     def needs_reference(self) -> bool:

@@ -4,6 +4,7 @@ step-00000040/
     model/                 a Hugging Face directory: config, weights, tokenizer
     optimizer.safetensors  AdamW's moments and step counts; float32 masters of bfloat16 weights
     versions.safetensors   weights of earlier versions, if ``old_log_probs`` needs them
+    critic.safetensors     weights and optimiser state of the critic, if there is one
     state.json             everything else
 """
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 MODEL = "model"
 OPTIMIZER = "optimizer.safetensors"
 VERSIONS = "versions.safetensors"
+CRITIC = "critic.safetensors"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
 
@@ -80,6 +82,8 @@ class CheckpointManager:
             save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
             if learner.versions is not None:
                 save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
+            if learner.critic is not None:
+                save_file(_contiguous(learner.critic.state()), directory / CRITIC)
 
         def describe(files: dict[str, int]) -> CheckpointState:
             return CheckpointState(
@@ -137,6 +141,8 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
         learner.optimizer.load(load_file(stored.path / OPTIMIZER), stored.state.updates)
         if learner.versions is not None:
             learner.versions.load(load_file(stored.path / VERSIONS))
+        if learner.critic is not None:
+            learner.critic.load(load_file(stored.path / CRITIC), stored.state.updates)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
     learner.kl_coefficient = stored.state.kl_coefficient

@@ -1,0 +1,130 @@
+"""A critic: what reward is still to come before each sampled token.
+
+The policy's body, copied when training starts, with a linear head of its own that begins at 0. It has its own optimiser
+under the same schedule, and never leaves the trainer.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.algorithms.aggregation import Denominators
+from services.trainer.algorithms.metrics import Metrics
+from services.trainer.algorithms.objective import value_objective
+from services.trainer.data.micro_batch import MicroBatch
+from services.trainer.data.packing import ModelInput
+from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from shared.config.algorithm import ValueLossConfig
+from shared.config.optimisation import OptimisationConfig
+from shared.errors import ModelError
+
+HEAD = "value_head."
+
+
+class Critic:
+    """Estimates values and learns them.
+
+    Args:
+        policy: a Hugging Face causal LM, whose body is copied.
+        config: the critic's section.
+        optimisation: of the policy; the critic's learning rate replaces its peak if the section has one.
+        total_updates: of the whole experiment, for the schedule.
+
+    Raises:
+        ModelError: the model does not say how wide its hidden states are.
+    """
+
+    def __init__(
+        self, policy: nn.Module, config: ValueLossConfig, optimisation: OptimisationConfig, total_updates: int
+    ) -> None:
+        body = copy.deepcopy(policy.base_model)
+        assert isinstance(body, nn.Module)
+        parameter = next(body.parameters())
+        self.config = config
+        self._body = body
+        self._head = nn.Linear(_width(body), 1).to(parameter.device, torch.float32)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        if config.learning_rate is not None:
+            optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
+        self.optimizer = PolicyOptimizer(self._named_parameters(), optimisation, total_updates)
+
+    def values(self, inputs: ModelInput) -> Tensor:
+        """Estimate the value of the state before each label: [N] float32, with gradient."""
+        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
+        if inputs.attention_mask is not None:
+            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+        hidden = self._body(**arguments).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+        found: Tensor = self._head(chosen.float()).squeeze(-1)
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, like: Tensor, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Estimate the values of a whole batch: [T] like the given tensor, 0 where nothing was sampled."""
+        found = torch.zeros_like(like)
+        for micro in micro_batches:
+            found[micro.tokens] = micro.spread(self.values(micro.inputs))
+        return found
+
+    def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, denominators: Denominators) -> Metrics:
+        """Leave one micro-batch's gradient on the parameters.
+
+        Args:
+            micro: which tokens.
+            old_values: [T] of the whole batch, before the step.
+            returns: [T] of the whole batch.
+            denominators: of the mini-batch.
+        """
+        objective = value_objective(
+            self.config,
+            value_preds=micro.spread(self.values(micro.inputs)),
+            old_values=old_values[micro.tokens],
+            returns=returns[micro.tokens],
+            response_mask=micro.sequences.response_mask,
+            sequence_index=micro.sequences.index,
+            denominators=denominators,
+            num_sequences=micro.sequences.count,
+        )
+        torch.autograd.backward(objective.loss)
+        self.optimizer.collect()
+        return objective.metrics
+
+    def update(self) -> UpdateResult:
+        """Clip, step, and clear the gradients."""
+        return self.optimizer.update()
+
+    def state(self) -> dict[str, Tensor]:
+        """Give weights and optimiser state as named tensors."""
+        weights = {f"weight/{name}": parameter.detach() for name, parameter in self._named_parameters()}
+        return weights | self.optimizer.state()
+
+    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Take in what ``state`` gave.
+
+        Raises:
+            ModelError: the tensors are of another model.
+        """
+        weights = {name.removeprefix("weight/"): tensors[name] for name in tensors if name.startswith("weight/")}
+        own = dict(self._named_parameters())
+        if {name: value.shape for name, value in weights.items()} != {name: value.shape for name, value in own.items()}:
+            raise ModelError("the checkpoint's critic is of another model")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
+        rest = {name: value for name, value in tensors.items() if not name.startswith("weight/")}
+        self.optimizer.load(rest, updates)
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        head = [(HEAD + name, parameter) for name, parameter in self._head.named_parameters()]
+        return [*self._body.named_parameters(), *head]
+
+
+def _width(body: nn.Module) -> int:
+    config = getattr(body, "config", None)
+    width = getattr(config.get_text_config() if config is not None else None, "hidden_size", None)
+    if not isinstance(width, int):
+        raise ModelError(f"{type(body).__name__} does not say how wide its hidden states are: no critic can be made")
+    return width

@@ -79,7 +79,7 @@ def forward_of(num_sequences: int, num_tokens: int) -> Callable[[], object]:
 
     @torch.no_grad()
     def run() -> None:
-        for rows in token_ids.split(ROWS_PER_FORWARD):
+        for rows in torch.split(token_ids, ROWS_PER_FORWARD):
             model(input_ids=rows, use_cache=False)
 
     return run
@@ -97,14 +97,21 @@ def step_of(config: AlgorithmConfig, num_sequences: int, num_tokens: int) -> Cal
     scores = torch.randint(0, 2, (num_sequences,), generator=random).float()
     values, entropy = torch.rand(total, generator=random), torch.rand(total, generator=random)
     group_index = torch.arange(num_sequences) // GROUP_SIZE
-    static = {"old_log_probs": old, "rollout_log_probs": near[1], "response_mask": mask, "sequence_index": index}
+    rollout = near[1]
 
     def run() -> None:
         log_probs.grad = None
         sequences = PackedSequences.of(index, mask, num_sequences)
         inputs = AdvantageInputs(sequences, scores, group_index, values=values, old_log_probs=old)
         advantages = compute_advantages(config.advantage, inputs).advantages
-        denominators = denominators_of(config, **static, num_sequences=num_sequences)
+        denominators = denominators_of(
+            config,
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            response_mask=mask,
+            sequence_index=index,
+            num_sequences=num_sequences,
+        )
         selected = selected_tokens(config, old_log_probs=old, advantages=advantages, response_mask=mask)
         objective = policy_objective(
             config,
@@ -116,7 +123,10 @@ def step_of(config: AlgorithmConfig, num_sequences: int, num_tokens: int) -> Cal
             scores=scores,
             selected=selected,
             num_sequences=num_sequences,
-            **static,
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            response_mask=mask,
+            sequence_index=index,
         )
         torch.autograd.backward(objective.loss)
 

@@ -124,13 +124,15 @@ def die_with(parent: int) -> None:
             os._exit(0)
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int) -> NoReturn:
     """Serve the service ``parent`` over an inherited socket until it closes it or ends."""
     die_with(parent)
     # Ctrl-C reaches the whole process group; the service decides when members end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as channel:
         Endpoint(channel).run()
+    # All that is left is to unload torch, which takes longer than everything that this process ever did.
+    os._exit(0)
 
 
 if __name__ == "__main__":

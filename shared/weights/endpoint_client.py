@@ -37,6 +37,7 @@ KILL_SECONDS = 5.0
 """A killed process is gone in milliseconds."""
 
 T = TypeVar("T")
+_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 (named here to be refused, or to be asked about)
 
 # The endpoint only moves bytes: no compute threads, neither while forking nor after.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -46,11 +47,18 @@ class EndpointClient:
     """Opens weight groups, one member process per epoch, and sends and receives images through them.
 
     Args:
-        bind_host: address that the store and the data connections of this service bind to, as a sender.
-        advertise_host: where receivers reach it, if that is not ``bind_host`` (which may be 0.0.0.0).
+        bind_host: address that the store and the data connections of this service bind to, as a sender. As a receiver
+            it connects from the address that routes to the sender.
+        advertise_host: address of this machine at which receivers reach it, where ``bind_host`` is 0.0.0.0 or ``::``.
+            Members connect to each other directly, so no address translation may lie between them.
+
+    Raises:
+        ValueError: ``bind_host`` is a wildcard and ``advertise_host`` is missing.
     """
 
     def __init__(self, *, bind_host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+        if bind_host in _WILDCARDS and advertise_host is None:
+            raise ValueError(f"bind_host {bind_host} needs an advertise_host: receivers cannot connect to a wildcard")
         self._bind_host = bind_host
         self._host = advertise_host or bind_host
         self._process: asyncio.subprocess.Process | None = None
@@ -96,7 +104,7 @@ class EndpointClient:
             bind_host=self._bind_host,
             host=self._host,
             port=0,
-            address=self._host,
+            address=self._host if self._bind_host in _WILDCARDS else self._bind_host,
             timeout_seconds=timeout_seconds,
         )
         member = await self._open(opening)

@@ -216,6 +216,15 @@ async def test_the_store_listens_on_the_bound_address_alone(clients: list[Endpoi
             assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
 
 
+async def test_a_sender_on_all_interfaces_is_reached_at_its_advertised_address() -> None:
+    async with EndpointClient(bind_host="0.0.0.0", advertise_host="127.0.0.1") as sender, EndpointClient() as receiver:
+        rendezvous = await sender.open_sender(1, 2, DEADLINE)
+        assert rendezvous.host == "127.0.0.1"
+        await receiver.open_receiver(rendezvous, 1, DEADLINE)
+
+        await asyncio.gather(sender.joined(1, DEADLINE), receiver.joined(1, DEADLINE))
+
+
 async def test_a_closed_epoch_frees_its_port(clients: list[EndpointClient]) -> None:
     async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         rendezvous = await fleet.sender.open_sender(1, 2, DEADLINE)

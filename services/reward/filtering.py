@@ -1,12 +1,14 @@
 """Which groups are worth training on, and which of their trajectories enter the loss."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shared.config.shaping import GroupFilterConfig, MeanInRangeConfig, SampleMaskConfig, SpreadAboveConfig
+from shared.schemas.trajectory import GradeStatus, Group
 
 
 def keeps(rewards: Sequence[float], config: GroupFilterConfig) -> bool:
@@ -54,6 +56,22 @@ def sample_mask(
     if config.wrong_up_to_length is not None:
         kept &= (values == 1) | ((values == 0) & (sizes < config.wrong_up_to_length))
     return kept
+
+
+def masked_group(group: Group, config: SampleMaskConfig) -> Group:
+    """Empty the loss mask of the trajectories that are left out; they keep their rewards and their place."""
+    scored = [index for index, t in enumerate(group.trajectories) if t.status is GradeStatus.SCORED]
+    rewards = [group.trajectories[index].reward or 0.0 for index in scored]
+    lengths = [group.trajectories[index].num_sampled for index in scored]
+    kept = sample_mask(rewards, lengths, np.zeros(len(scored), dtype=np.int64), config)
+    trajectories = list(group.trajectories)
+    for index, stays in zip(scored, kept.tolist(), strict=True):
+        if not stays:
+            left = trajectories[index]
+            trajectories[index] = replace(
+                left, loss_mask=np.zeros_like(left.loss_mask), log_probs=np.zeros_like(left.log_probs)
+            )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def _spread(values: NDArray[np.float64], statistic: str) -> float:

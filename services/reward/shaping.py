@@ -1,13 +1,14 @@
 """Penalties, scaling, normalisation and clipping of rewards, in the order that ``ShapingConfig`` states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.reward.normalisation import RunningMoments, normalise
 from shared.config.shaping import LengthRewardConfig, OverlongConfig, RepetitionConfig, ShapingConfig, TruncatedConfig
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 
 
 @dataclass(frozen=True)
@@ -107,3 +108,23 @@ def shape(answers: Sequence[Graded], config: ShapingConfig, running: RunningMome
         clip_fraction = float((np.abs(rewards) > config.clip).mean())
         rewards = rewards.clip(-config.clip, config.clip)
     return Shaped(rewards, clip_fraction, moments)
+
+
+def shaped_group(group: Group, config: ShapingConfig) -> Group:
+    """Shape the rewards of a graded group; trajectories without a reward stay as they are.
+
+    The graders' own verdict is kept among the components, as ``unshaped``.
+    """
+    scored = [index for index, t in enumerate(group.trajectories) if t.status is GradeStatus.SCORED]
+    answers = []
+    for index in scored:
+        trajectory = group.trajectories[index]
+        is_truncated = trajectory.finish_reason is FinishReason.LENGTH
+        reward = trajectory.reward
+        assert reward is not None
+        answers.append(Graded(reward, trajectory.num_sampled, is_truncated, text=trajectory.text))
+    trajectories = list(group.trajectories)
+    for index, answer, reward in zip(scored, answers, shape(answers, config).rewards.tolist(), strict=True):
+        components = {**trajectories[index].components, "unshaped": answer.reward}
+        trajectories[index] = replace(trajectories[index], reward=reward, components=components)
+    return replace(group, trajectories=tuple(trajectories))

@@ -9,8 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.reward.filtering import keeps, masked_group
+from services.reward.shaping import shaped_group
 from services.reward.verifiers.base import Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import FlotillaError
@@ -86,7 +88,23 @@ def why_filtered(group: Group, config: RewardConfig) -> str | None:
     rewards = group.rewards()
     if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
         return "zero_spread"
+    if config.group_filter is not None and not keeps(rewards, config.group_filter):
+        return config.group_filter.kind
     return None
+
+
+def for_training(group: Group, config: RewardConfig) -> Group:
+    """Mask and shape what the trainer gets; both look at the rewards as graded."""
+    graded = group
+    if config.shaping is not None:
+        group = shaped_group(group, config.shaping)
+    if config.sample_mask is None:
+        return group
+    masked = masked_group(graded, config.sample_mask).trajectories
+    pairs = zip(group.trajectories, masked, strict=True)
+    return replace(
+        group, trajectories=tuple(replace(t, loss_mask=m.loss_mask, log_probs=m.log_probs) for t, m in pairs)
+    )
 
 
 class RewardWorker:
@@ -199,8 +217,12 @@ class RewardWorker:
         reason = why_filtered(group, self._config)
         if reason is not None:
             await lane.hop.resolve(claim, Resolution.FILTERED, reason)
+            return
+        trained = for_training(group, self._config)
+        if any(t.num_sampled for t in trained.trajectories):
+            await lane.hop.forward(claim, trained)
         else:
-            await lane.hop.forward(claim, group)
+            await lane.hop.resolve(claim, Resolution.FILTERED, "all_masked")
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

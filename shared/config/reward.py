@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from shared.config.base import Config
+from shared.config.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
 
 def _compiles(pattern: str) -> str:
@@ -139,8 +140,34 @@ class RewardConfig(Config):
     filter_zero_spread: bool = False
     """Filter groups whose rewards are all equal, since they teach a group-relative method nothing; the feeder issues
     others in their place (DAPO's dynamic sampling)."""
+    group_filter: GroupFilterConfig | None = None
+    """Which groups are trained on, judged by the rewards as graded; null keeps all."""
+    sample_mask: SampleMaskConfig | None = None
+    """Which trajectories enter the loss, judged by the rewards as graded; the others still count in their group's
+    statistics. Null: all."""
+    shaping: ShapingConfig | None = None
+    """What happens to a reward between the graders and the trainer, except in evaluation; null: nothing."""
     max_consecutive_failures: int = Field(32, ge=1)
     """The experiment fails, with the grader's own words, when this many groups in a row could not be graded."""
+
+    @model_validator(mode="after")
+    def _one_group_at_a_time(self) -> Self:
+        normalisation = None if self.shaping is None else self.shaping.normalisation
+        if normalisation is not None and {normalisation.mean, normalisation.std} - {"group", None}:
+            raise ValueError(
+                "reward.shaping.normalisation over batch or running is not possible where groups are graded one at a "
+                "time: use mean and std group or null, and algorithm.advantage (whiten, baseline) for the batch"
+            )
+        if normalisation is not None and normalisation.grouping == "inductive":
+            raise ValueError(
+                "reward.shaping.normalisation.grouping inductive joins groups, which are graded one by one: use state"
+            )
+        if self.filter_zero_spread and self.group_filter is not None:
+            raise ValueError(
+                "reward.filter_zero_spread and reward.group_filter both say which groups are trained on: keep one "
+                "(filter_zero_spread is group_filter: {kind: spread_above})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

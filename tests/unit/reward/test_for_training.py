@@ -1,0 +1,74 @@
+"""What the trainer gets of a graded group: filtered, shaped and masked, by the rewards as graded."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.reward.worker import for_training, why_filtered
+from shared.config.reward import RewardConfig
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from shared.testing.builders import a_task, a_trajectory
+
+
+def config(**sections: Any) -> RewardConfig:
+    return RewardConfig.model_validate(sections)
+
+
+def graded(*rewards: float | None, lengths: tuple[int, ...] = (5, 5)) -> Group:
+    made = [
+        a_trajectory(
+            sampled_tokens=length, reward=reward, finish_reason=FinishReason.LENGTH if length > 8 else FinishReason.STOP
+        )
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    return Group(a_task(), tuple(made))
+
+
+def test_rewards_are_shaped_and_the_verdict_is_kept() -> None:
+    group = graded(1.0, 1.0, lengths=(5, 10))
+
+    found = for_training(group, config(shaping={"overlong": {"max_length": 10, "buffer": 4}}))
+
+    assert [t.reward for t in found.trajectories] == [1.0, 0.0]
+    assert [t.components["unshaped"] for t in found.trajectories] == [1.0, 1.0]
+
+
+def test_what_was_not_graded_gets_no_reward_by_shaping() -> None:
+    found = for_training(graded(1.0, None), config(shaping={"scale": 2.0}))
+
+    assert [t.reward for t in found.trajectories] == [2.0, None]
+    assert found.trajectories[1].status is GradeStatus.PENDING
+
+
+def test_masked_trajectories_keep_their_rewards_but_not_their_tokens() -> None:
+    group = graded(1.0, 0.0, lengths=(5, 10))
+
+    found = for_training(group, config(sample_mask={"truncated": True, "max_length": 10}, shaping={"scale": 3.0}))
+
+    assert [t.num_sampled for t in found.trajectories] == [5, 0]
+    assert [t.reward for t in found.trajectories] == [3.0, 0.0]
+    assert not found.trajectories[1].log_probs.any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"), [((1.0, 1.0), "mean_in_range"), ((0.0, 1.0), None), ((0.0, 0.0), "mean_in_range")]
+)
+def test_the_filter_judges_the_rewards_as_graded(rewards: tuple[float, float], reason: str | None) -> None:
+    section = config(group_filter={"kind": "mean_in_range"}, shaping={"scale": 0.5})
+
+    assert why_filtered(graded(*rewards), section) == reason
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"shaping": {"normalisation": {"mean": "batch"}}},
+        {"shaping": {"normalisation": {"mean": "group", "std": "running"}}},
+        {"shaping": {"normalisation": {"mean": "group", "grouping": "inductive"}}},
+        {"filter_zero_spread": True, "group_filter": {"kind": "spread_above"}},
+    ],
+)
+def test_what_a_single_group_cannot_give_is_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        config(**section)

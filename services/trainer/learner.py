@@ -288,6 +288,7 @@ class Learner:
             generator=generator,
         )
         tallies: list[Metrics] = []
+        self.optimizer.add_zero()
         for micro in micro_batches:
             found = self.policy.statistics(micro.inputs, with_entropy=True)
             assert found.entropy is not None

@@ -88,6 +88,12 @@ class PolicyOptimizer:
                 master.grad += parameter.grad
             parameter.grad = None
 
+    def add_zero(self) -> None:
+        """Add a gradient of 0: an update whose loss needed no pass still moves by its momentum."""
+        for master in self._masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
     def update(self) -> UpdateResult:
         """Clip, step, and clear the gradients. A gradient that is not finite is thrown away; the schedule goes on."""
         rate = learning_rate_at(self.updates, self._total_updates, self._config)

@@ -142,8 +142,7 @@ class YesGateway:
         self.published: list[int] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.checkpoints: list[int] = []
-        self.images: dict[int, Path] = {}
-        self.on_version: list[asyncio.Queue[int]] = []
+        self.images: dict[int, bytes] = {}
 
     async def call(self, method: str, path: str, *, body: Any = None, params: Any = None, **_: Any) -> Any:
         """Answer like the gateway's routes."""
@@ -170,8 +169,8 @@ class YesGateway:
         ).model_dump(mode="json")
 
     def on_image(self, version: int, path: Path) -> None:
-        """Remember where a version can be read."""
-        self.images[version] = path
+        """Pull a version as soon as it can be pulled."""
+        self.images[version] = path.read_bytes()
 
 
 class NoEndpoint:
@@ -212,8 +211,7 @@ class ScriptedFleet:
     def _load_newest(self) -> None:
         if self.gateway.version == self.model_version:
             return
-        image = self.gateway.images[self.gateway.version]
-        self.model.load_state_dict(load(image.read_bytes()), strict=False)
+        self.model.load_state_dict(load(self.gateway.images[self.gateway.version]), strict=False)
         self.model_version = self.gateway.version
 
 
@@ -250,10 +248,13 @@ async def a_session(
 async def train(spec: ExperimentSpec, directory: Path, plane: MemoryDataPlane, gateway: YesGateway) -> bool:
     """Train to the end beside a scripted fleet."""
     fleet = ScriptedFleet(spec, plane, gateway)
-    working = asyncio.create_task(fleet.run())
-    try:
-        async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(120):
-            return await session.run()
-    finally:
+    async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(120):
+        working = asyncio.create_task(fleet.run())
+        training = asyncio.create_task(session.run())
+        await asyncio.wait({working, training}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            training.cancel()
+            working.result()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        return await training

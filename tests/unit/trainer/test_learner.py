@@ -1,0 +1,143 @@
+"""Invariant 9: what is learned does not depend on micro-batching and packing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.learner import Learner
+from services.trainer.models.loading import LoadedModel
+from shared.errors import InvalidSpec
+from shared.schemas.trajectory import Group
+from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
+
+LAYOUTS = [
+    {"packing": "padded", "micro_batch_tokens": 100_000},
+    {"packing": "padded", "micro_batch_tokens": 64},
+    {"packing": "packed", "micro_batch_tokens": 100_000},
+    {"packing": "packed", "micro_batch_tokens": 96},
+    {"packing": "auto", "micro_batch_tokens": 1},
+]
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "token mean": {},
+    "sequence mean, k3": {
+        "aggregation": {"mode": "seq-mean-token-mean"},
+        "kl": {"placement": "loss"},
+        "entropy_coefficient": 0.01,
+    },
+    "recomputed, corrected": {"old_log_probs": "recompute"},
+    "gspo": {"policy_loss": {"kind": "gspo"}, "aggregation": {"mode": "seq-mean-token-mean"}},
+    "kl in the reward": {"kl": {"placement": "reward"}, "old_log_probs": "recompute"},
+}
+
+
+def trained(groups: list[Group], algorithm: dict[str, Any], **optimisation: Any) -> tuple[Learner, dict[str, float]]:
+    """Train one step on a fresh model, with large steps and no division by small gradients."""
+    settings = {"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1.0}
+    spec = a_spec(
+        algorithm=algorithm, optimisation=settings | optimisation, asynchrony={"require_batches": len(groups) // 2}
+    )
+    reference = LoadedModel(a_model(), Path()) if algorithm.get("kl") else None
+    learner = Learner(spec, LoadedModel(a_model(), Path()), reference)
+    return learner, dict(learner.train(groups, 1).metrics)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+def test_a_step_does_not_depend_on_how_it_is_cut(algorithm: dict[str, Any]) -> None:
+    groups = uneven_groups()
+    expected, losses = trained(groups, algorithm, **LAYOUTS[0])
+
+    for layout in LAYOUTS[1:]:
+        found, metrics = trained(groups, algorithm, **layout)
+
+        for name, value in losses.items():
+            assert metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (layout, name)
+        for (name, parameter), (_, reference) in zip(
+            found.loaded.model.named_parameters(), expected.loaded.model.named_parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter, reference, atol=1e-5, rtol=0, msg=f"{layout} {name}")
+
+
+def test_every_mini_batch_makes_an_update_in_every_epoch() -> None:
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 2, "epochs_per_step": 3}, asynchrony={"require_batches": 2}
+    )
+    learner = Learner(spec, LoadedModel(a_model(), Path()))
+
+    result = learner.train(uneven_groups(4), 1)
+
+    assert len(result.updates) == 6
+    assert learner.optimizer.updates == 6
+
+
+def test_groups_without_a_difference_leave_only_momentum() -> None:
+    spec = a_spec(optimisation={"steps": 5, "groups_per_mini_batch": 1, "learning_rate": 1e-2})
+    learner = Learner(spec, LoadedModel(a_model(), Path()))
+    flat = a_group([1.0, 1.0, 1.0, 1.0])
+
+    before = learner.flat.buffers[torch.float32].clone()
+    learner.train([flat], 1)
+    unmoved = learner.flat.buffers[torch.float32].clone()
+    learner.train([a_group([0.0, 1.0, 1.0, 0.0], 1)], 2)
+    moved = learner.flat.buffers[torch.float32].clone()
+    result = learner.train([flat], 3)
+
+    assert torch.equal(before, unmoved)
+    assert not torch.equal(moved, learner.flat.buffers[torch.float32]), "as a loop that computes its zeros would do"
+    assert result.updates[0].grad_norm == 0
+
+
+def test_recompute_at_version_uses_the_weights_that_sampled() -> None:
+    spec = a_spec(
+        algorithm={"old_log_probs": "recompute_at_version"},
+        optimisation={"steps": 5, "groups_per_mini_batch": 1, "learning_rate": 1e-2},
+        asynchrony={"staleness_threshold": 1.0},
+    )
+    learner = Learner(spec, LoadedModel(a_model(), Path()))
+    recomputed = Learner(
+        a_spec(algorithm={"old_log_probs": "recompute"}, optimisation={"steps": 5, "groups_per_mini_batch": 1}),
+        LoadedModel(a_model(), Path()),
+    )
+    old = a_group([0.0, 1.0, 1.0, 0.0], 1)
+    for each in (learner, recomputed):
+        each.train([a_group([0.0, 1.0, 0.5, 0.0])], 1)
+    learner.keep_version(1)
+    weights = learner.flat.buffers[torch.float32].clone()
+
+    under_version_0 = learner.train([old], 2).metrics
+    fresh = recomputed.train([old], 2).metrics
+
+    assert not torch.equal(weights, learner.flat.buffers[torch.float32])
+    assert fresh["ratio/approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(under_version_0["ratio/approx_kl"]) > 1e-4
+    assert learner.versions is not None
+    assert learner.versions.versions == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["remax", "gigpo", "step_reinforce"])
+def test_an_estimator_whose_inputs_nobody_makes_is_refused(kind: str) -> None:
+    spec = a_spec(algorithm={"advantage": {"kind": kind}})
+
+    with pytest.raises(InvalidSpec, match=f"{kind} needs"):
+        Learner(spec, LoadedModel(a_model(), Path()))
+
+
+def test_bfloat16_weights_follow_float32_masters() -> None:
+    spec = a_spec(
+        model={"path": "/nowhere", "dtype": "bfloat16"},
+        optimisation={"steps": 50, "groups_per_mini_batch": 4, "learning_rate": 1e-5},
+    )
+    learner = Learner(spec, LoadedModel(a_model().bfloat16(), Path()))
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    before = learner.optimizer.state()[f"master/{name}"].clone()
+    for step in range(1, 4):
+        learner.train(uneven_groups(), step)
+    state = learner.optimizer.state()
+    weight = dict(learner.loaded.model.named_parameters())[name]
+
+    change = (state[f"master/{name}"] - before).abs().max()
+    assert 1e-5 < change < 1e-4, "smaller than bfloat16 resolves, and not lost"
+    assert torch.equal(weight, state[f"master/{name}"].bfloat16())

@@ -1,0 +1,123 @@
+"""The trainer's log-probabilities are those of the plain Hugging Face model, however sequences are laid out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from services.trainer.data.batch import make_batch
+from services.trainer.data.micro_batch import make_micro_batches
+from services.trainer.models.log_probs import Policy
+from shared.errors import ModelError
+from tests.unit.trainer.builders import VOCABULARY, a_model, uneven_groups
+
+CPU = torch.device("cpu")
+
+
+def plain_log_probs(model: torch.nn.Module, groups: list, temperature: float) -> torch.Tensor:
+    """Run the Hugging Face model on one sequence after the other, without padding: sampled tokens in order."""
+    found = []
+    for group in groups:
+        for t in group.trajectories:
+            ids = torch.from_numpy(t.token_ids.astype("int64"))[None]
+            logits = model(input_ids=ids).logits[0].float() / temperature
+            log_all = torch.log_softmax(logits, -1)
+            found += [float(log_all[at - 1, ids[0, at]]) for at in t.loss_mask.nonzero()[0]]
+    return torch.tensor(found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("packing", "max_tokens"), [("padded", 10_000), ("padded", 70), ("packed", 10_000), ("packed", 70)]
+)
+def test_packed_padded_and_plain_agree(packing: str, max_tokens: int, temperature: float) -> None:
+    groups = uneven_groups()
+    policy = Policy(a_model(), temperature=temperature)
+    batch = make_batch(groups)
+
+    found = torch.zeros(len(batch.positions))
+    for micro in make_micro_batches(
+        batch, range(batch.num_sequences), max_tokens=max_tokens, packing=packing, device=CPU
+    ):
+        statistics = policy.statistics(micro.inputs, with_entropy=False)
+        found[micro.tokens] = micro.spread(statistics.log_probs)
+
+    expected = plain_log_probs(policy.model, groups, temperature)
+    assert policy.can_pack
+    torch.testing.assert_close(found[batch.sequences.response_mask], expected, atol=1e-5, rtol=0)
+    assert (found[~batch.sequences.response_mask] == 0).all()
+
+
+@torch.no_grad()
+def test_logits_that_are_no_plain_product_are_computed_whole() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=0.5,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    policy = Policy(Gemma2ForCausalLM(config).eval(), temperature=1.0)
+    groups = uneven_groups(1)
+    batch = make_batch(groups)
+
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing="padded", device=CPU)
+    found = torch.zeros(len(batch.positions))
+    found[micro.tokens] = micro.spread(policy.statistics(micro.inputs, with_entropy=False).log_probs)
+
+    assert not policy.has_plain_head
+    expected = plain_log_probs(policy.model, groups, 1.0)
+    torch.testing.assert_close(found[batch.sequences.response_mask], expected, atol=1e-5, rtol=0)
+
+
+def test_a_model_with_learned_positions_packs_by_position_ids() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+
+    assert Policy(GPT2LMHeadModel(config).eval(), temperature=1.0).can_pack
+
+
+def test_a_sliding_window_is_never_packed() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=64,
+    )
+    policy = Policy(MistralForCausalLM(config).eval(), temperature=1.0)
+
+    assert policy.resolve_packing("auto") == "padded"
+    with pytest.raises(ModelError, match="use auto or padded"):
+        policy.resolve_packing("packed")
+
+
+def test_the_temperature_is_part_of_the_policy() -> None:
+    batch = make_batch(uneven_groups(1))
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing="padded", device=CPU)
+    model = a_model()
+
+    hot, cold = (
+        Policy(model, temperature=t).statistics(micro.inputs, with_entropy=True).entropy.mean() for t in (2.0, 0.5)
+    )
+
+    assert hot > cold
+
+
+def test_a_device_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    from services.trainer.models.loading import check_device
+
+    with pytest.raises(ModelError, match="device banana cannot be used"):
+        check_device("banana")

@@ -14,7 +14,6 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-import services
 from services.rollout.engines.commands import Close, Command, command_to_wire, result_from_wire
 from services.rollout.engines.framing import encode, read_message
 from services.rollout.engines.remote_engine import RemoteEngine
@@ -116,7 +115,7 @@ class ProcessEngine(RemoteEngine):
     def _environment(self) -> dict[str, str]:
         # A second thread pool that spins makes both several times slower, so idle threads sleep.
         threads = str(self._settings.threads)
-        packages = str(Path(services.__path__[0]).parent)
+        packages = str(Path(__file__).resolve().parents[3])
         paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,155 @@
+"""``flotilla run``: from a spec to a checkpoint that loads; Ctrl-C at any moment; two at once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from shared.weights.image import default_directories
+from tests.fleet import FLOTILLA, ROOT, make_experiment, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+SUMMARY_KEYS = {
+    "status",
+    "steps",
+    "policy_version",
+    "accuracy_before",
+    "accuracy_after",
+    "wall_seconds",
+    "tokens_generated",
+    "tokens_trained",
+    "max_lag_trained",
+    "ledger",
+    "checkpoint",
+}
+
+
+class Run:
+    """A ``flotilla run`` in a process of its own, recognisable by a mark in its environment."""
+
+    def __init__(self, spec: dict[str, Any], directory: Path, runs: Path) -> None:
+        path = directory / "spec.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        self.mark = f"mark-{time.monotonic_ns()}"
+        self.output = directory / f"{self.mark}.out"
+        self.runs = runs
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*FLOTILLA, "run", str(path), "--plain", "--runs", str(runs)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_TEST_MARK": self.mark},
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def until_it_says(self, pattern: str) -> None:
+        until(lambda: re.search(pattern, self.said()) or self.process.poll() is not None, 150, f"{pattern} to be said")
+        assert re.search(pattern, self.said())
+
+    def family(self) -> list[list[str]]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get("FLOTILLA_TEST_MARK") == self.mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.cmdline())
+            except psutil.Error:
+                continue
+        return found
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+
+def images_of_nobody() -> set[Path]:
+    found = set()
+    for directory in default_directories():
+        for path in directory.glob("flotilla-*"):
+            owners = [part for part in path.name.split("-") if part.isdigit()]
+            if owners and not psutil.pid_exists(int(owners[0])):
+                found.add(path)
+    return found
+
+
+def an_evaluated_spec(directory: Path, **sections: Any) -> dict[str, Any]:
+    evaluation = {"path": str(directory / "heldout.jsonl"), "max_rows": 32, "every_versions": 3}
+    return make_experiment(directory, evaluation=evaluation, **sections)
+
+
+def test_a_run_ends_with_a_summary_and_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    run = Run(an_evaluated_spec(tmp_path, optimisation={"steps": 6}), tmp_path, tmp_path / "runs")
+
+    assert run.wait(300) == 0, run.said()
+
+    summary = json.loads((tmp_path / "runs" / "trial" / "summary.json").read_text())
+    assert set(summary) >= SUMMARY_KEYS
+    assert (summary["status"], summary["steps"], summary["policy_version"]) == ("completed", 6, 6)
+    assert summary["ledger"]["balanced"]
+    assert summary["ledger"]["outstanding"] == 0
+    assert summary["ledger"]["trained"] == 24
+    assert 0 <= summary["accuracy_before"] <= 1
+    assert 0 <= summary["accuracy_after"] <= 1
+    assert summary["max_lag_trained"] <= 2
+    assert summary["tokens_generated"] >= summary["tokens_trained"] > 0
+    assert (tmp_path / "runs" / "trial" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert run.family() == []
+    loads = (
+        "import sys, transformers\n"
+        "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "transformers.AutoTokenizer.from_pretrained(sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", loads, summary["checkpoint"]], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("pattern", ["prepared", "gateway    http", "starting", r"running +step ([3-9]|\d\d)"])
+def test_ctrl_c_at_any_moment_leaves_nothing_behind(tmp_path: Path, pattern: str) -> None:
+    before = images_of_nobody()
+    spec = an_evaluated_spec(tmp_path, optimisation={"steps": 5000}, checkpoint={"every_steps": 1})
+    run = Run(spec, tmp_path, tmp_path / "runs")
+    run.until_it_says(pattern)
+
+    run.process.send_signal(signal.SIGINT)
+
+    assert run.wait(60) == 130, run.said()
+    assert "Traceback" not in run.said()
+    assert run.family() == []
+    assert images_of_nobody() <= before
+    for checkpoint in (tmp_path / "runs").rglob("checkpoints/*"):
+        assert (checkpoint / "state.json").is_file(), f"{checkpoint} is half written"
+
+
+def test_a_killed_run_takes_its_processes_with_it(tmp_path: Path) -> None:
+    run = Run(an_evaluated_spec(tmp_path, optimisation={"steps": 5000}), tmp_path, tmp_path / "runs")
+    run.until_it_says(r"running +step ([2-9]|\d\d)")
+
+    run.process.kill()
+
+    run.wait(10)
+    until(lambda: run.family() == [], 30, "every process to end with its owner")
+
+
+def test_two_at_once_both_work_and_keep_apart(tmp_path: Path) -> None:
+    spec = an_evaluated_spec(tmp_path, optimisation={"steps": 4})
+    runs = [Run(spec, tmp_path, tmp_path / "runs") for _ in range(2)]
+
+    assert [run.wait(380) for run in runs] == [0, 0], [run.said() for run in runs]
+
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/summary.json")]
+    assert len(summaries) == 2
+    assert all(each["status"] == "completed" and each["ledger"]["balanced"] for each in summaries)
+    assert len({each["checkpoint"] for each in summaries}) == 2

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 RECIPE = 1
 """Goes up whenever code changes what the same settings produce."""
@@ -49,10 +50,10 @@ class WarmStartSettings:
     weak_learning_rate: float = 5e-4
     weak_worked_share: float = 0.3
     """Phase 2's share of worked demonstrations; turned up while too few answers are right."""
-    weak_greedy_window: tuple[float, float] = (0.19, 0.28)
-    """Phase 2 ends when greedy answers are right as often as this says ..."""
-    weak_sampled_window: tuple[float, float] = (0.15, 0.38)
-    """... and answers sampled at temperature 1 as often as this says."""
+    pinned: Literal["greedy", "sampled"] = "greedy"
+    """Which pass rate decides that phase 2 ends: of greedy answers, or of those sampled at temperature 1."""
+    pinned_window: tuple[float, float] = (0.18, 0.28)
+    """Where that rate has to be."""
     max_weak_steps: int = 400
 
 
@@ -93,7 +94,7 @@ def settings_of(preset: str, seed: int) -> Settings:
             seed,
             problems=ProblemSettings({3: 0.5, 4: 0.25, 5: 0.12, 6: 0.07, 8: 0.04, 12: 0.02}),
             warm_start=WarmStartSettings(
-                stop_pass_rate=0.5, settle_steps=20, weak_greedy_window=(0.0, 0.12), weak_sampled_window=(0.06, 0.1)
+                stop_pass_rate=0.5, settle_steps=20, pinned="sampled", pinned_window=(0.06, 0.1)
             ),
             max_new_tokens=128,
         )

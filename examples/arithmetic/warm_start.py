@@ -184,19 +184,18 @@ class WarmStart:
         """Phase 2: more guesses, until answers are right as often as asked; returns the steps and the rates.
 
         When guessing has gone too far, worked solutions get the upper hand again. The learning rate is halved at each
-        such turn, down to an eighth, so the rates come to rest within their windows.
+        such turn, down to a quarter, so that the pinned rate comes to rest within its window.
         """
         settings = self._settings
-        windows = settings.weak_greedy_window, settings.weak_sampled_window
+        lower, upper = settings.pinned_window
         rate, step, learning_rate, was_above = probe.measure(self._model), 0, settings.weak_learning_rate, True
         while step < settings.max_weak_steps:
-            measured = rate.greedy, rate.sampled
-            is_above = any(value > upper for value, (_, upper) in zip(measured, windows, strict=True))
-            is_below = any(value < lower for value, (lower, _) in zip(measured, windows, strict=True))
-            if not is_above and not is_below:
+            pinned = rate.greedy if settings.pinned == "greedy" else rate.sampled
+            if lower <= pinned <= upper:
                 break
+            is_above = pinned > upper
             if is_above != was_above:
-                learning_rate, was_above = max(learning_rate / 2, settings.weak_learning_rate / 8), is_above
+                learning_rate, was_above = max(learning_rate / 2, settings.weak_learning_rate / 4), is_above
             for _ in range(WEAK_STEPS_BETWEEN_PROBES):
                 share = settings.weak_worked_share if is_above else settings.worked_share
                 self._step(self._draw(share)[0], learning_rate)

@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.models.optimizer import PolicyOptimizer, learning_rate_at
+from shared.config.optimisation import OptimisationConfig
+from shared.errors import ModelError
+
+
+def a_layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def with_gradient(layer: nn.Linear, scale: float = 1.0) -> None:
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, scale)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1.0] * 6),
+        ({"warmup_updates": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
+        ({"schedule": "linear", "warmup_updates": 1, "min_learning_rate_ratio": 0.2}, [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "cosine"}, [0.5 * (1 + math.cos(math.pi * u / 5)) for u in range(6)]),
+        ({"schedule": "linear", "warmup_updates": 6}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0]),
+    ],
+)
+def test_the_schedule_warms_up_and_ends_at_the_last_update(settings: dict[str, object], expected: list[float]) -> None:
+    config = OptimisationConfig(steps=6, learning_rate=1.0, **settings)
+
+    assert [learning_rate_at(update, 6, config) for update in range(6)] == pytest.approx(expected)
+
+
+def test_an_update_is_that_of_adamw_with_a_clip() -> None:
+    config = OptimisationConfig(steps=3, learning_rate=0.1, weight_decay=0.5, max_grad_norm=1.0)
+    layer, plain = a_layer(), a_layer()
+    optimizer = PolicyOptimizer(layer.named_parameters(), config, 3)
+    reference = torch.optim.AdamW(
+        [{"params": [plain.weight], "weight_decay": 0.5}, {"params": [plain.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+    )
+
+    for scale in (3.0, -1.0):
+        with_gradient(layer, scale)
+        result = optimizer.update()
+        with_gradient(plain, scale)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+
+        assert result.grad_norm == pytest.approx(float(norm))
+    torch.testing.assert_close(layer.weight, plain.weight)
+    torch.testing.assert_close(layer.bias, plain.bias)
+
+
+def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
+    layer = a_layer()
+    optimizer = PolicyOptimizer(layer.named_parameters(), OptimisationConfig(steps=3, learning_rate=0.1), 3)
+    before = layer.weight.detach().clone()
+    with_gradient(layer, float("nan"))
+
+    result = optimizer.update()
+
+    assert not result.is_applied
+    assert torch.equal(layer.weight, before)
+    assert optimizer.updates == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_goes_on_bit_by_bit(dtype: torch.dtype) -> None:
+    config = OptimisationConfig(steps=9, learning_rate=0.01, schedule="cosine")
+    layer = a_layer().to(dtype)
+    optimizer = PolicyOptimizer(layer.named_parameters(), config, 9)
+    with_gradient(layer)
+    optimizer.collect()
+    optimizer.update()
+    restored_layer = a_layer().to(dtype)
+    restored_layer.load_state_dict(layer.state_dict())
+    restored = PolicyOptimizer(restored_layer.named_parameters(), config, 9)
+
+    restored.load({name: tensor.clone() for name, tensor in optimizer.state().items()}, optimizer.updates)
+    for each, parameters in ((optimizer, layer), (restored, restored_layer)):
+        with_gradient(parameters, 0.5)
+        each.collect()
+        each.update()
+
+    assert torch.equal(layer.weight, restored_layer.weight)
+    states = optimizer.state(), restored.state()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_state_of_another_model_is_refused() -> None:
+    optimizer = PolicyOptimizer(a_layer().named_parameters(), OptimisationConfig(steps=1), 1)
+
+    with pytest.raises(ModelError, match="which the model does not have"):
+        optimizer.load({"exp_avg/other.weight": torch.zeros(1)}, 1)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    layer = a_layer().bfloat16()
+    optimizer = PolicyOptimizer(layer.named_parameters(), OptimisationConfig(steps=1, max_grad_norm=None), 1)
+
+    for scale in (1.0, 1 / 512, 1 / 512):
+        with_gradient(layer, scale)
+        optimizer.collect()
+
+    assert optimizer.update().grad_norm == pytest.approx((1 + 2 / 512) * math.sqrt(15), rel=1e-6)

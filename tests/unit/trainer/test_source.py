@@ -1,0 +1,219 @@
+"""Which groups reach a step, and how the others end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.trainer.data.plan import StepPlanner
+from services.trainer.data.source import GroupSource, Requirements, find_problem
+from services.trainer.metrics import Totals
+from shared.config.spec import ExperimentSpec
+from shared.errors import Conflict
+from shared.schemas.task import Task
+from shared.schemas.trajectory import GradeStatus, Group
+from shared.streams.intervals import IntervalSet
+from shared.streams.keys import HopName
+from shared.streams.memory import MemoryDataPlane
+from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
+
+STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
+
+
+async def issue(plane: MemoryDataPlane, *versions: int) -> list[Task]:
+    """Issue one task for each version."""
+    start = await plane.admission.next_group_id()
+    tasks = [
+        Task(group_id=start + number, row=0, messages=(), group_size=2, seed=1, min_version=version)
+        for number, version in enumerate(versions)
+    ]
+    await plane.admission.issue_many(tasks, limit=1000)
+    return tasks
+
+
+async def answer(plane: MemoryDataPlane, group: Group) -> None:
+    """Bring a group to the scored stream."""
+    hop = plane.hop(HopName.TASKS, "rollout")
+    held = []
+    while True:
+        [claim] = await hop.claim(1, wait_seconds=0.0)
+        if claim.header.group_id == group.task.group_id:
+            break
+        held.append(claim)
+    await hop.forward(claim, group)
+    for other in held:
+        await hop.hand_back(other)
+    reward = plane.hop(HopName.GENERATED, "reward")
+    [claim] = await reward.claim(1, wait_seconds=0.0)
+    await reward.forward(claim, group)
+
+
+@asynccontextmanager
+async def a_source(
+    plane: MemoryDataPlane, requirements: Requirements = STRICT, trained: IntervalSet | None = None
+) -> AsyncIterator[GroupSource]:
+    queue = plane.trainer("trainer")
+    await queue.take_over()
+    source = GroupSource(queue, requirements, IntervalSet() if trained is None else trained, Totals())
+    running = asyncio.create_task(source.run())
+    yield source
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def planner(spec: ExperimentSpec, plane: MemoryDataPlane, source: GroupSource) -> StepPlanner:
+    return StepPlanner(spec, source._queue, plane.admission, source)
+
+
+async def settled(plane: MemoryDataPlane) -> None:
+    """Let the source take in what is there."""
+    while (await plane.ledger()).waiting.scored:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.005)
+
+
+async def test_a_step_takes_the_oldest_groups_in_order() -> None:
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, 0, 0, 0)
+    spec = a_spec(optimisation={"steps": 5, "groups_per_mini_batch": 2})
+
+    async with a_source(plane) as source:
+        for task in reversed(tasks):
+            await answer(plane, a_group([1.0, 0.0], task))
+        await settled(plane)
+        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True)
+
+    assert [group.task.group_id for group in planned.groups] == [0, 1]
+    assert not planned.is_replay
+    assert (await plane.ledger()).planned == 2
+
+
+async def test_a_standing_plan_is_replayed_in_its_order() -> None:
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, 0, 0)
+    spec = a_spec(optimisation={"steps": 5, "groups_per_mini_batch": 2})
+    async with a_source(plane) as source:
+        for task in tasks:
+            await answer(plane, a_group([1.0, 0.0], task))
+        await planner(spec, plane, source).groups_of(1, 0, ends_version=True)
+
+    async with a_source(plane) as later:
+        replayed = await planner(spec, plane, later).groups_of(1, 0, ends_version=True)
+
+    assert replayed.is_replay
+    assert [group.task.group_id for group in replayed.groups] == [0, 1]
+
+
+async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
+    plane = MemoryDataPlane()
+    old, new = await issue(plane, 0, 2)
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 1},
+        asynchrony={"staleness_threshold": 1.0, "max_lag": 1, "on_max_lag": "drop"},
+    )
+
+    async with a_source(plane) as source:
+        await answer(plane, a_group([1.0, 0.0], old, version=0))
+        await answer(plane, a_group([1.0, 0.0], new, version=2))
+        await settled(plane)
+        planned = await planner(spec, plane, source).groups_of(3, 2, ends_version=True)
+
+    assert [group.task.group_id for group in planned.groups] == [new.group_id]
+    ledger = await plane.ledger()
+    assert ledger.dropped == {"stale": 1}
+    assert ledger.balanced
+
+
+async def test_pace_waits_for_the_group_that_the_next_version_would_find_too_old() -> None:
+    plane = MemoryDataPlane()
+    old, *young = await issue(plane, 0, 1, 1)
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 1},
+        asynchrony={"staleness_threshold": 1.0, "max_lag": 1},
+    )
+
+    async with a_source(plane) as source:
+        for task in young:
+            await answer(plane, a_group([1.0, 0.0], task, version=1))
+        await settled(plane)
+        waiting = asyncio.create_task(planner(spec, plane, source).groups_of(2, 1, ends_version=True))
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        assert not done, "the old group is outstanding and would be too old for version 2"
+        await answer(plane, a_group([1.0, 0.0], old, version=0))
+        planned = await waiting
+
+    assert [group.task.group_id for group in planned.groups] == [old.group_id]
+    assert planned.pace_seconds > 0.04
+
+
+async def test_drop_does_not_wait() -> None:
+    plane = MemoryDataPlane()
+    _, young = await issue(plane, 0, 1)
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 1},
+        asynchrony={"staleness_threshold": 1.0, "max_lag": 1, "on_max_lag": "drop"},
+    )
+
+    async with a_source(plane) as source:
+        await answer(plane, a_group([1.0, 0.0], young, version=1))
+        planned = await planner(spec, plane, source).groups_of(2, 1, ends_version=True)
+
+    assert [group.task.group_id for group in planned.groups] == [young.group_id]
+
+
+async def test_a_group_trained_before_is_resolved_once_it_is_durable() -> None:
+    plane = MemoryDataPlane()
+    [task] = await issue(plane, 0)
+    trained = IntervalSet()
+
+    async with a_source(plane, trained=trained) as source:
+        trained.add(task.group_id)  # trained in this lineage, but the server came back without its plan
+        await answer(plane, a_group([1.0, 0.0], task))
+        await settled(plane)
+        before = await plane.ledger()
+        await source.on_durable(trained)
+
+    after = await plane.ledger()
+    assert (before.trained, before.claimed.scored) == (0, 1)
+    assert (after.trained, after.outstanding) == (1, 0)
+    assert source.num_ready == 0
+
+
+async def test_another_plan_of_the_step_is_a_conflict() -> None:
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, 0, 0)
+    async with a_source(plane) as source:
+        for task in tasks:
+            await answer(plane, a_group([1.0, 0.0], task))
+        await settled(plane)
+        first, second = source.oldest(2)
+        await source.plan(1, [first], 0)
+
+        with pytest.raises(Conflict, match="another plan"):
+            await source.plan(1, [second], 0)
+
+
+def test_what_cannot_be_trained_is_told_apart() -> None:
+    def ending(group: Group, requirements: Requirements = STRICT) -> tuple[str, str] | None:
+        problem = find_problem(group, requirements)
+        return None if problem is None else (problem[0].value, problem[1])
+
+    good = a_group([1.0, 0.0, None])
+    unsure = Group(good.task, tuple(t.graded(GradeStatus.ABSTAINED, None) for t in a_group([None, None]).trajectories))
+    broken = Group(
+        good.task, tuple(t.graded(GradeStatus.ERROR, None, reason="down") for t in a_group([None, None]).trajectories)
+    )
+    foreign = Group(good.task, (a_trajectory(3, [2], 1.0), _with_token(a_trajectory(3, [2], 0.0), VOCABULARY)))
+
+    assert ending(good) is None
+    assert ending(a_group([1.0, None])) == ("failed", "too_few_scored")
+    assert ending(unsure) == ("filtered", "abstained")
+    assert ending(broken) == ("failed", "too_few_scored")
+    assert ending(foreign) == ("failed", "invalid_tokens")
+    assert ending(good, Requirements(VOCABULARY, 2, ("style",), 1)) == ("failed", "missing_component")
+
+
+def _with_token(trajectory, token: int):  # type: ignore[no-untyped-def]
+    trajectory.token_ids[-1] = token
+    return trajectory

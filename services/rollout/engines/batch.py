@@ -95,6 +95,7 @@ class Batch:
         self._top_p = np.ones(num_slots, dtype=np.float64)
         self._token_ids = np.empty((num_slots, context_tokens), dtype=np.int32)
         self._log_probs = np.empty((num_slots, context_tokens), dtype=np.float32)
+        self._sampling: RowSampling | None = None
 
     def alive(self) -> Rows:
         """List the rows that hold a sample."""
@@ -133,12 +134,19 @@ class Batch:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
         self._stop_ids[rows, : len(owner.stop_ids)] = owner.stop_ids
         self._has_stop_text[rows] = owner.stop_text is not None
+        self._sampling = None
 
     def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
         """Draw the random number of each row's next token."""
         return uniforms(self._keys[rows], self._counts[rows])
 
-    def sampling(self, rows: Rows | slice) -> RowSampling:
+    def sampling(self) -> RowSampling:
+        """Say how the rows in use are sampled; made anew only after a change of rows."""
+        if self._sampling is None:
+            self._sampling = self.sampling_of(np.arange(self.num_rows))
+        return self._sampling
+
+    def sampling_of(self, rows: Rows) -> RowSampling:
         """Say how rows are sampled."""
         greedy, temperatures = self._is_greedy[rows], self._temperatures[rows]
         top_k, top_p = self._top_k[rows], self._top_p[rows]
@@ -228,6 +236,7 @@ class Batch:
         self.lengths[rows] = self._counts[rows] = self.last_tokens[rows] = 0
         alive = self.alive()
         self.num_rows = int(alive[-1]) + 1 if alive.size else 0
+        self._sampling = None
 
     def compaction(self) -> tuple[Rows, Rows]:
         """Plan to move the highest rows into the free ones below: (sources, targets)."""

@@ -19,7 +19,7 @@ from services.rollout.engines.checkpoint import read_eos_token_ids
 from services.rollout.engines.loading import load_decoder
 from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.requests import check_request, empty_completion
-from services.rollout.engines.sampling import sample
+from services.rollout.engines.sampling import RowSampling, sample
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from services.rollout.engines.updates import Update, UpdateQueue
@@ -189,7 +189,8 @@ class TorchEngine:
             batch.join(group, active, self.version)
         self._waiting = [active for active in self._waiting if active.num_waiting]
         origins = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(self._device)
-        self._sample(logits[origins], np.concatenate(rows))
+        flat = np.concatenate(rows)
+        self._sample(logits[origins], flat, batch.sampling_of(flat))
 
     def _decode(self) -> None:
         batch = self._batch
@@ -199,7 +200,7 @@ class TorchEngine:
         logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
         # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
         lengths += lengths > 0
-        self._sample(logits, np.arange(batch.num_rows))
+        self._sample(logits, np.arange(batch.num_rows), batch.sampling())
 
     def _compact(self) -> None:
         """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""
@@ -210,10 +211,10 @@ class TorchEngine:
                 self._decoder.move_rows(sources.tolist(), targets.tolist(), int(batch.lengths.max()))
                 batch.move(sources, targets)
 
-    def _sample(self, logits: Tensor, rows: Rows) -> None:
+    def _sample(self, logits: Tensor, rows: Rows, how: RowSampling) -> None:
         batch = self._batch
         draws = torch.from_numpy(batch.draws(rows)).to(self._device)
-        token_ids, log_probs = sample(logits, draws, batch.sampling(rows))
+        token_ids, log_probs = sample(logits, draws, how)
         values = log_probs.cpu().numpy()
         self._generated_tokens += min(rows.size, batch.num_running)
         ended = batch.record(rows, token_ids.cpu().numpy(), values)

@@ -109,7 +109,7 @@ def test_moved_samples_keep_all_that_is_theirs() -> None:
     assert (sources.tolist(), targets.tolist(), batch.num_rows) == ([3, 4], [0, 1], 2)
     assert batch.draws(np.array([0, 1])).tolist() == before
     assert batch.cached_tokens(0).tolist() == [5, 6, 7]
-    sampling = batch.sampling(np.arange(2))
+    sampling = batch.sampling_of(np.arange(2))
     assert sampling.temperatures is not None and sampling.temperatures.tolist() == [0.5, 0.5]
     assert sampling.top_k is not None and sampling.top_k.tolist() == [3, 3]
     assert record(batch, 6, 1) == [0]
@@ -123,7 +123,7 @@ def test_rows_without_a_sample_ask_for_nothing() -> None:
     batch.join(np.array([2]), active(1), version=0)
     batch.leave(np.array([0, 1]), [FinishReason.ABORTED] * 2)
 
-    sampling = batch.sampling(np.arange(3))
+    sampling = batch.sampling_of(np.arange(3))
 
     assert (sampling.temperatures, sampling.filtered, sampling.greedy) == (None, None, None)
     assert record(batch, 3, 3, 3) == []
@@ -148,3 +148,16 @@ def test_stop_strings(text: str, stop: str, ends: bool) -> None:
     token_ids = np.array([ord(letter) - ord("a") for letter in text], dtype=np.int32)
 
     assert StopText(Letters(), [stop]).ends(token_ids) is ends
+
+
+def test_what_is_known_about_sampling_follows_the_rows() -> None:
+    batch = a_batch()
+    batch.join(np.array([0]), active(1), version=0)
+    assert batch.sampling().temperatures is None
+
+    batch.join(np.array([1]), active(1, temperature=2.0), version=0)
+
+    with_both = batch.sampling().temperatures
+    assert with_both is not None and with_both.tolist() == [1.0, 2.0]
+    batch.leave(np.array([1]), [FinishReason.ABORTED])
+    assert batch.sampling().temperatures is None

@@ -1,0 +1,120 @@
+"""A checkpoint is whole or not there."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.checkpoint.state import CheckpointState, check_same_lineage
+from services.trainer.checkpoint.storage import CheckpointStorage
+from shared.errors import ModelError, Unavailable
+from tests.unit.trainer.builders import a_spec
+
+
+def a_state(step: int, files: dict[str, int] | None = None, **fields: Any) -> CheckpointState:
+    defaults: dict[str, Any] = {
+        "experiment_id": "e",
+        "step": step,
+        "version": step,
+        "updates": step,
+        "trained": [[0, step]],
+        "seed": 0,
+        "kl_coefficient": None,
+        "totals": {},
+        "spec": a_spec().model_dump(mode="json"),
+        "software": {},
+        "files": files or {},
+    }
+    return CheckpointState(**(defaults | fields))
+
+
+def write(storage: CheckpointStorage, step: int, content: bytes = b"weights") -> Path:
+    def fill(directory: Path) -> None:
+        (directory / "model").mkdir()
+        (directory / "model" / "weights").write_bytes(content)
+
+    return storage.write(step, fill, lambda files: a_state(step, files))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path / "checkpoints", keep=2)
+
+    for step in (20, 40, 60):
+        write(storage, step)
+
+    assert names(tmp_path / "checkpoints") == ["step-00000040", "step-00000060"]
+    newest = storage.newest()
+    assert newest is not None
+    assert (newest.step, newest.state.trained) == (60, [[0, 60]])
+
+
+@pytest.mark.parametrize("damage", ["truncated file", "missing file", "missing state", "torn state"])
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2)
+    write(storage, 20)
+    path = write(storage, 40)
+    match damage:
+        case "truncated file":
+            (path / "model" / "weights").write_bytes(b"wei")
+        case "missing file":
+            (path / "model" / "weights").unlink()
+        case "missing state":
+            (path / "state.json").unlink()
+        case "torn state":
+            (path / "state.json").write_text((path / "state.json").read_text()[:50])
+
+    newest = storage.newest()
+
+    assert newest is not None
+    assert newest.step == 20
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2)
+    write(storage, 20)
+
+    def fill(directory: Path) -> None:
+        (directory / "half").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(Unavailable, match=r"step 40 could not be written: the disk of .* is full"):
+        storage.write(40, fill, lambda files: a_state(40, files))
+
+    assert names(tmp_path) == ["step-00000020"]
+
+
+def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2)
+    write(storage, 20)
+    (tmp_path / ".step-00000040.0badcafe").mkdir()
+    (tmp_path / "notes").mkdir()
+
+    storage.sweep()
+
+    assert names(tmp_path) == ["notes", "step-00000020"]
+
+
+def test_a_step_is_written_again(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2)
+    write(storage, 20, b"old")
+
+    path = write(storage, 20, b"new")
+
+    assert (path / "model" / "weights").read_bytes() == b"new"
+    assert names(tmp_path) == ["step-00000020"]
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"model.path '/nowhere', the spec now says '/elsewhere'"):
+        check_same_lineage(a_state(20), a_spec(model={"path": "/elsewhere"}))
+
+
+def test_a_changed_learning_rate_goes_on() -> None:
+    check_same_lineage(
+        a_state(20), a_spec(optimisation={"learning_rate": 1e-5, "steps": 500, "groups_per_mini_batch": 4})
+    )

@@ -1,0 +1,202 @@
+"""The supervisor starts, restarts and ends workers as the desired state says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.offered import OfferedImages
+from services.trainer.process import Ending, environment_of
+from services.trainer.supervisor import MAX_DEATHS, Addresses, Supervisor
+from services.trainer.wire import Failed, Launch, Order, Status
+from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
+from shared.weights.pull import PublishedImages
+from tests.unit.trainer.builders import a_spec
+
+ADDRESSES = Addresses(gateway_url="http://g", redis_url="redis://r", token="secret", host="127.0.0.1", log_level="INFO")
+
+
+class FakeWorker:
+    """A process that does what the test says."""
+
+    def __init__(self, launch: Launch, on_message: Callable[[Any], None]) -> None:
+        self.launch, self.say, self.pid = launch, on_message, 1
+        self.orders: list[WorkState] = []
+        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order.state)
+        if order.state is WorkState.DRAINING:
+            self.end(0)
+
+    def end(self, code: int, cause: str = "it ended") -> None:
+        if not self._ended.done():
+            self._ended.set_result(Ending(code, cause))
+
+    async def ended(self) -> Ending:
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, wait_seconds: float) -> None:
+        await self.ended()
+
+    async def kill(self) -> None:
+        self.end(-9)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.workers: list[FakeWorker] = []
+        self.supervisor = Supervisor(ADDRESSES, OfferedImages(PublishedImages()), lambda: "trainer-1", self._start)
+        self.supervisor.tell = lambda: None
+
+    async def _start(self, launch: Launch, threads: int, on_message: Callable[[Any], None]) -> FakeWorker:
+        self.workers.append(FakeWorker(launch, on_message))
+        return self.workers[-1]
+
+    async def desire(self, state: WorkState, assignment: Assignment | None) -> None:
+        await self.supervisor.apply(DesiredState(tag=str(id(state)), state=state, assignment=assignment))
+        await asyncio.sleep(0.01)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(2):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    @property
+    def state(self) -> WorkState:
+        return self.supervisor.observe().state
+
+
+@asynccontextmanager
+async def a_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    monkeypatch.setattr("services.trainer.supervisor.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("services.trainer.supervisor.PAUSE_GROWTH", 1.0)
+    rig = Rig()
+    running = asyncio.create_task(rig.supervisor.run())
+    yield rig
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def an_assignment(**fields: Any) -> Assignment:
+    defaults: dict[str, Any] = {
+        "experiment_id": "e",
+        "revision": 1,
+        "spec": a_spec().model_dump(mode="json"),
+        "directory": "/nowhere",
+        "trainer_epoch": 2,
+    }
+    return Assignment(**(defaults | fields))
+
+
+def a_status(state: WorkState = WorkState.RUNNING, **fields: Any) -> Status:
+    return Status(**({"state": state, "step": 3, "version": 2} | fields))
+
+
+async def test_an_assignment_starts_a_worker_and_its_status_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        rig.workers[0].say(a_status(load={"ready_groups": 2.0}))
+
+        observed = rig.supervisor.observe()
+
+        assert (observed.experiment_id, observed.state, observed.step, observed.policy_version) == (
+            "e",
+            WorkState.RUNNING,
+            3,
+            2,
+        )
+        assert observed.load["ready_groups"] == 2.0
+        assert rig.workers[0].launch.token == "secret"
+        assert rig.workers[0].launch.incarnation == 2_000_001
+
+
+async def test_pause_and_resume_reach_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        for state in (WorkState.RUNNING, WorkState.PAUSED, WorkState.RUNNING):
+            await rig.desire(state, an_assignment())
+
+        assert rig.workers[0].orders == [WorkState.RUNNING, WorkState.PAUSED, WorkState.RUNNING]
+
+
+@pytest.mark.parametrize("state", [WorkState.IDLE, WorkState.DRAINING])
+async def test_an_end_drains_the_worker_and_falls_idle(monkeypatch: pytest.MonkeyPatch, state: WorkState) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        await rig.desire(state, None if state is WorkState.IDLE else an_assignment())
+
+        assert rig.workers[0].orders[-1] is WorkState.DRAINING
+        assert rig.state is WorkState.IDLE
+        assert rig.supervisor.observe().experiment_id is None
+
+
+async def test_a_death_is_reported_and_another_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        rig.workers[0].end(-9, "killed because memory ran out")
+        await rig.until(lambda: len(rig.workers) == 2)
+
+        failure = rig.supervisor.observe().failure
+
+        assert failure == Failure(component="trainer", cause="killed because memory ran out", fatal=False)
+        assert rig.workers[1].launch.incarnation == 2_000_002
+        rig.workers[1].say(a_status())
+        assert rig.supervisor.observe().failure is None
+
+
+async def test_dying_again_and_again_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        for number in range(1, MAX_DEATHS + 1):
+            await rig.until(lambda number=number: len(rig.workers) == number)
+            rig.workers[-1].end(1, "it hurts")
+        await rig.until(lambda: rig.state is WorkState.FAILED)
+
+        failure = rig.supervisor.observe().failure
+        assert failure is not None
+        assert failure.fatal
+        assert failure.cause.endswith("the last time: it hurts")
+        assert len(rig.workers) == MAX_DEATHS
+
+
+async def test_a_hopeless_failure_is_fatal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        failure = Failure(component="trainer", cause="model directory /nowhere does not exist")
+        rig.workers[0].say(Failed(failure=failure, is_hopeless=True))
+        rig.workers[0].end(1)
+        await rig.until(lambda: rig.state is WorkState.FAILED)
+        await rig.desire(WorkState.RUNNING, an_assignment())
+
+        assert rig.supervisor.observe().failure == failure
+        assert len(rig.workers) == 1
+
+
+async def test_a_new_revision_gets_a_new_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        await rig.desire(WorkState.RUNNING, an_assignment(revision=2))
+
+        assert rig.workers[0].orders[-1] is WorkState.DRAINING
+        assert rig.workers[1].launch.assignment.revision == 2
+
+
+async def test_a_spec_that_does_not_validate_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment(spec={"name": "x"}))
+
+        failure = rig.supervisor.observe().failure
+        assert rig.state is WorkState.FAILED
+        assert failure is not None
+        assert "optimisation" in failure.cause
+        assert rig.workers == []
+
+
+def test_no_secret_is_inherited_by_the_worker() -> None:
+    found = environment_of({"FLOTILLA_TOKEN": "secret", "PATH": str(Path("/bin"))}, threads=3)
+
+    assert "secret" not in found.values()
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"], found["PATH"]) == ("3", "PASSIVE", "/bin")

@@ -168,7 +168,7 @@ class SampleMaskConfig(Config):
     """Tokens; needed by ``truncated``."""
     difficulty: tuple[float, float] | None = None
     """Leave out groups whose mean reward is not strictly between these."""
-    wrong_up_to_length: int | None = Field(None, ge=1)
+    wrong_up_to_length: int | None = Field(None, ge=0)
     """Of the rewards 0 and 1 keep every 1, and 0 only for answers shorter than this; other rewards are left out."""
 
     @model_validator(mode="after")

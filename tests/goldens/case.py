@@ -67,12 +67,21 @@ def _case(content: dict[str, Any], case: dict[str, Any]) -> Case:
         family=content["family"],
         name=case["name"],
         function=case["function"].split("::")[-1],
-        config=case["config"],
+        config={name: _plain(value) for name, value in case["config"].items()},
         inputs={name: decoded(value, dtype) for name, value in case["inputs"].items()},
         expected={name: decoded(value, dtype) for name, value in case["expected"].items()},
-        tolerance=tolerance if isinstance(tolerance, dict) else None,
+        tolerance={"rtol": tolerance, "atol": tolerance} if isinstance(tolerance, float) else tolerance,
         flags=frozenset(flags),
     )
+
+
+def _plain(value: Any) -> Any:
+    """Decode the strings that stand for numbers, and leave rows as they are."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
 def decoded(value: Any, dtype: torch.dtype) -> Any:

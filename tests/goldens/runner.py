@@ -48,7 +48,7 @@ def run_case(case: Case) -> Result:
         return Result(case, Outcome.NOT_APPLICABLE, str(reason))
     except ValueError as error:
         if "raises" in case.flags:
-            return Result(case, Outcome.HANDLED, f"refused: {error}")
+            return Result(case, Outcome.HANDLED, f"refused: {str(error).splitlines()[0]}")
         return Result(case, Outcome.FAILED, f"ValueError: {error}")
     except Exception as error:  # one broken case must not hide the others
         return Result(case, Outcome.FAILED, f"{type(error).__name__}: {error}")

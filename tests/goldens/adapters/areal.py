@@ -35,8 +35,11 @@ def correction_config(options: dict[str, Any]) -> CorrectionConfig:
     return CorrectionConfig(weight=weight, rejections=(test,), denominators="original", log_ratio_clamp=None)
 
 
-def _corrected(case: Case, rows: Rows, options: dict[str, Any]) -> tuple[Correction, Tensor]:
-    config = correction_config(options)
+def _corrected(case: Case, rows: Rows, options: dict[str, Any] | None) -> tuple[Correction, Tensor]:
+    """Without rejection the proximal policy's loss is weighted all the same, without a bound."""
+    config = CorrectionConfig(weight=WeightConfig(upper=None), log_ratio_clamp=None)
+    if options is not None:
+        config = correction_config(options)
     result = correct(config, rows["old_log_probs"], rows["rollout_log_probs"], rows.sequences)
     return result, torch.where(result.response_mask, result.weights, 0.0)
 
@@ -70,7 +73,7 @@ def decoupled_ppo(case: Case) -> dict[str, Any]:
             mean_advantages=True,
             log_ratio_clamp=None,
         )
-    result, weights = _corrected(case, rows, options["rejection_sampling"])
+    result, weights = _corrected(case, rows, options.get("rejection_sampling"))
     log_probs = rows.leaf("log_probs")
     loss, per_token = weighted_loss(
         config,

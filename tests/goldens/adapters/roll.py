@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from services.trainer.algorithms.advantages.agentic import EnvironmentSteps, gigpo, step_reinforce, step_returns
 from services.trainer.algorithms.advantages.distillation import distil
@@ -15,7 +14,7 @@ from services.trainer.algorithms.advantages.returns import (
 )
 from services.trainer.algorithms.advantages.whitening import whiten
 from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.balancing import balanced_partition, loads, rank_micro_batches, workload
+from services.trainer.algorithms.balancing import balanced_partition, loads, rank_micro_batches
 from services.trainer.algorithms.importance import correct
 from services.trainer.algorithms.kl import exact_kl, kl_loss, subtract_kl_from_rewards, updated_coefficient
 from services.trainer.algorithms.sample_weights import sequence_weights
@@ -24,7 +23,7 @@ from shared.config import advantage as adv
 from shared.config import policy_loss as pol
 from shared.config.algorithm import CorrectionConfig, KlLossConfig, KlRewardConfig, RejectionConfig, WeightConfig
 from tests.goldens.adapters import roll_rewards, verl
-from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, mean, weighted_loss
+from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, mean, numbered, weighted_loss
 from tests.goldens.case import Case, NotOffered
 from tests.goldens.compare import AtMost
 
@@ -101,12 +100,12 @@ def agentic(case: Case) -> dict[str, Any]:
         raise NotOffered(f"step estimators with the method {options['method']}, which compares nothing")
     groups = torch.zeros(len(given["step_scores"]), dtype=torch.long)
     if options["grouping"] != "batch":
-        groups = _numbered(given["group_index"])
+        groups = numbered(given["group_index"])
     steps = EnvironmentSteps(
         step_scores=given["step_scores"],
-        trajectory_index=_numbered(given["trajectory_index"]),
+        trajectory_index=numbered(given["trajectory_index"]),
         step_index=given["step_index"].long(),
-        state_index=_numbered(given["state_index"]),
+        state_index=numbered(given["state_index"]),
         episode_scores=given["episode_scores"],
     )
     divide, gamma = options["method"] != "mean", options["gamma"]
@@ -127,13 +126,6 @@ def agentic(case: Case) -> dict[str, Any]:
     if options.get("reward_clip") is not None:
         outputs["scores_out"] = outputs["scores_out"].clamp(-options["reward_clip"], options["reward_clip"])
     return outputs
-
-
-def _numbered(values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.long()
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return torch.tensor([numbers[value] for value in values])
 
 
 def loss_config(options: dict[str, Any]) -> pol.PolicyLossConfig:
@@ -337,7 +329,8 @@ def correction(case: Case) -> dict[str, Any]:
 
 def batch_balance(case: Case) -> dict[str, Any]:
     lengths = case.inputs["lengths"].tolist()
-    parts = balanced_partition(workload(lengths), case.config["dp_size"], equal_size=True)
+    # Judged by tokens, so balanced by tokens.
+    parts = balanced_partition(lengths, case.config["dp_size"], equal_size=True)
     return {"max_load": AtMost(max(loads(lengths, parts)))}
 
 

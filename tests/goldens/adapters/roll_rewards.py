@@ -19,7 +19,7 @@ from shared.config.shaping import (
     SpreadAboveConfig,
 )
 from tests.goldens.adapters import verl
-from tests.goldens.adapters.rows import Rows
+from tests.goldens.adapters.rows import Rows, finite, numbered
 from tests.goldens.case import Case, NotOffered
 
 
@@ -97,23 +97,14 @@ def agentic_reward_norm(case: Case) -> dict[str, Any]:
         return {"scores_out": scores}
     degenerate = "zero" if std is not None else "epsilon"
     config = NormalisationConfig(mean=mean, std=std, degenerate=degenerate, epsilon=options["eps"])  # type: ignore[arg-type]
-    groups = torch.zeros(len(scores), dtype=torch.long) if index is None else _numbered(index)
+    groups = torch.zeros(len(scores), dtype=torch.long) if index is None else numbered(index)
     return {"scores_out": torch.from_numpy(normalise(scores, groups, config))}
-
-
-def _numbered(values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.long()
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return torch.tensor([numbers[value] for value in values])
 
 
 def sample_masks(case: Case) -> dict[str, Any]:
     rows, options, scores = Rows.of(case), case.config, case.inputs["scores"]
     length_rule = options["error_max_len_clip"]
     threshold = options["error_max_len_threshold"] if length_rule else None
-    if threshold == 0:
-        raise NotOffered("error_max_len_threshold 0, which drops every wrong answer: filter by reward instead")
     kept = torch.ones(len(scores), dtype=torch.bool)
     if options["max_len_mask"] or options["difficulty_mask"] or length_rule:
         config = SampleMaskConfig(
@@ -141,9 +132,10 @@ def query_filter(case: Case) -> dict[str, Any]:
         case "no_filter":
             config: Any = None
         case "mean_filter":
-            config = MeanInRangeConfig(
-                low=options.get("threshold_down", -1.0), high=options.get("threshold_up"), keep_single=True
-            )
+            low, high = finite(options.get("threshold_down", -1.0)), finite(options.get("threshold_up"))
+            config = None
+            if low is not None or high is not None:
+                config = MeanInRangeConfig(low=low, high=high, keep_single=True)
         case "std_filter":
             threshold = options.get("std_threshold", -1.0)
             # A negative threshold drops nothing.

@@ -1,6 +1,8 @@
 """Padded rows [B, T] as our packed layout, and what several adapters share."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,13 +84,13 @@ def weighted_loss(
 
 
 def fraction(part: Tensor | None, mask: Tensor) -> Tensor:
-    """Share of the masked tokens [T] in which ``part`` holds; 0 where there is no such part."""
-    return torch.tensor(0.0) if part is None else (part & mask).sum() / mask.sum()
+    """Share of the masked tokens [T] in which ``part`` holds; 0 where there is no such part, or no token."""
+    return torch.tensor(0.0) if part is None else (part & mask).sum() / mask.sum().clamp(min=1)
 
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of [T] over the mask."""
-    return torch.where(mask, values.detach(), 0.0).sum() / mask.sum()
+    """Mean of [T] over the mask; 0 where it is empty."""
+    return torch.where(mask, values.detach(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def gradient(scalar: Tensor, leaf: Tensor) -> Tensor:
@@ -100,3 +102,16 @@ def gradient(scalar: Tensor, leaf: Tensor) -> Tensor:
 def positive(bound: float | None) -> float | None:
     """A lower bound of 0 on what is never negative is no bound."""
     return bound if bound else None
+
+
+def finite(bound: float | None) -> float | None:
+    """An infinite bound is no bound."""
+    return None if bound is None or math.isinf(bound) else bound
+
+
+def numbered(values: Any) -> Tensor:
+    """Number names of groups in the order of their first appearance."""
+    if isinstance(values, Tensor):
+        return values.long()
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return torch.tensor([numbers[value] for value in values])

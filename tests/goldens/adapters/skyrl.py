@@ -55,7 +55,9 @@ def correction(case: Case) -> dict[str, Any]:
         x = rows["old_log_probs"] - rows["rollout_log_probs"]
         weights = importance_weights(x, rows.sequences, weight)
         if weight.level == "sequence":
-            outputs["weights"] = torch.stack([row[mask_row][:1] for row, mask_row in _by_row(rows, weights)])
+            # A row without sampled tokens has the ratio of an empty product there.
+            whole = rows.back(weights).max(1, keepdim=True).values
+            outputs["weights"] = torch.where(rows.sequences.is_nonempty[:, None], whole, 1.0)
         else:
             outputs["weights"] = rows.back(weights)
         if veto is not None or tests:
@@ -64,10 +66,6 @@ def correction(case: Case) -> dict[str, Any]:
         name = "tis_seq_clip_high_ratio" if weight.level == "sequence" else "tis_token_clip_high_ratio"
         outputs["metrics"] = {name: summary["correction/above_fraction"]}
     return outputs
-
-
-def _by_row(rows: Rows, tokens: torch.Tensor) -> Any:
-    return zip(rows.back(tokens), rows.back(rows.sequences.response_mask).bool(), strict=True)
 
 
 ADAPTERS = {"compute_off_policy_correction": correction}

@@ -23,7 +23,7 @@ from shared.config import advantage as adv
 from shared.config.algorithm import KlLossConfig, KlRewardConfig
 from shared.config.shaping import OverlongConfig, SpreadAboveConfig
 from tests.goldens.adapters import verl_losses
-from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gradient
+from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gradient, numbered
 from tests.goldens.case import Case, NotOffered
 from tests.goldens.compare import AtMost
 
@@ -98,7 +98,7 @@ def _advantages(case: Case, config: adv.AdvantageConfig) -> dict[str, Any]:
         AdvantageInputs(
             sequences=rows.sequences,
             scores=torch.zeros(rows.shape[0]) if rewards is None else rows.ones.sum(rewards),
-            group_index=given.get("group_index"),
+            group_index=numbered(given["group_index"]) if "group_index" in given else None,
             token_rewards=rewards,
             values=rows["values"] if "values" in given else None,
             old_log_probs=rows["old_log_probs"] if "old_log_probs" in given else None,
@@ -130,7 +130,7 @@ ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "lo
 
 def kl_penalty(case: Case) -> dict[str, Any]:
     name = case.config["kl_penalty"]
-    if name == "full":
+    if name.removesuffix("+") == "full":
         KlLossConfig.model_validate({"estimator": name})  # refused: of the taken token alone there is no exact KL
     base = ESTIMATORS[name.removesuffix("+")]
     # An unclamped k1 of the loss is refused in a config unless its gradient is k2's; as a figure it is offered.
@@ -289,7 +289,7 @@ def micro_batches(case: Case) -> dict[str, Any]:
 
 def group_partition(case: Case) -> dict[str, Any]:
     lengths = case.inputs["lengths"].tolist()
-    parts = grouped_partition(lengths, case.inputs["group_index"].tolist(), case.config["k"])
+    parts = grouped_partition(lengths, numbered(case.inputs["group_index"]).tolist(), case.config["k"])
     return {"max_load": AtMost(max(loads(lengths, parts)))}
 
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,10 @@ def measure(name: str, loads: list[tuple[int, bool]], rounds: int, clock: Callab
         linear = linear_layers(architecture, concurrency)
         times: dict[str, list[float]] = {"engine": [], "generate": [], "continuous": [], "linear": []}
         for number in range(rounds + 1):
-            times["engine"].append(seconds(lambda load=load: run_engine(engine, load), clock))
-            times["generate"].append(seconds(lambda load=load: run_generate(model, load), clock))
+            times["engine"].append(seconds(partial(run_engine, engine, load), clock))
+            times["generate"].append(seconds(partial(run_generate, model, load), clock))
             if not is_mixed and number < BATCHING_ROUNDS:
-                times["continuous"].append(seconds(lambda load=load: run_continuous(model, load), clock))
+                times["continuous"].append(seconds(partial(run_continuous, model, load), clock))
             times["linear"].append(seconds(linear, clock, repeats=10))
         # The first round warms up.
         rates = {key: load.wanted_tokens / statistics.median(taken[1:]) for key, taken in times.items() if taken[1:]}

@@ -40,6 +40,7 @@ class InProcessEngine(RemoteEngine):
         self._driver.post(Close())
         await asyncio.to_thread(self._thread.join, self._settings.close_seconds)
         self._driver = None
+        self._fail_all(WorkerDied("the engine was closed"))
 
     def _run(self, driver: EngineDriver) -> None:
         assert self._loop is not None

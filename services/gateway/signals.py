@@ -1,6 +1,9 @@
-"""A signal that wakes whoever waits for news, each exactly once, without polling."""
+"""Signals that wake whoever waits for news, without polling; and how tasks are ended."""
 
 import asyncio
+from typing import Any
+
+AGAIN_SECONDS = 0.5
 
 
 class Signal:
@@ -30,3 +33,31 @@ async def wait_for_any(timeout_seconds: float, *events: asyncio.Event) -> bool:
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks until every one of them has ended; their errors are theirs.
+
+    Once is not enough: a cancellation that meets the end of a call to Redis is sometimes lost inside the client
+    library, and whoever awaited the task would wait forever.
+    """
+    is_cancelled = False
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=AGAIN_SECONDS)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+async def run_together(*tasks: asyncio.Task[Any]) -> None:
+    """Run tasks until the first of them fails or all are done; end the others, and raise the failure."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        await end(*tasks)

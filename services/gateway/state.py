@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+from services.gateway import signals
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.events.log import EventLog
 from services.gateway.experiments import preflight
@@ -124,9 +125,7 @@ async def running_state(
     try:
         yield state
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await signals.end(*tasks)
 
 
 def assemble(
@@ -157,11 +156,10 @@ def assemble(
         watchdog = Watchdog(
             experiment, book, registry, publications, events, clock, stall_seconds=settings.stall_seconds
         )
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Feeder(experiment, dataset, clock).run())
-            tasks.create_task(watchdog.run())
-            if held_out is not None:
-                tasks.create_task(Evaluator(experiment, held_out, book, store, events, clock).run())
+        lanes = [Feeder(experiment, dataset, clock).run(), watchdog.run()]
+        if held_out is not None:
+            lanes.append(Evaluator(experiment, held_out, book, store, events, clock).run())
+        await signals.run_together(*map(asyncio.create_task, lanes))
 
     async def end(experiment: Experiment) -> None:
         ending = Ending(experiment, book, registry, fleet, control, clock, patience_seconds=settings.ending_seconds)

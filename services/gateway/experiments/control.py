@@ -87,9 +87,8 @@ class Control:
             await self._delete(experiment)
             return experiment
         before = experiment.state
-        await self._book.update(experiment, state=state, **changes)
+        await self._move(experiment, state, **changes)
         await self._book.audit(experiment_id, action.value, before=before.value, after=state.value)
-        await self._tell(experiment, before)
         if action is Action.STOP:
             await self._publications.close(experiment_id, "the experiment stops")
         return experiment
@@ -107,8 +106,7 @@ class Control:
         outcome = ExperimentState(experiment.record.outcome or ExperimentState.STOPPED)
         state = after_step(before, step, outcome=outcome)
         if state is not before:
-            await self._book.update(experiment, state=state, **changes)
-            await self._tell(experiment, before)
+            await self._move(experiment, state, **changes)
 
     async def fail(self, experiment: Experiment, component: str, cause: str) -> None:
         """End an experiment that cannot go on, with the component and the cause."""
@@ -119,11 +117,19 @@ class Control:
         await self._book.audit(experiment.id, "fail", component=component, cause=cause)
         await self._publications.close(experiment.id, f"the experiment failed: {component}")
 
-    async def _tell(self, experiment: Experiment, before: ExperimentState) -> None:
-        problem = experiment.record.problem if experiment.state is ExperimentState.FAILED else None
-        await self._events.append(
-            experiment.id, "experiment_state", before=before.value, state=experiment.state.value, problem=problem
+    async def _move(self, experiment: Experiment, state: ExperimentState, **changes: Any) -> None:
+        # The record moves at once, so that nobody acts on the old state; the event is on its way to the store before
+        # anything that the new state sets in motion.
+        facts = {"before": experiment.state.value, "state": state.value}
+        problem = changes.get("problem") if state is ExperimentState.FAILED else None
+        told = asyncio.create_task(
+            self._events.append(experiment.id, "experiment_state", **facts, problem=problem), name="tell of a state"
         )
+        try:
+            await self._book.update(experiment, state=state, **changes)
+        finally:
+            await told
+        self._events.wake(experiment.id)
 
     async def note(self, experiment: Experiment, kind: str, **facts: Any) -> None:
         """Record an event of an experiment."""

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from services.gateway import signals
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
 from services.gateway.experiments.lifecycle import Step
@@ -74,10 +75,7 @@ class Conductor:
                         await self._news.wait()
                 self._news.clear()
         finally:
-            tasks = [task for _, task in self._tasks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await signals.end(*(task for _, task in self._tasks.values()))
 
     async def round(self) -> None:
         """Compare what is with what should be, once."""
@@ -143,8 +141,7 @@ class Conductor:
         wanted = self._wanted(experiment)
         running = self._tasks.get(experiment.id)
         if running is not None and (running[0] is not wanted or running[1].done()):
-            running[1].cancel()
-            await asyncio.gather(running[1], return_exceptions=True)
+            await signals.end(running[1])
             del self._tasks[experiment.id]
             running = None
         if wanted is not None and running is None:

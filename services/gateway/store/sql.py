@@ -37,7 +37,9 @@ def open_engine(url: str) -> Engine:
     if url.startswith(("postgresql://", "postgres://")):
         url = "postgresql+psycopg://" + url.split("://", 1)[1]
     if not url.startswith("sqlite"):
-        return sa.create_engine(url, pool_size=1, max_overflow=1, pool_pre_ping=True)
+        # A server made under the C locale would answer in bytes.
+        encoding = {"client_encoding": "utf8"} if "psycopg" in url else {}
+        return sa.create_engine(url, pool_size=1, max_overflow=1, pool_pre_ping=True, connect_args=encoding)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
 
     @sa.event.listens_for(engine, "connect")
@@ -65,8 +67,13 @@ class SqlStore:
         Raises:
             Unavailable: the database does not answer, or its migration failed.
         """
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
-        store = cls(open_engine(url), thread)
+        try:
+            engine = open_engine(url)
+        except ModuleNotFoundError as error:
+            raise Unavailable(f"this database needs {error.name}: install flotilla[postgresql]") from None
+        except sa.exc.ArgumentError as error:
+            raise Unavailable(f"FLOTILLA_DATABASE_URL is no database url: {error}") from None
+        store = cls(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql"))
         try:
             await store._in_thread(lambda: upgrade(store._engine))
         except BaseException:

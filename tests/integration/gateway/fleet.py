@@ -19,6 +19,7 @@ import uvicorn
 
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
+from services.gateway.signals import end
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient
 from shared.errors import ClaimLost, StalePolicyVersion
@@ -160,8 +161,7 @@ class Scripted:
         return RedisDataPlane(self.redis, self.experiment_id, lane)
 
     async def cancel_work(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        await end(*self._tasks)
         done = await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         for result in done:
@@ -174,8 +174,7 @@ class Scripted:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._member is not None
-        self._member.cancel()
-        await asyncio.gather(self._member, return_exceptions=True)
+        await end(self._member)
         await self.cancel_work()
         await self.client.close()
         await self.redis.aclose()
@@ -184,8 +183,7 @@ class Scripted:
         """Vanish without a word: the connection breaks, nothing is said."""
         assert self._member is not None
         self.membership.service_id = None
-        self._member.cancel()
-        await asyncio.gather(self._member, return_exceptions=True)
+        await end(self._member)
         await self.cancel_work()
 
 
@@ -258,10 +256,10 @@ class ScriptedTrainer(Scripted):
         super().__init__(gateway_url, redis_url)
         self.trained: list[tuple[int, ...]] = []
         self.lags: list[int] = []
-        self.first_step = 0
+        self.step_seconds = 0.0
 
     def begin(self, experiment_id: str) -> None:
-        self.step = self.first_step
+        self.step = 0
         self.start(self.train(experiment_id))
 
     async def train(self, experiment_id: str) -> None:
@@ -281,6 +279,9 @@ class ScriptedTrainer(Scripted):
     async def _steps(self, experiment_id: str, queue: Any, spec: Any) -> None:
         assert self.step is not None
         size = spec["optimisation"]["groups_per_mini_batch"]
+        # A checkpoint follows each step here, so the lineage says where to go on.
+        while await queue.lineage(self.step + 1) is not None:
+            self.step += 1
         while self.step < spec["optimisation"]["steps"]:
             step, version = self.step + 1, self.step
             plan = await queue.load_plan(step)
@@ -291,6 +292,7 @@ class ScriptedTrainer(Scripted):
                 assert await queue.plan(step, claims, version)
                 self.trained.append(tuple(claim.header.group_id for claim in claims))
                 self.lags += [version - claim.header.oldest_version for claim in claims]
+            await asyncio.sleep(self.step_seconds)
             await self.publish(experiment_id, version + 1, step)
             await queue.commit([step])
             self.step, self.version = step, version + 1

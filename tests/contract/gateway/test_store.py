@@ -1,0 +1,206 @@
+"""What every store does."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from services.gateway.store import tables
+from services.gateway.store.base import Store
+from services.gateway.store.migrate import upgrade
+from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.sql import SqlStore, open_engine
+from shared.errors import Unavailable
+from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from tests.unit.gateway.builders import a_manifest, a_record
+
+SERVICE = ServiceRecord("s1", "rollout", "http://h", "h", 3, {"cores": 2}, "i1", 1.5)
+PUBLICATION = PublicationRecord(
+    experiment_id="a",
+    version=1,
+    step=2,
+    epoch=3,
+    phase="preparing",
+    service_id="t",
+    manifest=a_manifest().model_dump(mode="json"),
+    members=[{"service_id": "s1", "rank": 1}],
+    rendezvous=None,
+    reason=None,
+    announced_at=1.0,
+)
+
+
+def a_point(name: str, step: int, value: float) -> MetricPoint:
+    return MetricPoint(name=name, step=step, version=step, value=value, at="2026-01-01T00:00:00.000Z")
+
+
+async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> None:
+    young = a_record("b", created_at=2.0)
+    old = a_record("c", created_at=1.0, problem={"component": "x", "cause": "y", "at": "z"}, final_ledger={"n": [1]})
+    for record in (young, old):
+        await store.put_experiment(record)
+
+    await store.put_experiment(replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0))
+
+    changed = replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0)
+    found = await store.experiments()
+    assert found == [old, changed]
+    assert found[1].state is ExperimentState.RUNNING
+
+
+async def test_services_come_back_until_they_are_deleted(store: Store) -> None:
+    await store.put_service(SERVICE)
+    await store.put_service(replace(SERVICE, experiment_id="a", is_draining=True))
+    assert await store.services() == [replace(SERVICE, experiment_id="a", is_draining=True)]
+
+    await store.delete_service("s1")
+    await store.delete_service("s1")
+    assert await store.services() == []
+
+
+async def test_publications_are_kept_by_version(store: Store) -> None:
+    second = replace(PUBLICATION, version=2, rendezvous={"host": "h", "port": 1, "epoch": 3, "world_size": 2})
+    for record in (second, PUBLICATION, replace(PUBLICATION, experiment_id="b")):
+        await store.put_publication(record)
+    committed = replace(PUBLICATION, phase="committed", ended_at=2.0, reason="why")
+    await store.put_publication(committed)
+
+    assert await store.publications("a") == [committed, second]
+    assert await store.publication("a", 2) == second
+    assert await store.publication("a", 3) is None
+
+
+async def test_a_step_that_is_trained_again_replaces_its_values_and_followers_see_it(store: Store) -> None:
+    await store.put_metrics("a", [a_point("loss", 1, 0.5), a_point("kl", 1, 0.1), a_point("loss", 2, 0.4)])
+    await store.put_metrics("b", [a_point("loss", 1, 9.0)])
+    first = await store.metrics("a", names=[], after=0, limit=10)
+    assert [(p.name, p.step, p.value) for _, p in first] == [("loss", 1, 0.5), ("kl", 1, 0.1), ("loss", 2, 0.4)]
+
+    await store.put_metrics("a", [a_point("loss", 1, 0.3), a_point("loss", 1, 0.2)])
+
+    later = await store.metrics("a", names=[], after=first[-1][0], limit=10)
+    assert [(p.name, p.step, p.value) for _, p in later] == [("loss", 1, 0.2)]
+    losses = await store.metrics("a", names=["loss"], after=0, limit=10)
+    assert [(p.step, p.value) for _, p in losses] == [(2, 0.4), (1, 0.2)]
+
+
+async def test_metrics_are_read_in_pages(store: Store) -> None:
+    await store.put_metrics("a", [a_point("loss", step, float(step)) for step in range(5)])
+
+    first = await store.metrics("a", names=[], after=0, limit=3)
+    second = await store.metrics("a", names=[], after=first[-1][0], limit=3)
+
+    assert [p.step for _, p in [*first, *second]] == [0, 1, 2, 3, 4]
+    await store.put_metrics("a", [])
+
+
+async def test_event_ids_grow_and_events_are_replayed_from_any_of_them(store: Store) -> None:
+    events = [await store.append_event("a", f"kind{n}", float(n), {"n": n}) for n in range(3)]
+    await store.append_event("b", "other", 0.0, {})
+
+    assert [event.id for event in events] == sorted({event.id for event in events})
+    assert await store.events("a", after=events[0].id, limit=10) == events[1:]
+    assert await store.events("a", after=0, limit=2) == events[:2]
+    assert events[1].at == "1970-01-01T00:00:01.000Z" and events[1].data == {"n": 1}
+
+
+async def test_ids_do_not_return_after_a_deletion(store: Store) -> None:
+    before = await store.append_event("a", "kind", 0.0, {})
+    await store.delete_experiment("a")
+
+    assert (await store.append_event("a", "kind", 0.0, {})).id > before.id
+
+
+async def test_the_audit_trail_is_newest_first_and_survives_its_resource(store: Store) -> None:
+    await store.put_experiment(a_record("a"))
+    for n, action in enumerate(["create", "start", "delete"]):
+        await store.append_audit(AuditRecord(float(n), action, "experiments/a", {"n": n}))
+    await store.append_audit(AuditRecord(9.0, "create", "experiments/b"))
+
+    await store.delete_experiment("a")
+
+    assert [record.action for record in await store.audit("experiments/a", limit=2)] == ["delete", "start"]
+
+
+async def test_checkpoints_are_kept_by_step(store: Store) -> None:
+    later, earlier = (CheckpointView(step=step, version=step, path=f"/c/{step}", at="now") for step in (20, 10))
+    for checkpoint in (later, earlier):
+        await store.put_checkpoint("a", checkpoint)
+    moved = earlier.model_copy(update={"path": "/elsewhere"})
+    await store.put_checkpoint("a", moved)
+
+    assert await store.checkpoints("a") == [moved, later]
+
+
+async def test_a_deleted_experiment_takes_everything_of_its_own_with_it(store: Store) -> None:
+    for experiment_id in ("a", "b"):
+        await store.put_experiment(a_record(experiment_id))
+        await store.put_publication(replace(PUBLICATION, experiment_id=experiment_id))
+        await store.put_metrics(experiment_id, [a_point("loss", 1, 1.0)])
+        await store.append_event(experiment_id, "kind", 0.0, {})
+        await store.put_checkpoint(experiment_id, CheckpointView(step=1, version=1, path="/c", at="now"))
+
+    await store.delete_experiment("a")
+
+    left = [
+        await store.publications("a"),
+        await store.metrics("a", names=[], after=0, limit=9),
+        await store.events("a", after=0, limit=9),
+        await store.checkpoints("a"),
+    ]
+    assert left == [[], [], [], []]
+    assert [record.id for record in await store.experiments()] == ["b"]
+    assert len(await store.publications("b")) == len(await store.checkpoints("b")) == 1
+
+
+async def test_answers_to_idempotency_keys_are_kept_until_they_are_old(store: Store) -> None:
+    answer = StoredAnswer("/v1/x key", "d" * 64, 201, "application/json", '{"ä": "ö"}', 5.0)
+    await store.put_answer(answer)
+
+    assert await store.answer("/v1/x key") == answer
+    assert await store.answer("/v1/x other") is None
+    await store.delete_answers(5.0)
+    assert await store.answer("/v1/x key") == answer
+    await store.delete_answers(5.1)
+    assert await store.answer("/v1/x key") is None
+
+
+async def test_it_answers(store: Store) -> None:
+    await store.ping()
+
+
+async def test_migrations_make_exactly_the_tables_that_the_code_uses(database_url: str) -> None:
+    engine = open_engine(database_url)
+    upgrade(engine)
+    upgrade(engine)
+
+    with engine.connect() as connection:
+        differences = compare_metadata(MigrationContext.configure(connection), tables.metadata)
+        names = set(sa.inspect(connection).get_table_names())
+    engine.dispose()
+
+    assert differences == []
+    assert names == set(tables.metadata.tables) | {"alembic_version"}
+
+
+async def test_a_database_is_opened_again_with_all_that_it_held(database_url: str) -> None:
+    first = await SqlStore.open(database_url)
+    await first.put_experiment(a_record("a"))
+    await first.close()
+
+    second = await SqlStore.open(database_url)
+    found = await second.experiments()
+    await second.close()
+
+    assert [record.id for record in found] == ["a"]
+
+
+@pytest.mark.parametrize("url", ["sqlite:///{0}/no/such/folder/x.sqlite", "postgresql://127.0.0.1:1/x", "nonsense"])
+async def test_a_database_that_does_not_answer_is_said_not_to(tmp_path: Path, url: str) -> None:
+    with pytest.raises(Unavailable, match="database") as error:
+        await SqlStore.open(url.format(tmp_path))
+
+    assert "\n" not in error.value.detail

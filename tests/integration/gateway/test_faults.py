@@ -1,0 +1,272 @@
+"""What is killed, stalls or is stopped costs no task: the ledger is asked after each fault."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import GatewayState
+from shared.client import GatewayClient
+from shared.errors import FlotillaError
+from shared.schemas.service import Failure, WorkState
+from tests.integration.gateway.fleet import (
+    TOKEN,
+    Scripted,
+    ScriptedReward,
+    ScriptedRollout,
+    ScriptedTrainer,
+    a_spec,
+    until,
+)
+
+
+@asynccontextmanager
+async def a_fleet(url: str, redis_url: str, *kinds: type[Scripted]) -> AsyncIterator[list[Any]]:
+    """Scripted services of these kinds."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(kind(url, redis_url)) for kind in kinds]
+
+
+async def started(client: GatewayClient, spec: dict[str, Any]) -> str:
+    """Start an experiment; return its path."""
+    created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
+    return f"/v1/experiments/{created['id']}"
+
+
+async def wait_for(client: GatewayClient, path: str, *states: str, seconds: float = 30.0) -> dict[str, Any]:
+    """Wait until an experiment is in one of these states; show it."""
+
+    async def look() -> dict[str, Any] | None:
+        try:
+            view: dict[str, Any] = await client.call("GET", path, deadline_seconds=5.0)
+        except FlotillaError:
+            return None
+        return view if view["state"] in states else None
+
+    found: dict[str, Any] = await until(look, seconds)
+    return found
+
+
+def optimisation(steps: int) -> dict[str, Any]:
+    return {"steps": steps, "groups_per_mini_batch": 2}
+
+
+async def test_stopping_resolves_what_is_outstanding_and_frees_the_services(
+    served: tuple[str, GatewayState], client: GatewayClient, redis_url: str, tmp_path: Path
+) -> None:
+    url, gateway = served
+    async with a_fleet(url, redis_url, ScriptedRollout, ScriptedReward, ScriptedTrainer) as services:
+        services[2].step_seconds = 0.1
+        path = await started(client, a_spec(tmp_path, optimisation=optimisation(1000)))
+        await until(lambda: services[2].step and services[2].step >= 2)
+        await client.call("POST", f"{path}/pause")
+        paused = await client.call("GET", path)
+        await client.call("POST", f"{path}/resume")
+
+        await client.call("POST", f"{path}/stop")
+        view = await wait_for(client, path, "stopped")
+
+        ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+        again = await started(client, a_spec(tmp_path))
+        await wait_for(client, again, "completed")
+    assert paused["state"] == "paused"
+    assert (view["services"], view["problem"]) == ({}, None)
+    assert ledger["balanced"] and ledger["outstanding"] == 0
+    assert set(ledger["dropped"]) <= {"experiment_ended"}
+    assert gateway.book.get(path.rsplit("/", 1)[1]).record.outcome == "stopped"
+
+
+async def test_a_fatal_failure_is_shown_with_component_and_cause(
+    served: tuple[str, GatewayState], client: GatewayClient, redis_url: str, tmp_path: Path
+) -> None:
+    url, _ = served
+    async with a_fleet(url, redis_url, ScriptedRollout, ScriptedReward, ScriptedTrainer) as services:
+        services[2].step_seconds = 0.1
+        path = await started(client, a_spec(tmp_path, optimisation=optimisation(1000)))
+        await until(lambda: services[2].step)
+        reward = services[1]
+
+        reward.failure = Failure(component="reward", cause="the verifier's file has no function grade")
+        reward.state = WorkState.FAILED
+        reward.membership.tell()
+
+        view = await wait_for(client, path, "failed")
+        await until(lambda: all(each.experiment_id is None for each in services))
+
+        async def final_ledger() -> Any:
+            ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+            return ledger if ledger["outstanding"] == 0 else None
+
+        ledger = await until(final_ledger)
+    assert view["problem"]["component"] == "reward"
+    assert view["problem"]["cause"] == "the verifier's file has no function grade"
+    assert ledger["balanced"]
+
+
+async def test_a_trainer_that_vanishes_is_replaced_and_nothing_is_trained_twice(
+    served: tuple[str, GatewayState], client: GatewayClient, redis_url: str, tmp_path: Path
+) -> None:
+    url, gateway = served
+    kinds = (ScriptedRollout, ScriptedReward, ScriptedTrainer)
+    async with a_fleet(url, redis_url, *kinds) as services:
+        first = services[2]
+        first.step_seconds = 0.2
+        path = await started(client, a_spec(tmp_path, optimisation=optimisation(8)))
+        await until(lambda: first.step and first.step >= 2)
+        async with a_fleet(url, redis_url, ScriptedTrainer) as [second]:
+            await first.die()
+
+            view = await wait_for(client, path, "completed", "failed")
+            ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+
+            assert view["state"] == "completed", view["problem"]
+            assert gateway.book.get(view["id"]).record.trainer_epoch == 2
+            assert ledger["balanced"] and (ledger["trained"], ledger["outstanding"]) == (16, 0)
+            groups = [group for step in [*first.trained, *second.trained] for group in step]
+            assert len(groups) == len(set(groups))
+
+
+async def test_a_rollout_that_does_not_answer_costs_a_publication_one_deadline(
+    served: tuple[str, GatewayState], client: GatewayClient, redis_url: str, tmp_path: Path
+) -> None:
+    url, _ = served
+    kinds = (ScriptedRollout, ScriptedRollout, ScriptedReward, ScriptedTrainer)
+    async with a_fleet(url, redis_url, *kinds) as services:
+        deaf = services[1]
+        deaf.is_deaf = True
+        spec = a_spec(tmp_path, optimisation=optimisation(2))
+        spec["rollout"]["num_rollouts"] = 2
+
+        path = await started(client, spec)
+        view = await wait_for(client, path, "completed", "failed")
+
+        assert view["state"] == "completed", view["problem"]
+        publications = (await client.call("GET", f"{path}/publications"))["items"]
+    assert [each["phase"] for each in publications] == ["committed", "committed"]
+    assert all([member["service_id"] for member in each["members"]] != [] for each in publications)
+    assert all(deaf.id not in [m["service_id"] for m in each["members"]] for each in publications)
+    assert all("did not join in time" in each["reason"] for each in publications)
+
+
+async def test_a_rollout_that_dies_leaves_the_fleet_and_its_tasks_are_taken_over(
+    served: tuple[str, GatewayState], client: GatewayClient, redis_url: str, tmp_path: Path
+) -> None:
+    url, gateway = served
+    kinds = (ScriptedRollout, ScriptedRollout, ScriptedReward, ScriptedTrainer)
+    async with a_fleet(url, redis_url, *kinds) as services:
+        services[3].step_seconds = 0.2
+        path = await started(client, a_spec(tmp_path, optimisation=optimisation(6)))
+        await until(lambda: services[3].step and services[3].step >= 1)
+
+        await services[1].die()
+        view = await wait_for(client, path, "completed", "failed", seconds=90.0)
+
+        ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+        events = await gateway.store.events(view["id"], after=0, limit=1000)
+    assert view["state"] == "completed", view["problem"]
+    assert ledger["balanced"] and ledger["trained"] == 12
+    assert "service_left" in [event.type for event in events]
+
+
+class GatewayProcess:
+    """The gateway as a process of its own, on a port that stays the same."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.environment = {
+            **os.environ,
+            "FLOTILLA_TOKEN": TOKEN,
+            "FLOTILLA_REDIS_URL": settings.redis_url,
+            "FLOTILLA_DATA": str(settings.data),
+            "FLOTILLA_PORT": str(self.port),
+        }
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "services.gateway"]
+        self.process = subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def end(self, number: int) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(15)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_gateway_that_comes_back_goes_on_where_it_was(
+    settings: GatewaySettings, redis_url: str, tmp_path: Path, number: int
+) -> None:
+    process = GatewayProcess(settings)
+    process.start()
+    try:
+        async with GatewayClient(process.url, TOKEN) as client:
+            kinds = (ScriptedRollout, ScriptedReward, ScriptedTrainer)
+            async with a_fleet(process.url, redis_url, *kinds) as services:
+                trainer = services[2]
+                trainer.step_seconds = 0.2
+                evaluation = {"path": str(tmp_path / "heldout.jsonl"), "every_versions": 2}
+                spec = a_spec(tmp_path, optimisation=optimisation(12), evaluation=evaluation)
+                created = await client.call(
+                    "POST", "/v1/experiments", body=spec, params={"start": True}, deadline_seconds=20.0
+                )
+                path = f"/v1/experiments/{created['id']}"
+                await until(lambda: trainer.step and trainer.step >= 3)
+                ids = {service.id for service in services}
+
+                process.end(number)
+                await asyncio.sleep(0.5)
+                process.start()
+                view = await wait_for(client, path, "completed", "failed", seconds=60.0)
+
+                ledger = await client.call("GET", f"{path}/ledger")
+                assert {service.id for service in services} == ids, "nobody had to register again"
+        assert view["state"] == "completed", view["problem"]
+        assert (view["step"], view["policy_version"]) == (12, 12)
+        assert ledger["train"]["balanced"] and ledger["evaluation"]["balanced"]
+        assert (ledger["train"]["trained"], ledger["train"]["outstanding"]) == (24, 0)
+        groups = [group for step in trainer.trained for group in step]
+        assert sorted(groups) == sorted(set(groups)) and trainer.lags == [0] * 24
+    finally:
+        assert process.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"FLOTILLA_PORT": "PORT"}, "is in use"),
+        ({"FLOTILLA_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis server answers"),
+        ({"FLOTILLA_DATABASE_URL": "postgresql://127.0.0.1:1/x"}, "the database does not answer"),
+        ({"FLOTILLA_TOKEN": ""}, "FLOTILLA_TOKEN"),
+    ],
+)
+def test_a_gateway_that_cannot_start_says_why_in_one_sentence(
+    settings: GatewaySettings, broken: dict[str, str], words: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        changes = {name: port if value == "PORT" else value for name, value in broken.items()}
+        environment = GatewayProcess(settings).environment | {"FLOTILLA_PORT": "0"} | changes
+
+        ended = subprocess.run(
+            [sys.executable, "-m", "services.gateway"], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    assert ended.returncode == 2
+    assert words in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") == 1

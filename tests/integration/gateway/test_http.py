@@ -1,0 +1,273 @@
+"""The HTTP interface itself: tokens, problems, idempotency, pages, events, health."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from fastapi.routing import APIRoute
+
+from services.gateway.app import create_app
+from services.gateway.guard import OPEN_PATHS
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import GatewayState
+from shared.client import GatewayClient
+from shared.errors import ActionNotAllowed, DataError, InvalidRequest, InvalidSpec, ModelError, NotFound
+from tests.integration.gateway.fleet import TOKEN, a_spec
+
+AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
+REGISTRATION = {"kind": "rollout", "address": "http://h", "host": "h", "pid": 1, "incarnation": "i"}
+
+
+def routes_of(settings: GatewaySettings) -> list[tuple[str, str]]:
+    document = create_app(settings).openapi()
+    return [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+
+
+async def test_nothing_but_health_answers_without_the_token(url: str, settings: GatewaySettings) -> None:
+    routes = routes_of(settings)
+    mutating = [route for route in routes if route[0] != "GET"]
+    assert len(mutating) >= 14 and len(routes) >= 30, "the walk must see every route"
+    async with httpx.AsyncClient(base_url=url) as http:
+        for method, template in routes:
+            path = template.format(**dict.fromkeys(("experiment_id", "service_id", "version", "step"), "1"))
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+                answer = await http.request(method, path, headers=headers, content=b"{}")
+                if template in OPEN_PATHS and method == "GET":
+                    assert answer.status_code == 200, path
+                else:
+                    assert answer.status_code == 401, (method, path)
+                    assert answer.headers["content-type"] == "application/problem+json"
+                    assert answer.json()["code"] == "unauthorized"
+
+
+def test_every_route_is_in_the_documentation(settings: GatewaySettings) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rest.md").read_text()
+
+    missing = [f"{method} {path}" for method, path in routes_of(settings) if f"{method} {path}" not in page]
+
+    assert missing == []
+
+
+async def test_the_interface_describes_itself(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        document = (await http.get("/openapi.json")).json()
+
+    body = document["paths"]["/v1/experiments"]["post"]["requestBody"]["content"]
+    assert "optimisation" in body["application/json"]["schema"]["properties"]
+
+
+async def test_health_and_gauges_are_open(url: str, client: GatewayClient) -> None:
+    await client.call("POST", "/v1/services", body=REGISTRATION)
+    async with httpx.AsyncClient(base_url=url) as http:
+        alive, ready, gauges = [await http.get(path) for path in ("/healthz", "/readyz", "/metrics")]
+
+    assert (alive.json(), ready.json()) == ({"status": "ok"}, {"status": "ready"})
+    assert 'flotilla_services{kind="rollout"} 1' in gauges.text
+
+
+async def test_a_spec_comes_in_json_or_yaml(url: str, tmp_path: Path) -> None:
+    spec = a_spec(tmp_path)
+    async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        from_json = await http.post("/v1/experiments", json=spec)
+        from_yaml = await http.post(
+            "/v1/experiments", content=yaml.safe_dump(spec), headers={"Content-Type": "application/yaml"}
+        )
+
+    assert from_json.status_code == from_yaml.status_code == 201
+    assert from_json.json()["spec"] == from_yaml.json()["spec"]
+    assert from_json.json()["state"] == "draft"
+
+
+async def test_a_bad_spec_names_every_field(client: GatewayClient, tmp_path: Path) -> None:
+    spec = a_spec(tmp_path) | {"optimisation": {"steps": 0, "learning_rte": 1}, "sed": 1}
+
+    with pytest.raises(InvalidSpec) as error:
+        await client.call("POST", "/v1/experiments", body=spec)
+
+    assert {entry["path"] for entry in error.value.errors} == {"optimisation.steps", "optimisation.learning_rte", "sed"}
+    assert any("learning_rate" in str(entry["allowed"]) for entry in error.value.errors)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "kind", "words"),
+    [
+        ("data", {"path": "/nowhere/rows.jsonl"}, DataError, "there is no file"),
+        ("data", {"path": "rows.jsonl"}, InvalidSpec, "absolute path"),
+        ("data", {"prompt_column": "question"}, DataError, "columns there: label, prompt"),
+        ("model", {"path": "/nowhere/model"}, ModelError, "there is no directory"),
+        ("evaluation", {"path": "/nowhere/heldout.jsonl"}, DataError, "there is no file"),
+        ("reward", {"components": [{"kind": "custom", "path": "/nowhere/f.py:g"}]}, DataError, "there is no file"),
+    ],
+)
+async def test_what_a_spec_points_to_is_checked_before_anything_starts(
+    client: GatewayClient, tmp_path: Path, section: str, values: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    spec = a_spec(tmp_path)
+    spec[section] = spec.get(section, {}) | values
+
+    with pytest.raises(kind, match=words):
+        await client.call("POST", "/v1/experiments", body=spec)
+
+    assert (await client.call("GET", "/v1/experiments"))["items"] == []
+
+
+async def test_an_action_that_is_not_allowed_says_which_are(client: GatewayClient, tmp_path: Path) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    path = f"/v1/experiments/{created['id']}"
+
+    with pytest.raises(ActionNotAllowed, match="allowed now: start, delete"):
+        await client.call("POST", f"{path}/pause")
+
+    await client.call("DELETE", path)
+    with pytest.raises(NotFound):
+        await client.call("GET", path)
+    audit = (await client.call("GET", f"{path}/audit"))["items"]
+    assert [entry["action"] for entry in audit] == ["delete", "create"]
+
+
+async def test_an_experiment_that_cannot_start_says_what_it_waits_for_within_a_second(
+    client: GatewayClient, tmp_path: Path
+) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path), params={"start": True})
+
+    async with asyncio.timeout(1.0):
+        while (view := await client.call("GET", f"/v1/experiments/{created['id']}"))["problem"] is None:
+            await asyncio.sleep(0.02)
+
+    assert view["state"] == "starting"
+    assert view["problem"]["component"] == "scheduler"
+    assert view["problem"]["cause"] == "waiting for 1 trainer and 1 rollout and 1 reward to register"
+
+
+async def test_the_same_key_and_body_get_the_first_answer_again(
+    served: tuple[str, GatewayState], tmp_path: Path
+) -> None:
+    url, gateway = served
+    spec = json.dumps(a_spec(tmp_path))
+    headers = AUTHORISED | {"Idempotency-Key": "one"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as http:
+        first, second = await asyncio.gather(*(http.post("/v1/experiments", content=spec) for _ in range(2)))
+        other_body = await http.post("/v1/experiments", content=spec.replace("tiny", "other"))
+        other_query = await http.post("/v1/experiments?start=true", content=spec)
+        refused = [await http.post("/v1/experiments", content="[]", headers={"Idempotency-Key": "two"}) for _ in "ab"]
+        unauthorised = await http.post("/v1/experiments", content=spec, headers={"Authorization": "Bearer wrong"})
+
+    assert (first.status_code, first.json()) == (second.status_code, second.json())
+    assert first.status_code == 201 and len(list(gateway.book)) == 1
+    for answer in (other_body, other_query):
+        assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_mismatch")
+    assert [answer.status_code for answer in refused] == [422, 422]
+    assert refused[0].json() == refused[1].json()
+    assert unauthorised.status_code == 401, "a stored answer is behind the token too"
+
+
+async def test_bodies_have_a_limit(url: str, settings: GatewaySettings) -> None:
+    body = b"x" * (settings.body_bytes + 1)
+
+    async def in_parts() -> Any:
+        for start in range(0, len(body), 1 << 20):
+            yield body[start : start + (1 << 20)]
+
+    async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        for content in (body, in_parts()):
+            answer = await http.post("/v1/experiments", content=content)
+            assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
+async def test_lists_are_paged(client: GatewayClient) -> None:
+    for number in range(5):
+        await client.call("POST", "/v1/services", body=REGISTRATION | {"incarnation": f"i{number}"})
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await client.call("GET", "/v1/services", params={"limit": 2, "after": cursor})
+        seen += [item["service_id"] for item in page["items"]]
+        cursor = page["next"]
+        if cursor is None:
+            break
+
+    assert len(seen) == len(set(seen)) == 5
+    with pytest.raises(InvalidRequest):
+        await client.call("GET", "/v1/services", params={"after": "nonsense"})
+
+
+async def test_metrics_are_stored_once_per_step_and_followed_by_cursor(client: GatewayClient, tmp_path: Path) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    path = f"/v1/experiments/{created['id']}/metrics"
+    for step, loss in ((1, 0.5), (2, 0.4), (2, 0.3)):
+        await client.call("POST", path, body={"step": step, "version": step, "values": {"loss": loss, "kl": 0.0}})
+
+    page = await client.call("GET", path, params={"names": "loss"})
+    assert [(item["step"], item["value"]) for item in page["items"]] == [(1, 0.5), (2, 0.3)]
+    assert await client.call("GET", path, params={"after": page["next"], "names": "loss"}) == {
+        "items": [],
+        "next": None,
+    }
+    with pytest.raises(InvalidRequest):
+        await client.call("POST", path, body={"step": -1, "version": 0, "values": {}})
+
+
+async def test_checkpoints_are_listed_by_step(client: GatewayClient, tmp_path: Path) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    path = f"/v1/experiments/{created['id']}/checkpoints"
+    for step in (20, 10):
+        body = {"step": step, "version": step, "path": f"/c/{step}", "at": "2026-01-01T00:00:00.000Z"}
+        await client.call("POST", path, body=body)
+
+    assert [item["step"] for item in (await client.call("GET", path))["items"]] == [10, 20]
+
+
+async def read_events(http: httpx.AsyncClient, path: str, headers: dict[str, str], count: int) -> list[dict[str, str]]:
+    """Read some events of a stream, comments included, or all until it ends."""
+    events: list[dict[str, str]] = []
+    fields: dict[str, str] = {}
+    async with http.stream("GET", path, headers=headers, timeout=10.0) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        async for line in stream.aiter_lines():
+            if line:
+                name, _, value = line.partition(": ")
+                fields[name or "comment"] = value
+            else:
+                events.append(fields)
+                fields = {}
+            if len(events) == count:
+                return events
+    return events
+
+
+async def test_events_are_replayed_from_the_last_one_seen_and_the_stream_ends_with_the_experiment(
+    url: str, client: GatewayClient, tmp_path: Path
+) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path), params={"start": True})
+    path = f"/v1/experiments/{created['id']}"
+    async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        first = await read_events(http, f"{path}/events", {}, 3)
+        resumed = asyncio.create_task(read_events(http, f"{path}/events", {"Last-Event-ID": first[0]["id"]}, 1000))
+        await asyncio.sleep(0.5)
+        await client.call("POST", f"{path}/stop")
+        rest = await asyncio.wait_for(resumed, 10.0)
+
+    assert [event["event"] for event in first] == ["experiment_created", "experiment_state", "waiting"]
+    named = [event for event in rest if "id" in event]
+    assert named[:2] == first[1:3]
+    assert {"comment": "nothing new"} in rest
+    assert json.loads(named[-1]["data"])["data"]["state"] == "stopped"
+
+
+async def test_unknown_paths_and_methods_are_problems(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        unknown = await http.get("/v1/nothing")
+        wrong = await http.put("/v1/experiments")
+
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
+    assert (wrong.status_code, wrong.headers["content-type"]) == (405, "application/problem+json")
+
+
+def test_every_route_has_a_docstring(settings: GatewaySettings) -> None:
+    routes = [route for route in create_app(settings).routes if isinstance(route, APIRoute)]
+
+    assert [route.path for route in routes if not route.endpoint.__doc__] == []

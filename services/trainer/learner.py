@@ -26,7 +26,7 @@ from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
 from shared.config.advantage import GdpoConfig, WhitenConfig
-from shared.config.algorithm import KlLossConfig, KlRewardConfig
+from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError, InvalidSpec
 from shared.schemas.trajectory import Group
@@ -131,7 +131,7 @@ class Learner:
             for members, micro_batches in mini_batches:
                 denominators_at = slice(members.start, members.stop)
                 if self.critic is not None:
-                    tallies.append(self._teach_critic(self.critic, prepared, micro_batches))
+                    tallies.append(_teach_critic(self.critic, prepared, micro_batches))
                 if self.critic is None or step > self.critic.config.warmup_steps:
                     tallies.append(self._accumulate(prepared, denominators_at, micro_batches, generator))
                 results.append(self.optimizer.update())
@@ -280,13 +280,7 @@ class Learner:
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
         )
-        selected = selected_tokens(
-            config,
-            old_log_probs=prepared.old_log_probs,
-            advantages=prepared.advantages,
-            response_mask=batch.sequences.response_mask & of_mini_batch,
-            generator=generator,
-        )
+        selected = _selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []
         self.optimizer.add_zero()
         for micro in micro_batches:
@@ -314,23 +308,36 @@ class Learner:
             tallies.append(objective.metrics)
         return combine(tallies)
 
-    @staticmethod
-    def _teach_critic(critic: Critic, prepared: _Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
-        """Make the critic's update of one mini-batch."""
-        assert prepared.values is not None and prepared.returns is not None
-        if not micro_batches:
-            return {}
-        denominators = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
-        tallies = [critic.accumulate(micro, prepared.values, prepared.returns, denominators) for micro in micro_batches]
-        critic.update()
-        return combine(tallies)
-
     def _adapt_kl(self, metrics: Metrics, num_sequences: int) -> None:
         config = self.spec.algorithm.kl
         if isinstance(config, KlLossConfig) and self.kl_coefficient is not None and "kl" in metrics:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
             )
+
+
+def _teach_critic(critic: Critic, prepared: _Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
+    """Make the critic's update of one mini-batch."""
+    assert prepared.values is not None and prepared.returns is not None
+    if not micro_batches:
+        return {}
+    denominators = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
+    tallies = [critic.accumulate(micro, prepared.values, prepared.returns, denominators) for micro in micro_batches]
+    critic.update()
+    return combine(tallies)
+
+
+def _selected(
+    config: AlgorithmConfig, prepared: _Prepared, of_mini_batch: Tensor, generator: torch.Generator
+) -> Tensor | None:
+    """Choose the tokens of a mini-batch that the loss treats differently: [T] over the batch, or None."""
+    return selected_tokens(
+        config,
+        old_log_probs=prepared.old_log_probs,
+        advantages=prepared.advantages,
+        response_mask=prepared.batch.sequences.response_mask & of_mini_batch,
+        generator=generator,
+    )
 
 
 def _component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:

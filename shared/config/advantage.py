@@ -4,7 +4,7 @@ Every estimator leaves its advantages unwhitened and unclipped unless ``whiten``
 estimators whose definition includes whitening have it as their default.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,8 +43,17 @@ class _Estimator(Config):
 
     whiten: WhitenConfig | None = None
     """Whitening over the sampled tokens of the whole batch, after the estimator."""
+    score_clip: tuple[float, float] | None = None
+    """Bounds of each sequence's reward after its baseline and before a KL per token; null for none (OpenRLHF:
+    reward_clip_range, (-10, 10))."""
     clip: float | None = Field(None, gt=0)
     """Clamp advantages to [-clip, clip], after whitening."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.score_clip is not None and self.score_clip[0] >= self.score_clip[1]:
+            raise ValueError(f"score_clip must be (low, high) with low below high, got {self.score_clip}")
+        return self
 
 
 class GaeConfig(_Estimator):

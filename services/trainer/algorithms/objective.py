@@ -24,7 +24,7 @@ from services.trainer.algorithms.losses import TokenLoss, policy_loss, select_by
 from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
 from services.trainer.algorithms.sequences import PackedSequences
 from services.trainer.algorithms.value import value_loss
-from shared.config.algorithm import AlgorithmConfig, KlLossConfig, ValueLossConfig
+from shared.config.algorithm import AlgorithmConfig, KlLossConfig, SupervisedConfig, ValueLossConfig
 from shared.config.policy_loss import ClipCovConfig, KlCovConfig
 
 
@@ -176,24 +176,53 @@ def policy_objective(
     metrics |= _policy_metrics(token_loss, log_probs, old_log_probs, survivors.response_mask)
     metrics["policy_loss"] = once(loss)
 
+    terms = _Terms(config, survivors, denominators, metrics)
     if entropy is not None:
         metrics["entropy"] = mean_over(entropy, mask)
     if config.entropy_coefficient:
-        share_of_entropy = aggregate(_given(entropy, "entropy"), survivors, denominators, config.aggregation)
-        loss = loss - config.entropy_coefficient * share_of_entropy
+        loss = loss - terms.entropy(entropy)
     if isinstance(config.kl, KlLossConfig):
-        reference = torch.where(mask, _given(ref_log_probs, "ref_log_probs"), 0.0)
-        kl = kl_loss(log_probs, reference, config.kl, old_log_probs)
-        share_of_kl = aggregate(kl, survivors, denominators, config.aggregation)
-        loss = loss + (config.kl.coefficient if kl_coefficient is None else kl_coefficient) * share_of_kl
-        metrics |= {"kl_loss": once(share_of_kl), "kl": mean_over(kl, mask)}
+        loss = loss + terms.kl(config.kl, log_probs, old_log_probs, ref_log_probs, kl_coefficient)
     if config.supervised is not None:
-        is_positive = survivors.spread(_given(scores, "scores")) > 0
-        supervised = aggregate(torch.where(is_positive, -log_probs, 0.0), survivors, denominators, config.aggregation)
-        loss = loss + config.supervised.coefficient * supervised
-        metrics["supervised_loss"] = once(supervised)
+        loss = loss + terms.supervised(config.supervised, log_probs, scores)
     metrics["loss"] = once(loss)
     return Objective(loss, metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """The terms beside the policy loss: each gives its weighted share, and writes its metrics."""
+
+    config: AlgorithmConfig
+    sequences: PackedSequences
+    denominators: Denominators
+    metrics: Metrics
+
+    def entropy(self, entropy: Tensor | None) -> Tensor:
+        return self.config.entropy_coefficient * self._share(_given(entropy, "entropy"))
+
+    def kl(
+        self,
+        section: KlLossConfig,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        ref_log_probs: Tensor | None,
+        coefficient: float | None,
+    ) -> Tensor:
+        mask = self.sequences.response_mask
+        kl = kl_loss(log_probs, torch.where(mask, _given(ref_log_probs, "ref_log_probs"), 0.0), section, old_log_probs)
+        share = self._share(kl)
+        self.metrics.update({"kl_loss": once(share), "kl": mean_over(kl, mask)})
+        return (section.coefficient if coefficient is None else coefficient) * share
+
+    def supervised(self, section: SupervisedConfig, log_probs: Tensor, scores: Tensor | None) -> Tensor:
+        is_positive = self.sequences.spread(_given(scores, "scores")) > 0
+        share = self._share(torch.where(is_positive, -log_probs, 0.0))
+        self.metrics["supervised_loss"] = once(share)
+        return section.coefficient * share
+
+    def _share(self, values: Tensor) -> Tensor:
+        return aggregate(values, self.sequences, self.denominators, self.config.aggregation)
 
 
 def value_objective(

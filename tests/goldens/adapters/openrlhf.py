@@ -82,7 +82,7 @@ def advantages(case: Case) -> dict[str, Any]:
     group_index = torch.arange(rows.shape[0]) // options["n_samples_per_prompt"]
     config, coefficient = estimator_config(options), options["kl_coef"]
     if options.get("reward_clip_range") is not None:
-        raise NotOffered("clipping rewards between the group's baseline and the KL: we clip before the baseline")
+        config = config.model_copy(update={"score_clip": tuple(options["reward_clip_range"])})
     # The case gives the KL per token: as log-probs against a reference of 0 it is k1 itself.
     kl = None
     if coefficient > 0:

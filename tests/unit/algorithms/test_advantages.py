@@ -235,3 +235,19 @@ def test_gigpo_without_episode_scores_is_refused() -> None:
 
     with pytest.raises(ValueError, match="episode"):
         gigpo(EnvironmentSteps(torch.zeros(1), zeros, zeros, zeros), zeros, gamma=1.0)
+
+
+def test_scores_are_bounded_between_baseline_and_kl() -> None:
+    sequences = PackedSequences.of(torch.tensor([0, 1]), torch.ones(2))
+    inputs = AdvantageInputs(
+        sequences,
+        torch.tensor([9.0, -9.0]),
+        torch.zeros(2),
+        old_log_probs=torch.tensor([-1.0, -1.0]),
+        ref_log_probs=torch.tensor([-1.5, -1.0]),
+    )
+    kl = KlRewardConfig(coefficient=1.0, order="after_baseline")
+
+    found = compute_advantages(DrGrpoConfig(score_clip=(-1.0, 2.0)), inputs, kl=kl)
+
+    close(found.advantages, [1.5, -1.0])

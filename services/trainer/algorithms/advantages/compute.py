@@ -132,7 +132,7 @@ def _estimate(
     match config:
         case configs.GaeConfig():
             return returns.gae(
-                _token_rewards(inputs, inputs.scores, charge),
+                _token_rewards(inputs, _bounded(inputs.scores, config), charge),
                 _given(inputs.values, "values"),
                 inputs.sequences,
                 gamma=config.gamma,
@@ -140,21 +140,22 @@ def _estimate(
                 masked_tokens=config.masked_tokens,
             )
         case configs.ReinforceConfig() | configs.ReinforcePlusPlusConfig():
-            rewards = _token_rewards(inputs, _less_batch_mean(config, inputs, charge, order), charge)
+            scores = _bounded(_less_batch_mean(config, inputs, charge, order), config)
+            rewards = _token_rewards(inputs, scores, charge)
             to_go = returns.discounted_returns(
                 rewards, inputs.sequences, gamma=config.gamma, masked_tokens=config.masked_tokens
             )
             return to_go, to_go
         case configs.TurnReinforceConfig():
-            rewards = _token_rewards(inputs, inputs.scores, _charge_at_turn_ends(inputs, charge))
+            rewards = _token_rewards(inputs, _bounded(inputs.scores, config), _charge_at_turn_ends(inputs, charge))
             to_go = returns.turn_returns(rewards, inputs.sequences, gamma=config.gamma)
             return to_go, to_go
         case configs.RemaxConfig():
-            rewards = _token_rewards(inputs, inputs.scores, charge)
+            rewards = _token_rewards(inputs, _bounded(inputs.scores, config), charge)
             return returns.remax(rewards, _given(inputs.baselines, "baselines"), inputs.sequences)
         case configs.TokenBaselineConfig():
             return optimal_token_baseline(
-                _token_rewards(inputs, inputs.scores, charge),
+                _token_rewards(inputs, _bounded(inputs.scores, config), charge),
                 _given(inputs.old_log_probs, "old_log_probs"),
                 _given(inputs.sum_pi_squared, "sum_pi_squared"),
                 inputs.sequences,
@@ -176,7 +177,7 @@ def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | 
         scores = sequences.with_mask(torch.ones_like(sequences.response_mask)).sum(inputs.token_rewards.float())
     if charge is not None and order == "before_baseline":
         scores = scores - sequences.sum(charge)
-    shaped = _compare(config, scores, inputs)
+    shaped = _bounded(_compare(config, scores, inputs), config)
     if charge is None or order == "before_baseline":
         return sequences.spread(shaped) * sequences.response_mask
     rewards = returns.rewards_at_last_token(shaped, sequences) - charge
@@ -227,6 +228,10 @@ def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -
             )
         case _:
             raise AssertionError(f"{config.kind} is not an estimator of whole sequences")
+
+
+def _bounded(scores: Tensor, config: AdvantageConfig) -> Tensor:
+    return scores if config.score_clip is None else scores.clamp(*config.score_clip)
 
 
 def _less_batch_mean(

@@ -1,5 +1,6 @@
 """Run a sandbox service: ``python -m services.sandbox``."""
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -45,7 +46,8 @@ class Waiting:
         """Take note of nothing."""
 
     async def run(self) -> None:
-        """Do nothing."""
+        """Do nothing, for as long as the service lives."""
+        await asyncio.Event().wait()
 
 
 def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSettings:

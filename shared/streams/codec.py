@@ -23,7 +23,7 @@ class EntryHeader:
         schema: schema number of the payload.
         group_id: the group that the payload is, or will be.
         size: number of trajectories, made or wanted.
-        token_count: tokens of all trajectories, prompts included; 0 for a task.
+        token_count: tokens that the policy sampled, in all trajectories; 0 for a task.
         oldest_version, newest_version: policy versions that sampled a token; the version at issue for a task.
         reward_mean: mean of the scored trajectories' rewards; None if none is scored.
         reward_spread: their population standard deviation; None if none is scored.
@@ -88,7 +88,7 @@ def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
         schema=GROUP_SCHEMA,
         group_id=group.task.group_id,
         size=len(group.trajectories),
-        token_count=group.num_tokens,
+        token_count=group.num_sampled,
         oldest_version=oldest,
         newest_version=newest,
         reward_mean=mean if rewards else None,

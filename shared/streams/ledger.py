@@ -29,7 +29,7 @@ class HopCounts(BaseModel):
 
 
 class TokenCounts(BaseModel):
-    """Tokens, prompts included, that passed so far."""
+    """Tokens that the policy sampled, as far as their groups have come."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -24,7 +24,7 @@ class Plan:
         group_ids: in order.
         entry_ids: their entries in the scored stream; empty once the step is committed.
         oldest_version, newest_version: policy versions that sampled a token of them.
-        token_count: tokens of them all, prompts included.
+        token_count: tokens of them all that the policy sampled.
     """
 
     step: int

@@ -95,7 +95,9 @@ class Evaluator:
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
             return
         metrics = summarise(groups, num_lost=num_issued - len(groups))
-        step = self._experiment.record.published_step
+        # Not the step that was done meanwhile: the result belongs to the version, and versions follow steps.
+        spec = self._experiment.spec
+        step = min(version * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
         at = rfc3339(self._clock.now())
         points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         await self._store.put_metrics(self._experiment.id, points)

@@ -47,9 +47,9 @@ async def test_a_forwarded_group_arrives_whole(plane: DataPlane) -> None:
     assert arrived.group().to_wire() == sent.to_wire()
     assert arrived.task() == claim.task()
     header = arrived.header
-    assert (header.oldest_version, header.newest_version, header.token_count) == (4, 4, sent.num_tokens)
+    assert (header.oldest_version, header.newest_version, header.token_count) == (4, 4, sent.num_sampled)
     assert (header.reward_mean, header.reward_spread) == (0.5, 0.5)
-    assert (await ledger_of(plane)).tokens.generated == sent.num_tokens
+    assert (await ledger_of(plane)).tokens.generated == sent.num_sampled
 
 
 async def test_many_are_forwarded_at_once_and_each_stands_alone(plane: DataPlane) -> None:

@@ -56,7 +56,7 @@ def test_a_header_says_what_the_payload_holds() -> None:
 
     assert header.reward_mean == pytest.approx(2 / 3)
     assert header.reward_spread == pytest.approx(np.std([0.0, 1.0, 1.0]))
-    assert (header.group_id, header.size, header.token_count) == (5, 4, group.num_tokens)
+    assert (header.group_id, header.size, header.token_count) == (5, 4, group.num_sampled)
     assert header.created_at == 12.5
     assert EntryHeader.from_bytes(header.to_bytes()) == header
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
-from services.trainer.algorithms.advantages.whitening import whiten
 from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
@@ -25,7 +24,7 @@ from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
-from shared.config.advantage import GdpoConfig, WhitenConfig
+from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError, InvalidSpec
@@ -174,10 +173,9 @@ class Learner:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config.kl, observed_kl=observed, num_sequences=batch.num_sequences
             )
-        returns = found.returns
-        if self.critic is not None and returns is not None and self.critic.config.whiten_returns:
-            returns = whiten(returns, batch.sequences.response_mask, WhitenConfig())
-        return _Prepared(batch, old, reference, found.advantages, values, returns), found.metrics
+        if self.critic is not None and found.returns is not None:
+            self.critic.observe(found.returns, batch.sequences.response_mask)
+        return _Prepared(batch, old, reference, found.advantages, values, found.returns), found.metrics
 
     def _advantages(
         self,

@@ -141,7 +141,8 @@ class ValueLossConfig(Config):
     aggregation: AggregationConfig = AggregationConfig()
     """How token errors become one number."""
     whiten_returns: bool = False
-    """Scale returns to mean 0 and variance 1 over the batch; the critic then predicts whitened returns."""
+    """The critic learns returns of mean 0 and variance 1, by the moments of all returns so far; its values are brought
+    back to the rewards' scale before advantages are made of them."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which only the critic learns."""
     learning_rate: float | None = Field(None, gt=0)

@@ -1,4 +1,6 @@
-"""The critic's loss per token."""
+"""The critic's loss per token, and the scale of what it predicts."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,3 +30,47 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     """Compute 1 - var(R - v) / var(R) over the sampled tokens: 1 is perfect, 0 no better than the mean."""
     residual, target = (returns - values)[response_mask], returns[response_mask]
     return 1 - residual.var(correction=0) / (target.var(correction=0) + 1e-5)
+
+
+@dataclass(frozen=True, eq=False)
+class ReturnMoments:
+    """Mean and variance of every return so far, so that a critic may predict whitened ones; float64 scalars.
+
+    Args:
+        count: returns seen.
+        mean: of them.
+        variance: of the population.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def none(cls) -> "ReturnMoments":
+        """Start with nothing seen: whitening then changes nothing."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return cls(zero, zero, zero)
+
+    def updated(self, returns: Tensor, response_mask: Tensor) -> "ReturnMoments":
+        """Merge the returns [T] of sampled tokens."""
+        seen = returns[response_mask].double().cpu()
+        if not seen.numel():
+            return self
+        count = self.count + seen.numel()
+        difference = seen.mean() - self.mean
+        squares = self.variance * self.count + seen.var(correction=0) * seen.numel()
+        squares = squares + difference.square() * self.count * seen.numel() / count
+        return ReturnMoments(count, self.mean + difference * seen.numel() / count, squares / count)
+
+    def whiten(self, returns: Tensor) -> Tensor:
+        """Bring returns [T] to mean 0 and variance 1."""
+        return (returns - float(self.mean)) / self._scale
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Bring predictions [T] of whitened returns back to the returns' own scale."""
+        return values * self._scale + float(self.mean)
+
+    @property
+    def _scale(self) -> float:
+        return float((self.variance + 1e-8).sqrt()) if float(self.count) else 1.0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from services.trainer.algorithms.aggregation import Denominators
 from services.trainer.algorithms.metrics import Metrics
 from services.trainer.algorithms.objective import value_objective
+from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
@@ -21,6 +22,7 @@ from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
 
 HEAD = "value_head."
+MOMENTS = ("count", "mean", "variance")
 
 
 class Critic:
@@ -49,10 +51,11 @@ class Critic:
         nn.init.zeros_(self._head.bias)
         if config.learning_rate is not None:
             optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
+        self.moments = ReturnMoments.none()
         self.optimizer = PolicyOptimizer(self._named_parameters(), optimisation, total_updates)
 
     def values(self, inputs: ModelInput) -> Tensor:
-        """Estimate the value of the state before each label: [N] float32, with gradient."""
+        """Predict the value of the state before each label: [N] float32, with gradient, whitened if the config says."""
         arguments = {"input_ids": inputs.token_ids, "use_cache": False}
         if inputs.attention_mask is not None:
             arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
@@ -66,8 +69,13 @@ class Critic:
         """Estimate the values of a whole batch: [T] like the given tensor, 0 where nothing was sampled."""
         found = torch.zeros_like(like)
         for micro in micro_batches:
-            found[micro.tokens] = micro.spread(self.values(micro.inputs))
+            found[micro.tokens] = micro.spread(self.moments.restore(self.values(micro.inputs)))
         return found
+
+    def observe(self, returns: Tensor, response_mask: Tensor) -> None:
+        """Take note of a batch's returns [T] before it is learned, if they are to be whitened."""
+        if self.config.whiten_returns:
+            self.moments = self.moments.updated(returns, response_mask)
 
     def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, denominators: Denominators) -> Metrics:
         """Leave one micro-batch's gradient on the parameters.
@@ -81,8 +89,8 @@ class Critic:
         objective = value_objective(
             self.config,
             value_preds=micro.spread(self.values(micro.inputs)),
-            old_values=old_values[micro.tokens],
-            returns=returns[micro.tokens],
+            old_values=self.moments.whiten(old_values[micro.tokens]),
+            returns=self.moments.whiten(returns[micro.tokens]),
             response_mask=micro.sequences.response_mask,
             sequence_index=micro.sequences.index,
             denominators=denominators,
@@ -99,7 +107,8 @@ class Critic:
     def state(self) -> dict[str, Tensor]:
         """Give weights and optimiser state as named tensors."""
         weights = {f"weight/{name}": parameter.detach() for name, parameter in self._named_parameters()}
-        return weights | self.optimizer.state()
+        moments = {f"moments/{name}": getattr(self.moments, name) for name in MOMENTS}
+        return weights | moments | self.optimizer.state()
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Take in what ``state`` gave.
@@ -114,7 +123,8 @@ class Critic:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(weights[name])
-        rest = {name: value for name, value in tensors.items() if not name.startswith("weight/")}
+        self.moments = ReturnMoments(*(tensors[f"moments/{name}"] for name in MOMENTS))
+        rest = {name: value for name, value in tensors.items() if not name.startswith(("weight/", "moments/"))}
         self.optimizer.load(rest, updates)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -66,6 +66,18 @@ def test_values_approach_the_returns() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
+def test_whitened_returns_leave_the_values_in_the_rewards_scale() -> None:
+    learner = a_learner(a_spec(warmup_steps=20, whiten_returns=True))
+    far = [a_group(0, rewards=[100.0, 102.0]), a_group(1, rewards=[98.0, 100.0])]
+
+    means = [learner.train(far, step).metrics["value/mean"] for step in range(1, 4)]
+    assert learner.critic is not None
+    restored = learner.critic.moments.restore(torch.tensor(means[-1]))
+
+    assert abs(means[-1]) < 3
+    assert float(restored) == pytest.approx(100, abs=5)
+
+
 def test_the_policy_waits_until_the_critic_is_warm() -> None:
     learner = a_learner(a_spec(warmup_steps=2))
     before = [parameter.detach().clone() for parameter in learner.loaded.model.parameters()]

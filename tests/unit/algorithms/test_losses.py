@@ -14,7 +14,7 @@ from services.trainer.algorithms.losses import policy_loss
 from services.trainer.algorithms.metrics import Tally, combine, summarise
 from services.trainer.algorithms.objective import value_objective
 from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.algorithms.value import explained_variance
+from services.trainer.algorithms.value import ReturnMoments, explained_variance
 from shared.config.algorithm import (
     AggregationConfig,
     AlgorithmConfig,
@@ -255,3 +255,22 @@ def test_tallies_add_up_before_they_are_divided() -> None:
     second = {"a": Tally(torch.tensor(8.0), torch.tensor(2.0)), "b": Tally(torch.tensor(0.0), torch.tensor(0.0))}
 
     assert summarise(combine([first, second])) == {"a": 3.0, "b": 0.0}
+
+
+def test_moments_of_returns_are_those_of_all_batches() -> None:
+    random = torch.Generator().manual_seed(2)
+    first, second = (5 + 3 * torch.randn(size, generator=random) for size in (7, 12))
+    masks = [torch.ones(7, dtype=torch.bool), torch.arange(12) < 10]
+
+    moments = ReturnMoments.none().updated(first, masks[0]).updated(second, masks[1])
+
+    everything = torch.cat([first, second[:10]])
+    assert float(moments.mean) == pytest.approx(float(everything.mean()), rel=1e-5)
+    assert float(moments.variance) == pytest.approx(float(everything.var(correction=0)), rel=1e-5)
+    torch.testing.assert_close(moments.restore(moments.whiten(first)), first)
+
+
+def test_without_returns_whitening_changes_nothing() -> None:
+    values = torch.tensor([1.0, -2.0])
+
+    assert torch.equal(ReturnMoments.none().restore(values), values)

@@ -37,6 +37,7 @@ LONGEST_SOCKET_PATH = 100
 """The kernel's limit is 108 bytes with the final zero; stay clear of it."""
 STOP_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
+SAFE_TRUNCATION_VERSION = (7, 0)
 
 
 class LocalRedis:
@@ -99,7 +100,10 @@ class LocalRedis:
                 preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  all that it uses is loaded before the fork
             )
         try:
-            self._wait_until_ready(time.monotonic() + ready_seconds)
+            deadline = time.monotonic() + ready_seconds
+            self._wait_until_ready(deadline)
+            if (server_version(binary) or MINIMUM_VERSION) < SAFE_TRUNCATION_VERSION:
+                self._write_log_anew(deadline)
         except BaseException:
             self.kill()
             raise
@@ -178,6 +182,24 @@ maxmemory-policy noeviction
                 if time.monotonic() > deadline:
                     raise Unavailable(f"the local Redis server is not ready: {error}; {self._last_lines()}") from error
             time.sleep(0.02)
+
+    def _write_log_anew(self, deadline: float) -> None:
+        """Drop the open transaction that an old server leaves in a log that was cut off.
+
+        Redis 6.2 cuts such a log after its last whole command, even inside a transaction. At the next start, what is
+        left of that transaction would be applied together with the one that follows it.
+        """
+        with contextlib.closing(_impatient(self.url)) as client:
+            client.bgrewriteaof()
+            while True:
+                facts = client.info("persistence")
+                if not facts["aof_rewrite_in_progress"] and not facts["aof_rewrite_scheduled"]:
+                    break
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"the local Redis server does not rewrite its log: {self._last_lines()}")
+                time.sleep(0.02)
+        if facts["aof_last_bgrewrite_status"] != "ok":
+            raise Unavailable(f"the local Redis server cannot rewrite its log: {self._last_lines()}")
 
     def _last_lines(self) -> str:
         lines = (self._directory / "redis.log").read_text(encoding="utf-8", errors="replace").splitlines()

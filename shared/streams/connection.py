@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -23,9 +24,12 @@ from shared.errors import Unavailable
 
 MINIMUM_VERSION = (6, 2)
 CONNECT_SECONDS = 5.0
-SOCKET_SECONDS = 15.0
+ANSWER_SECONDS = 15.0
+"""Longest time for one attempt of a command; far above the half second for which one may block."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
+
+ABSENCE = re.compile(r"^(OOM|LOADING|MASTERDOWN|TRYAGAIN)\b|-OOM command not allowed")
 
 Answer = TypeVar("Answer")
 
@@ -34,13 +38,15 @@ def connect(url: str) -> Redis:
     """Open a client for ``redis://``, ``rediss://`` or ``unix://``; it connects at its first command.
 
     Answers are bytes. The client itself repeats nothing: a repeated command could take effect twice, so that
-    is left to callers that know theirs is safe. Close it with ``await client.aclose()``.
+    is left to callers that know theirs is safe. Nor does it limit the time of a command: with a limit, redis-py sends
+    through ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that comes at the same moment. Use
+    ``answer_in_time`` around its commands. Close it with ``await client.aclose()``.
     """
     return Redis.from_url(
         url,
         protocol=2,
         decode_responses=False,
-        socket_timeout=SOCKET_SECONDS,
+        socket_timeout=None,
         socket_connect_timeout=CONNECT_SECONDS,
         socket_read_size=256 * 1024,
         retry=Retry(NoBackoff(), 0),
@@ -53,7 +59,13 @@ def is_absence(error: Exception) -> bool:
         return False
     if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | ReadOnlyError | OutOfMemoryError):
         return True
-    return isinstance(error, ResponseError) and str(error).startswith(("OOM", "LOADING", "MASTERDOWN", "TRYAGAIN"))
+    # Version 6.2 wraps the error that a script met into a text of its own.
+    return isinstance(error, ResponseError) and ABSENCE.search(str(error)) is not None
+
+
+def answer_in_time() -> asyncio.Timeout:
+    """Limit the time of one command; a ``TimeoutError``, which is an ``OSError``, ends it and its connection."""
+    return asyncio.timeout(ANSWER_SECONDS)
 
 
 async def retried(operation: Callable[[], Awaitable[Answer]], *, deadline_seconds: float) -> Answer:
@@ -67,7 +79,8 @@ async def retried(operation: Callable[[], Awaitable[Answer]], *, deadline_second
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
-            return await operation()
+            async with answer_in_time():
+                return await operation()
         except (RedisError, OSError) as error:
             if not is_absence(error):
                 raise
@@ -88,7 +101,8 @@ async def check_server(url: str) -> str:
     """
     client = connect(url)
     try:
-        facts: dict[str, Any] = await client.info("everything")
+        async with answer_in_time():
+            facts: dict[str, Any] = await client.info("everything")
     except (RedisError, OSError) as error:
         raise Unavailable(f"no Redis server answers at {address_of(url)}: {error}") from error
     finally:

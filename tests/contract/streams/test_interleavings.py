@@ -37,7 +37,7 @@ def in_memory() -> Rig:
 
 def test_memory() -> None:
     fleet = lambda: Fleet(in_memory, drain_seconds=0)  # noqa: E731
-    run_state_machine_as_test(fleet, settings=settings(max_examples=150, stateful_step_count=40, **CHECKS))
+    run_state_machine_as_test(fleet, settings=settings(max_examples=80, stateful_step_count=40, **CHECKS))
 
 
 @pytest.mark.slow

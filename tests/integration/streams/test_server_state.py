@@ -1,5 +1,7 @@
 """What an operator or a restart may do to the server's state."""
 
+import asyncio
+
 import pytest
 from redis.asyncio import Redis
 
@@ -40,8 +42,9 @@ async def test_a_missing_group_does_not_deliver_planned_groups_again(
     assert (await ledger_of(plane)).planned == 70
 
     held: list[int] = []
-    while len(held) < 30:
-        held += await claim_ids(trainer.hop, 100, wait_seconds=1)
+    async with asyncio.timeout(10):
+        while len(held) < 30:
+            held += await claim_ids(trainer.hop, 100, wait_seconds=1)
 
     assert sorted(held) == [*range(10), *range(80, 100)]
     assert await claim_ids(trainer.hop) == []

@@ -52,6 +52,8 @@ async def test_a_wrong_command_is_not_repeated() -> None:
         (BusyLoadingError("LOADING"), True),
         (OutOfMemoryError("full"), True),
         (ResponseError("OOM command not allowed"), True),
+        (ResponseError("Error running script (call to f_35): @user_script: 48: -OOM command not allowed when"), True),
+        (ResponseError("Error running script: attempt to index a nil value"), False),
         (AuthenticationError("wrong password"), False),
         (ResponseError("WRONGTYPE"), False),
     ],

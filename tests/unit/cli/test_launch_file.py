@@ -1,0 +1,59 @@
+"""A launch file is a spec and what must be made first."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.launch_file import read_launch_file
+from shared.errors import InvalidSpec
+
+SPEC = """
+name: trial
+seed: 3
+model: {path: "made/{seed}/model"}
+data: {path: "made/{seed}/train.jsonl"}
+reward: {components: [{kind: custom, path: "grade.py:score"}]}
+optimisation: {steps: 5}
+"""
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "spec.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_seed_stands_wherever_it_is_named(tmp_path: Path) -> None:
+    launch = read_launch_file(written(tmp_path, SPEC), ["seed=8"])
+
+    assert launch.spec.model.path == str(tmp_path / "made/8/model")
+    assert launch.spec.seed == 8
+
+
+def test_prepare_is_the_command_lines_business_and_never_sent(tmp_path: Path) -> None:
+    prepare = 'prepare: {command: [python, make.py, "--seed", "{seed}"], output: "made/{seed}"}'
+    launch = read_launch_file(written(tmp_path, SPEC + prepare))
+
+    assert launch.prepare is not None
+    assert launch.prepare.command == ("python", "make.py", "--seed", "3")
+    assert "prepare" not in launch.document
+
+
+def test_a_wrong_prepare_section_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec, match="command"):
+        read_launch_file(written(tmp_path, SPEC + "prepare: {output: made}"))
+
+
+def test_what_is_sent_validates_again(tmp_path: Path) -> None:
+    launch = read_launch_file(written(tmp_path, SPEC))
+
+    assert launch.document["reward"]["components"][0]["path"] == f"{tmp_path / 'grade.py'}:score"
+
+
+def test_the_shipped_experiments_are_valid() -> None:
+    for path in (Path(__file__).parents[3] / "examples" / "arithmetic").glob("*.yaml"):
+        launch = read_launch_file(path, ["seed=2"])
+
+        assert launch.prepare is not None
+        assert launch.spec.evaluation is not None
+        assert launch.spec.model.path.startswith(str(path.parent / launch.prepare.output))

@@ -1,0 +1,116 @@
+"""What the live view and the summary are made of."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cli.progress import Progress, duration, live_line, seconds_left
+from cli.summary import summarise
+from shared.client import GatewayClient
+from shared.schemas.experiment import ExperimentState, ExperimentView, Page
+
+
+def a_view(**fields: Any) -> ExperimentView:
+    defaults: dict[str, Any] = {
+        "id": "trial-1",
+        "name": "trial",
+        "state": ExperimentState.RUNNING,
+        "revision": 1,
+        "spec": {},
+        "created_at": "2026-01-01T00:00:00Z",
+        "updated_at": "2026-01-01T00:00:00Z",
+        "step": 2,
+        "total_steps": 10,
+        "policy_version": 2,
+        "services": {"rollout": ("r1",)},
+        "directory": "/data/trial-1",
+    }
+    return ExperimentView(**(defaults | fields))
+
+
+def point(name: str, step: int, value: float) -> dict[str, Any]:
+    return {"name": name, "step": step, "version": step, "value": value}
+
+
+class ScriptedGateway:
+    """Serves one experiment; metrics in pages, each once."""
+
+    def __init__(self, *pages: list[dict[str, Any]]) -> None:
+        self.pages = list(pages)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path.endswith("/ledger"):
+            return httpx.Response(200, json={"train": {"issued": 8, "balanced": True}, "evaluation": {}})
+        if path.endswith("/metrics"):
+            items = self.pages.pop(0) if self.pages else []
+            return httpx.Response(200, json={"items": items, "next": "c"})
+        if path == "/v1/services":
+            mine = {"service_id": "r1", "kind": "rollout", "observed": {"load": {"tokens_per_second": 120.0}}}
+            other = {"service_id": "r2", "kind": "rollout", "observed": {"load": {"tokens_per_second": 999.0}}}
+            return httpx.Response(200, json={"items": [mine, other], "next": None})
+        return httpx.Response(200, content=a_view().model_dump_json())
+
+
+async def refreshed(*pages: list[dict[str, Any]]) -> Progress:
+    progress = Progress(a_view())
+    async with GatewayClient("http://g", "t", transport=httpx.MockTransport(ScriptedGateway(*pages))) as client:
+        for _ in pages:
+            await progress.refresh(client)
+    return progress
+
+
+async def test_series_are_read_on_and_only_own_rollouts_count() -> None:
+    progress = await refreshed([point("reward/mean", 1, 0.5)], [point("reward/mean", 2, 0.7)])
+
+    assert progress.series["reward/mean"] == [(1, 1, 0.5), (2, 2, 0.7)]
+    assert progress.tokens_per_second() == 120.0
+    assert progress.mean_of_last("reward/mean", 5) == 0.6
+
+
+async def test_a_replayed_step_replaces_what_was_said_of_it() -> None:
+    progress = await refreshed(
+        [point("reward/mean", 1, 0.5), point("reward/mean", 2, 0.7)], [point("reward/mean", 2, 0.8)]
+    )
+
+    assert progress.series["reward/mean"] == [(1, 1, 0.5), (2, 2, 0.8)]
+
+
+async def test_a_line_says_what_is_known() -> None:
+    progress = await refreshed([point("evaluation/accuracy", 0, 0.25)])
+
+    line = live_line(progress, elapsed=61, left=None)
+
+    assert "1:01" in line
+    assert "step 2/10" in line
+    assert "held-out 0.250" in line
+
+
+def test_time_left_follows_the_pace() -> None:
+    assert seconds_left(Progress(a_view(step=2)), 4.0) == 16.0
+    assert seconds_left(Progress(a_view(step=0)), 4.0) is None
+    assert duration(None) == "-"
+
+
+async def test_a_summary_holds_before_and_after() -> None:
+    progress = await refreshed(
+        [point("evaluation/accuracy", 0, 0.25), point("evaluation/accuracy", 9, 0.9), point("lag/max", 3, 1.0)]
+    )
+
+    summary = summarise(
+        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
+    )
+
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["max_lag_trained"]) == (0.25, 0.9, 1.0)
+    assert summary["checkpoint"] is None
+
+
+async def test_one_evaluation_is_no_improvement() -> None:
+    progress = await refreshed([point("evaluation/accuracy", 0, 0.25)])
+
+    summary = summarise(
+        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
+    )
+
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)

@@ -16,7 +16,8 @@ from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, summarise
 from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
-from services.trainer.data.batch import TrainingBatch, make_batch
+from services.trainer.algorithms.sample_weights import sequence_weights
+from services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.metrics import algorithm_names, mean_of_updates
 from services.trainer.models.critic import Critic
@@ -64,6 +65,7 @@ class _Prepared:
     advantages: Tensor
     values: Tensor | None
     returns: Tensor | None
+    sequence_weights: Tensor | None
 
 
 def check_supported(spec: ExperimentSpec) -> None:
@@ -121,7 +123,8 @@ class Learner:
             step: its number, from 1; seeds what the losses draw.
         """
         batch = make_batch(groups).to(self.device)
-        prepared, advantage_metrics = self._prepare(batch)
+        weights = _sequence_weights(self.spec.algorithm, batch, groups)
+        prepared, advantage_metrics = self._prepare(batch, weights)
         generator = torch.Generator(self.device).manual_seed(self.spec.seed * 1_000_003 + step)
         mini_batches = [self._micro_batches(prepared, members) for members in self._mini_batches(batch)]
         results: list[UpdateResult] = []
@@ -150,7 +153,7 @@ class Learner:
         starts = torch.searchsorted(batch.group_index.cpu(), torch.arange(0, batch.num_groups, size)).tolist()
         return [range(start, end) for start, end in zip(starts, [*starts[1:], batch.num_sequences], strict=True)]
 
-    def _prepare(self, batch: TrainingBatch) -> tuple[_Prepared, Metrics]:
+    def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[_Prepared, Metrics]:
         config = self.spec.algorithm
         needs_squares = config.advantage.kind == "optimal_token_baseline"
         needs_passes = (
@@ -175,7 +178,7 @@ class Learner:
             )
         if self.critic is not None and found.returns is not None:
             self.critic.observe(found.returns, batch.sequences.response_mask)
-        return _Prepared(batch, old, reference, found.advantages, values, found.returns), found.metrics
+        return _Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found.metrics
 
     def _advantages(
         self,
@@ -297,6 +300,7 @@ class Learner:
                 entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
                 scores=batch.rewards[micro.members],
                 selected=None if selected is None else selected[micro.tokens],
+                sequence_weights=_of_members(prepared.sequence_weights, micro),
                 num_sequences=len(micro.members),
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,
@@ -336,6 +340,32 @@ def _selected(
         response_mask=prepared.batch.sequences.response_mask & of_mini_batch,
         generator=generator,
     )
+
+
+def _of_members(values: Tensor | None, micro: MicroBatch) -> Tensor | None:
+    return None if values is None else values[micro.members]
+
+
+def _sequence_weights(config: AlgorithmConfig, batch: TrainingBatch, groups: Sequence[Group]) -> Tensor | None:
+    """Weigh the sequences of a step: [S], mean 1; None if nothing asks for it."""
+    section = config.sequence_weights
+    if section is None:
+        return None
+    difficulty = None
+    if section.difficulty is not None:
+        rows = [_difficulty(group, section.difficulty) for group in groups for _ in scored_trajectories(group)]
+        difficulty = torch.tensor(rows, device=batch.rewards.device)
+    return sequence_weights(difficulty, batch.sequences.lengths if section.length else None)
+
+
+def _difficulty(group: Group, column: str) -> float:
+    found = group.task.metadata.get(column)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise DataError(
+            f"algorithm.sequence_weights.difficulty names the column {column}, which is {found!r} for task "
+            f"{group.task.group_id}: it must be a number"
+        )
+    return float(found)
 
 
 def _component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:

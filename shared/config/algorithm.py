@@ -25,6 +25,7 @@ __all__ = [
     "PolicyLossConfig",
     "PpoConfig",
     "RejectionConfig",
+    "SequenceWeightsConfig",
     "SupervisedConfig",
     "ValueLossConfig",
     "VetoConfig",
@@ -133,6 +134,23 @@ class SupervisedConfig(Config):
     """Weight of the term, aggregated like the policy loss."""
 
 
+class SequenceWeightsConfig(Config):
+    """Loss weights of whole sequences, rescaled to mean 1 over a step."""
+
+    length: bool = False
+    """From 1.5 for the step's shortest answer to 0.5 for its longest (ROLL: length_loss_weight)."""
+    difficulty: str | None = Field(None, min_length=1)
+    """Column of the dataset with a number from 0 to 1, which weighs 0.5 to 2 (ROLL: difficulty_loss_weight)."""
+
+    @model_validator(mode="after")
+    def _weighs_something(self) -> "SequenceWeightsConfig":
+        if not self.length and self.difficulty is None:
+            raise ValueError(
+                "sequence_weights with neither length nor difficulty weighs nothing: set one, or remove it"
+            )
+        return self
+
+
 class ValueLossConfig(Config):
     """The critic's loss: 0.5 max((v-R)^2, (clip(v, v_old +- clip) - R)^2)."""
 
@@ -169,6 +187,8 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     supervised: SupervisedConfig | None = None
     """Likelihood term on sequences with a positive reward; null for none."""
+    sequence_weights: SequenceWeightsConfig | None = None
+    """Weights of whole sequences in the policy loss; null for none."""
     value_loss: ValueLossConfig | None = None
     """The critic's loss; null for its defaults where there is a critic."""
 

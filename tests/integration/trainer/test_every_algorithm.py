@@ -10,6 +10,7 @@ import torch
 from services.trainer.learner import Learner
 from services.trainer.models.loading import LoadedModel
 from shared.config.load import validate_spec
+from shared.errors import DataError
 from shared.schemas.trajectory import Group
 from shared.testing.builders import a_group
 from tests.integration.trainer.test_critic import a_model
@@ -36,6 +37,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "policy_gradient": {"policy_loss": {"kind": "policy_gradient"}},
     "decoupled, corrected": DECOUPLED,
     "entropy and supervised": {"entropy_coefficient": 0.01, "supervised": {"coefficient": 0.1}},
+    "sequence weights": {"sequence_weights": {"length": True, "difficulty": "difficulty"}},
     "rloo": {"advantage": {"kind": "rloo"}},
     "reinforce++": {"advantage": {"kind": "reinforce_plus_plus", "gamma": 0.9}},
     "reinforce++-baseline": {"advantage": {"kind": "reinforce_plus_plus_baseline"}},
@@ -53,7 +55,14 @@ def groups() -> list[Group]:
         a_group(1, rewards=[0.5, 2.0], sampled_tokens=9),
         a_group(2, rewards=[-1.0, 1.0], sampled_tokens=2),
     ]
-    return [replace(group, trajectories=tuple(_likely(t) for t in group.trajectories)) for group in made]
+    return [
+        replace(
+            group,
+            task=replace(group.task, metadata={"difficulty": group.task.group_id / 2}),
+            trajectories=tuple(_likely(t) for t in group.trajectories),
+        )
+        for group in made
+    ]
 
 
 def _likely(trajectory: Any) -> Any:
@@ -94,3 +103,17 @@ def test_the_cut_of_a_mini_batch_does_not_matter(name: str) -> None:
     # AdamW's first step has the gradient's sign alone: where that is rounding noise, weights may differ.
     differences = torch.cat([(a - b).abs().flatten() for a, b in zip(cut_weights, weights, strict=True)])
     assert float((differences < 1e-4).float().mean()) > 0.99
+
+
+def test_a_difficulty_that_is_no_number_is_named() -> None:
+    with pytest.raises(DataError, match="hardness"):
+        trained({"sequence_weights": {"difficulty": "hardness"}}, micro_batch_tokens=64)
+
+
+def test_difficulty_changes_what_is_learned() -> None:
+    plain, weighted = (
+        trained(section, micro_batch_tokens=64)[0]
+        for section in ({}, {"sequence_weights": {"difficulty": "difficulty"}})
+    )
+
+    assert weighted["loss/total"] != pytest.approx(plain["loss/total"], abs=1e-4)

@@ -36,6 +36,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"advantage": {"kind": "gae", "whiten": {"centre_only": True, "epsilon": 1e-3}}}, "epsilon", "centre_only"),
     ({"advantage": {"kind": "gdpo", "components": ["a"], "weights": [1, 2]}}, "weights", "components"),
+    ({"sequence_weights": {}}, "length", "difficulty"),
     ({"policy_loss": {"kind": "clip_cov", "lower": 3, "upper": 2}}, "lower", "upper"),
 ]
 

@@ -24,6 +24,9 @@ STALLS_BEFORE_BLAME = 1
 """Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does
 not confirm the next epoch."""
 
+OPENINGS_BEFORE_PULL = 3
+"""Epochs that the sender may fail to open before the members are left to the pull path."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -86,7 +89,8 @@ class Negotiation:
         step: optimiser steps that the version contains.
         joined, received: members of the present epoch that said so.
         is_sent: the sender reported that it is done in the present epoch.
-        stalls: epochs of this publication that ended without any member having received it.
+        stalls: transfers of this publication that ended without any member having received it.
+        failed_openings: epochs that the sender could not open.
         reason: why it was aborted, or why the last epoch was closed.
     """
 
@@ -99,6 +103,7 @@ class Negotiation:
     received: frozenset[str] = frozenset()
     is_sent: bool = False
     stalls: int = 0
+    failed_openings: int = 0
     reason: str | None = None
 
     @property
@@ -178,6 +183,11 @@ def _sent(state: Negotiation, epoch: int, checksum: str) -> Negotiation:
 def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
     if epoch != state.epoch.number:
         return state
+    if state.phase is PublicationPhase.PREPARING:
+        # Nothing was sent yet, so no member can be at fault; a sender that never gets it open leaves them to pull.
+        is_hopeless = state.failed_openings + 1 >= OPENINGS_BEFORE_PULL
+        gone = set(state.members) if is_hopeless else set()
+        return replace(_without(state, gone, f"the send failed: {detail}"), failed_openings=state.failed_openings + 1)
     # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
     is_blamed = bool(state.received) or state.stalls >= STALLS_BEFORE_BLAME
     silent = set(state.members - state.received) if is_blamed else set()
@@ -199,7 +209,8 @@ def _late(state: Negotiation) -> Negotiation:
 def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
     """Close the epoch and open the next with the members that remain."""
     remaining = members_of(state.members - gone)
-    stalls = state.stalls + (0 if state.received else 1)
+    has_stalled = state.phase is PublicationPhase.TRANSFERRING and not state.received
+    stalls = state.stalls + (1 if has_stalled else 0)
     if remaining and remaining == members_of(state.received):
         # Everybody who is left holds the version already.
         return replace(

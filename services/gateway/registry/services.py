@@ -49,7 +49,7 @@ class LiveService:
 
     def works_for(self, experiment_id: str) -> bool:
         """Whether it says that it works for this experiment, whatever it is assigned to."""
-        is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FAILED}
+        is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FINISHED, WorkState.FAILED}
         return self.observed.experiment_id == experiment_id and not is_at_rest
 
     def facts(self) -> ServiceFacts:

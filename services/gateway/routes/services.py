@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
 from shared.schemas.experiment import Page
-from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceView
+from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind, ServiceView
 
 router = APIRouter(prefix="/services", tags=["services"])
 
@@ -56,9 +56,10 @@ async def leave(service_id: str, gateway: Gateway) -> None:
 
 
 @router.get("")
-async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
-    """List the services in the order of registration."""
-    return page_of([(service.id, gateway.registry.view(service)) for service in gateway.registry], after, limit)
+async def index(gateway: Gateway, kind: ServiceKind | None = None, after: Cursor = None, limit: Limit = 100) -> Page:
+    """List the services, or those of one kind, in the order of registration."""
+    services = [service for service in gateway.registry if kind is None or service.kind is kind]
+    return page_of([(service.id, gateway.registry.view(service)) for service in services], after, limit)
 
 
 @router.get("/{service_id}")

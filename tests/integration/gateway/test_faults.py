@@ -219,7 +219,7 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 trainer = services[2]
                 trainer.step_seconds = 0.2
                 evaluation = {"path": str(tmp_path / "heldout.jsonl"), "every_versions": 2}
-                spec = a_spec(tmp_path, optimisation=optimisation(12), evaluation=evaluation)
+                spec = a_spec(tmp_path, optimisation=optimisation(8), evaluation=evaluation)
                 created = await client.call(
                     "POST", "/v1/experiments", body=spec, params={"start": True}, deadline_seconds=20.0
                 )
@@ -235,11 +235,11 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 ledger = await client.call("GET", f"{path}/ledger")
                 assert {service.id for service in services} == ids, "nobody had to register again"
         assert view["state"] == "completed", view["problem"]
-        assert (view["step"], view["policy_version"]) == (12, 12)
+        assert (view["step"], view["policy_version"]) == (8, 8)
         assert ledger["train"]["balanced"] and ledger["evaluation"]["balanced"]
-        assert (ledger["train"]["trained"], ledger["train"]["outstanding"]) == (24, 0)
+        assert (ledger["train"]["trained"], ledger["train"]["outstanding"]) == (16, 0)
         groups = [group for step in trainer.trained for group in step]
-        assert sorted(groups) == sorted(set(groups)) and trainer.lags == [0] * 24
+        assert sorted(groups) == sorted(set(groups)) and trainer.lags == [0] * 16
     finally:
         assert process.end(signal.SIGTERM) == 0
 

@@ -191,6 +191,8 @@ async def test_lists_are_paged(client: GatewayClient) -> None:
             break
 
     assert len(seen) == len(set(seen)) == 5
+    assert (await client.call("GET", "/v1/services", params={"kind": "sandbox"}))["items"] == []
+    assert len((await client.call("GET", "/v1/services", params={"kind": "rollout"}))["items"]) == 5
     with pytest.raises(InvalidRequest):
         await client.call("GET", "/v1/services", params={"after": "nonsense"})
 

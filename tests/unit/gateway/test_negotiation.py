@@ -160,6 +160,14 @@ def test_a_failed_send_opens_the_next_epoch_with_the_same_members_and_at_last_gi
     assert (state.phase, state.members) == (Phase.COMMITTED, frozenset())
 
 
+def test_a_sender_that_cannot_open_an_epoch_blames_nobody_and_gives_up_in_the_end() -> None:
+    state = after(announced("a", "b"), SendFailed(1, "no port"), SendFailed(2, "no port"))
+    assert (state.members, state.epoch.number, state.stalls) == ({"a", "b"}, 3, 0)
+
+    state = after(state, SendFailed(3, "no port"))
+    assert (state.phase, state.members) == (Phase.COMMITTED, frozenset())
+
+
 def test_a_failed_send_spares_those_that_hold_the_version() -> None:
     events = (meeting(1), joined("a"), joined("b"), received("a"), SendFailed(1, "b hung up"))
 

@@ -1,0 +1,140 @@
+"""The evaluator over the data plane in memory."""
+
+import asyncio
+from typing import Any
+
+from services.gateway.evaluation.evaluator import Evaluator
+from services.gateway.experiments.book import Experiment
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.state import GatewayState
+from shared.schemas.service import ServiceKind
+from shared.schemas.task import Task
+from shared.streams.hop import Resolution
+from shared.streams.keys import HopName
+from shared.testing.builders import a_group
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, running, until
+
+ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
+
+
+async def an_evaluator(**config: Any) -> tuple[GatewayState, Experiment, Evaluator]:
+    gateway = a_gateway()
+    optimisation = {"steps": 10, "groups_per_mini_batch": 2}
+    spec = a_spec(evaluation={"path": "/nowhere/heldout.jsonl"} | config, optimisation=optimisation)
+    experiment = await add_experiment(gateway, spec=spec.model_dump(mode="json"))
+    dataset = Dataset(ROWS, experiment.spec.data, 0)
+    evaluator = Evaluator(experiment, dataset, gateway.book, gateway.store, gateway.events, gateway.clock)
+    return gateway, experiment, evaluator
+
+
+async def answer(experiment: Experiment, rewards: list[float], *, num_failed: int = 0) -> list[Task]:
+    """Answer and grade what is issued in the evaluation lane, but let some groups fail."""
+    rollout = experiment.evaluation.hop(HopName.TASKS, "r")
+    reward = experiment.evaluation.hop(HopName.GENERATED, "w")
+    tasks: list[Task] = []
+    while len(tasks) < len(ROWS):
+        for claim in await rollout.claim(9, wait_seconds=0.05):
+            tasks.append(claim.task())
+            if len(tasks) <= num_failed:
+                await rollout.resolve(claim, Resolution.FAILED, "timeout")
+            else:
+                await rollout.forward(claim, a_group(claim.task()))
+    for claim in await reward.claim(9, wait_seconds=0.05):
+        await reward.forward(claim, a_group(claim.task(), rewards=rewards))
+    return tasks
+
+
+async def series(gateway: GatewayState, experiment: Experiment) -> dict[tuple[str, int], float]:
+    rows = await gateway.store.metrics(experiment.id, names=[], after=0, limit=99)
+    return {(point.name, point.version): point.value for _, point in rows}
+
+
+async def kinds(gateway: GatewayState, experiment: Experiment) -> list[str]:
+    return [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
+
+
+async def test_the_first_version_is_evaluated_pinned_greedy_and_held() -> None:
+    gateway, experiment, evaluator = await an_evaluator(group_size=2)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+    async with running(evaluator.run()):
+        await until(lambda: experiment.record.evaluating_version == 0)
+        assert gateway.fleet.desired(gateway.registry.get(rollout)).hold_version == 0
+
+        tasks = await answer(experiment, [1.0, 0.0])
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    assert [(t.row, t.pinned_version, t.greedy, t.group_size) for t in tasks] == [(n, 0, True, 2) for n in range(3)]
+    found = await series(gateway, experiment)
+    assert (found["evaluation/accuracy", 0], found["evaluation/num_scored", 0]) == (0.5, 6.0)
+    ledger = await experiment.evaluation.ledger()
+    assert (ledger.trained, ledger.outstanding, ledger.balanced) == (3, 0, True)
+    assert gateway.fleet.desired(gateway.registry.get(rollout)).hold_version is None
+    assert "evaluation" in await kinds(gateway, experiment)
+
+
+async def test_groups_that_fail_on_their_way_are_errors_and_do_not_hold_it_up() -> None:
+    gateway, experiment, evaluator = await an_evaluator()
+    async with running(evaluator.run()):
+        await answer(experiment, [1.0], num_failed=2)
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    found = await series(gateway, experiment)
+    assert (found["evaluation/accuracy", 0], found["evaluation/num_errors", 0]) == (1.0, 2.0)
+
+
+async def test_the_next_is_due_after_some_versions_and_the_last_one_when_training_is_over() -> None:
+    gateway, experiment, evaluator = await an_evaluator(every_versions=5)
+    async with running(evaluator.run()):
+        await answer(experiment, [1.0])
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+        await gateway.book.update(experiment, policy_version=4)
+        await asyncio.sleep(0.01)
+        assert experiment.record.evaluating_version is None
+        await gateway.book.update(experiment, policy_version=5)
+        assert {task.pinned_version for task in await answer(experiment, [1.0])} == {5}
+        await until(lambda: experiment.record.evaluated_version == 5)
+
+        await gateway.book.update(experiment, policy_version=6, is_trained=True)
+        await answer(experiment, [0.0])
+        await until(lambda: experiment.record.evaluated_version == 6)
+
+    rows = await gateway.store.metrics(experiment.id, names=["evaluation/accuracy"], after=0, limit=9)
+    assert [(point.version, point.step, point.value) for _, point in rows] == [(0, 0, 1.0), (5, 5, 1.0), (6, 6, 0.0)]
+    assert (await experiment.evaluation.ledger()).issued == 9
+
+
+async def test_one_that_takes_too_long_is_given_up_and_said_to_be() -> None:
+    gateway, experiment, evaluator = await an_evaluator(deadline_seconds=0.001)
+    clock = gateway.clock
+    async with running(evaluator.run()):
+        await until(lambda: experiment.record.evaluating_version == 0)
+        clock.advance(1.0)  # type: ignore[attr-defined]
+
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    ledger = await experiment.evaluation.ledger()
+    assert (ledger.dropped, ledger.balanced) == ({"evaluation_deadline": 3}, True)
+    assert "evaluation_failed" in await kinds(gateway, experiment)
+    assert await series(gateway, experiment) == {}
+
+
+async def test_one_that_a_restart_interrupted_is_abandoned_and_done_again() -> None:
+    gateway, experiment, evaluator = await an_evaluator()
+    async with running(evaluator.run()):
+        await until(lambda: experiment.record.evaluating_version == 0)
+        rollout = experiment.evaluation.hop(HopName.TASKS, "r")
+        assert await rollout.claim(1, wait_seconds=1.0)
+    assert experiment.record.evaluating_version == 0, "what a killed gateway leaves in its database"
+
+    dataset = Dataset(ROWS, experiment.spec.data, 0)
+    again = Evaluator(experiment, dataset, gateway.book, gateway.store, gateway.events, gateway.clock)
+    async with running(again.run()):
+        while "evaluation_abandoned" not in await kinds(gateway, experiment):
+            await asyncio.sleep(0.001)
+        tasks = await answer(experiment, [1.0])
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    ledger = await experiment.evaluation.ledger()
+    assert [task.group_id for task in tasks] == [3, 4, 5]
+    assert (ledger.dropped, ledger.trained, ledger.balanced) == ({"evaluation_abandoned": 3}, 3, True)

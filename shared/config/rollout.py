@@ -31,7 +31,7 @@ class TorchEngineConfig(Config):
     slots: int = Field(128, ge=1)
     """Completions sampled at the same time."""
     context_tokens: int = Field(2048, ge=8)
-    """Longest prompt and completion together; the KV cache is allocated for it."""
+    """Longest prompt and completion together; the KV cache grows up to it."""
     threads: int = Field(1, ge=1)
     """Compute threads of the engine's process."""
     device: str = "cpu"

@@ -4,7 +4,7 @@ Every estimator leaves its advantages unwhitened and unclipped unless ``whiten``
 estimators whose definition includes whitening have it as their default.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,9 @@ class WhitenConfig(Config):
         return self
 
 
+Estimator = TypeVar("Estimator", bound=Config)
+
+
 class _Estimator(Config):
     """What every estimator has after its own formula."""
 
@@ -54,6 +57,15 @@ class _Estimator(Config):
         if self.score_clip is not None and self.score_clip[0] >= self.score_clip[1]:
             raise ValueError(f"score_clip must be (low, high) with low below high, got {self.score_clip}")
         return self
+
+
+def _refuse_idle_epsilon(config: Estimator, switch: str, is_used: bool) -> Estimator:
+    if not is_used and getattr(config, "epsilon", None) != type(config).model_fields["epsilon"].default:
+        raise ValueError(
+            f"advantage.epsilon has no effect while advantage.{switch} is false, which divides by nothing: remove "
+            f"epsilon, or set {switch} to true"
+        )
+    return config
 
 
 class GaeConfig(_Estimator):
@@ -114,6 +126,10 @@ class GrpoConfig(_Estimator):
     group_of_one: GroupOfOne = "zero"
     """A group with one member has nothing to compare with: advantage 0 (ROLL), or the raw reward (verl)."""
 
+    @model_validator(mode="after")
+    def _epsilon_divides(self) -> Self:
+        return _refuse_idle_epsilon(self, "normalise_by_std", self.normalise_by_std)
+
 
 class DrGrpoConfig(_Estimator):
     """Reward less the group's mean (Liu et al. 2025); aggregate with seq-mean-token-sum-norm as the paper does."""
@@ -131,6 +147,10 @@ class PassAtKConfig(_Estimator):
     """Divide by the group's unbiased standard deviation plus epsilon."""
     epsilon: float = Field(1e-4, gt=0)
     """Added to the standard deviation."""
+
+    @model_validator(mode="after")
+    def _epsilon_divides(self) -> Self:
+        return _refuse_idle_epsilon(self, "normalise_by_std", self.normalise_by_std)
 
 
 class GdpoConfig(_Estimator):
@@ -219,6 +239,10 @@ class _Agentic(_Estimator):
     """Divide centred scores by their group's unbiased standard deviation plus epsilon (ROLL: mean_std)."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation; groups whose deviation does not exceed it get 0."""
+
+    @model_validator(mode="after")
+    def _epsilon_divides(self) -> Self:
+        return _refuse_idle_epsilon(self, "divide_by_std", self.divide_by_std)
 
 
 class GigpoConfig(_Agentic):

@@ -89,6 +89,12 @@ class _Kl(Config):
     def _horizon_belongs_to_target(self) -> "_Kl":
         if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
             raise ValueError("kl.horizon has no effect while kl.target is not set: set target, or remove horizon")
+        estimator = getattr(self, "estimator", "k3")
+        if estimator != "k3" and self.log_ratio_bounds != type(self).model_fields["log_ratio_bounds"].default:
+            raise ValueError(
+                f"kl.log_ratio_bounds has no effect while kl.estimator is {estimator}, which has no exponential: "
+                "remove log_ratio_bounds, or use k3"
+            )
         return self
 
 
@@ -167,6 +173,12 @@ class ValueLossConfig(Config):
     """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and bears more."""
 
 
+WITHOUT_SEQUENCE_BASELINE = frozenset({"gae", "turn_reinforce", "remax", "optimal_token_baseline"})
+"""Estimators that take rewards token by token: it does not matter when the KL is subtracted."""
+WITH_SCORES_OF_THEIR_OWN = frozenset({"gdpo", "gigpo", "step_reinforce"})
+"""Estimators that compare reward components or steps."""
+
+
 class AlgorithmConfig(Config):
     """How rewards become a gradient; the defaults are GRPO with DAPO's clip and token mean."""
 
@@ -199,6 +211,7 @@ class AlgorithmConfig(Config):
                 f"algorithm.value_loss has no effect while algorithm.advantage.kind is {self.advantage.kind}, which "
                 "has no critic: remove value_loss, or use gae"
             )
+        self._check_kl_order()
         if isinstance(self.correction, CorrectionConfig):
             if self.old_log_probs == "rollout" and self.correction.numerator == "old":
                 raise ValueError(
@@ -217,6 +230,22 @@ class AlgorithmConfig(Config):
                 f"{self.policy_loss.kind} and nothing else uses old log-probs: set old_log_probs to rollout"
             )
         return self
+
+    def _check_kl_order(self) -> None:
+        if not isinstance(self.kl, KlRewardConfig):
+            return
+        kind = self.advantage.kind
+        has_baseline = kind not in WITHOUT_SEQUENCE_BASELINE and getattr(self.advantage, "baseline", "") != "none"
+        if self.kl.order == "after_baseline" and not has_baseline:
+            raise ValueError(
+                f"algorithm.kl.order after_baseline has no effect while algorithm.advantage.kind is {kind}, which "
+                "subtracts no baseline from a sequence's reward: remove order"
+            )
+        if self.kl.order == "before_baseline" and kind in WITH_SCORES_OF_THEIR_OWN:
+            raise ValueError(
+                f"algorithm.kl.order before_baseline has no effect while algorithm.advantage.kind is {kind}, which "
+                "compares other scores than the reward: set order to after_baseline, or kl.placement to loss"
+            )
 
     @property
     def needs_critic(self) -> bool:

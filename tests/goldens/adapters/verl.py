@@ -45,15 +45,17 @@ def gae(case: Case) -> dict[str, Any]:
 
 def grpo(alone: adv.GroupOfOne) -> Any:
     def run(case: Case) -> dict[str, Any]:
-        by_std, epsilon = case.config["norm_by_std"], case.config["epsilon"]
-        return _advantages(case, adv.GrpoConfig(normalise_by_std=by_std, epsilon=epsilon, group_of_one=alone))
+        if not case.config["norm_by_std"]:
+            return _advantages(case, adv.DrGrpoConfig(group_of_one=alone))
+        return _advantages(case, adv.GrpoConfig(epsilon=case.config["epsilon"], group_of_one=alone))
 
     return run
 
 
 def passk(case: Case) -> dict[str, Any]:
-    by_std, epsilon = case.config["norm_by_std"], case.config["epsilon"]
-    return _advantages(case, adv.PassAtKConfig(normalise_by_std=by_std, epsilon=epsilon))
+    if not case.config["norm_by_std"]:
+        return _advantages(case, adv.PassAtKConfig(normalise_by_std=False))
+    return _advantages(case, adv.PassAtKConfig(epsilon=case.config["epsilon"]))
 
 
 def reinforce_plus_plus(case: Case) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Order, Status
+from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Line, Status
 
 MODULE = "services.trainer.worker"
 READ_BYTES = 1 << 16
@@ -77,9 +77,9 @@ class Worker:
         """Process id."""
         return self._process.pid
 
-    def order(self, order: Order) -> None:
-        """Tell it what to do from now on."""
-        self._write(order.line())
+    def tell(self, line: Line) -> None:
+        """Send it a message; nothing happens where it has ended."""
+        self._write(line.line())
 
     async def ended(self) -> Ending:
         """Wait for its end, and say how it came about."""

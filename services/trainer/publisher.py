@@ -50,7 +50,7 @@ class Publisher:
         images: where snapshots are kept.
         experiment_id: whose versions these are.
         service_id: the trainer service that sends.
-        on_image: told the version and path of each image that may be served, before it is announced.
+        on_image: offers the image of a version to be pulled; its version is announced when this has returned.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Publisher:
         *,
         experiment_id: str,
         service_id: str,
-        on_image: Callable[[int, Path], None],
+        on_image: Callable[[int, Path], Awaitable[None]],
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
@@ -71,6 +71,7 @@ class Publisher:
         self._on_image = on_image
         self._epoch: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
         self.published_version: int | None = None
         self.last_seconds = 0.0
 
@@ -90,8 +91,21 @@ class Publisher:
         await self.settled()
         path = await snapshot()
         manifest = await asyncio.to_thread(self._images.manifest, path, version)
-        self._on_image(version, path)
+        # Without a member the version is current at once, and rollouts pull it.
+        await self._on_image(version, path)
         self._task = asyncio.create_task(self._publish(manifest, path, step), name=f"publication {version}")
+        self._begun.set()
+
+    async def watch(self) -> None:
+        """Wait on every publication until cancelled, so that a failure is known when it happens.
+
+        Raises:
+            FlotillaError: the gateway refused a publication for good.
+        """
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            await self.settled()
 
     async def settled(self) -> None:
         """Wait until the last publication is committed, or found to be older than the gateway's.

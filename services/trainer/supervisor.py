@@ -18,7 +18,7 @@ from typing import Protocol
 
 from services.trainer.offered import OfferedImages
 from services.trainer.process import Ending, Worker
-from services.trainer.wire import Failed, ImageReady, Launch, Order, Status
+from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Status
 from shared.config.load import validate_spec
 from shared.errors import InvalidSpec
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
@@ -53,8 +53,8 @@ class Process(Protocol):
     def pid(self) -> int:
         """Process id."""
 
-    def order(self, order: Order) -> None:
-        """Tell it what to do from now on."""
+    def tell(self, line: Line) -> None:
+        """Send it a message."""
 
     async def ended(self) -> Ending:
         """Wait for its end."""
@@ -166,7 +166,7 @@ class Supervisor:
             await self._start(wanted)
         if self._worker is not None:
             running = desired.state is WorkState.RUNNING
-            self._worker.order(Order(state=WorkState.RUNNING if running else WorkState.PAUSED))
+            self._worker.tell(Order(state=WorkState.RUNNING if running else WorkState.PAUSED))
 
     async def _start(self, assignment: Assignment) -> None:
         telemetry.experiment_id.set(assignment.experiment_id)
@@ -203,6 +203,8 @@ class Supervisor:
             return
         if isinstance(message, ImageReady):
             self._images.offer(message.version, Path(message.path))
+            if self._worker is not None:
+                self._worker.tell(Offered(version=message.version))
         elif isinstance(message, Failed):
             self._failure = message.failure
             self._is_hopeless = message.is_hopeless
@@ -260,7 +262,7 @@ class Supervisor:
         self._is_leaving = True
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.order(Order(state=WorkState.DRAINING))
+            worker.tell(Order(state=WorkState.DRAINING))
             await worker.stop(STOP_SECONDS)
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)

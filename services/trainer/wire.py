@@ -44,6 +44,13 @@ class Order(Line):
     state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING]
 
 
+class Offered(Line):
+    """Supervisor to worker: the image of this version can be pulled."""
+
+    kind: Literal["offered"] = "offered"
+    version: int
+
+
 class Status(Line):
     """Worker to supervisor: where it stands."""
 
@@ -58,7 +65,7 @@ class Status(Line):
 
 
 class ImageReady(Line):
-    """Worker to supervisor: the image of a version may be served."""
+    """Worker to supervisor: the image of a version may be served. The answer is :class:`Offered`."""
 
     kind: Literal["image"] = "image"
     version: int
@@ -74,7 +81,9 @@ class Failed(Line):
     """Whether starting again would fail the same way."""
 
 
-TO_WORKER: TypeAdapter[Launch | Order] = TypeAdapter(Annotated[Launch | Order, Field(discriminator="kind")])
+TO_WORKER: TypeAdapter[Launch | Order | Offered] = TypeAdapter(
+    Annotated[Launch | Order | Offered, Field(discriminator="kind")]
+)
 FROM_WORKER: TypeAdapter[Status | ImageReady | Failed] = TypeAdapter(
     Annotated[Status | ImageReady | Failed, Field(discriminator="kind")]
 )

@@ -9,7 +9,7 @@ from typing import IO, cast
 
 from services.trainer.control import Control
 from services.trainer.durability import CheckpointOverdue
-from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Order, Status
+from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Status
 from services.trainer.worker.session import Session, Surroundings, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_FAILED = 1
 STATUS_SECONDS = 1.0
+OFFER_SECONDS = 5.0
 MAX_CAUSE_CHARACTERS = 2000
 COMPONENT = "trainer"
 HOPELESS = (ModelError, DataError, InvalidRequest, CheckpointOverdue)
@@ -50,6 +51,7 @@ class WorkerProcess:
         self._answers = answers
         self._control = Control(on_state=lambda _: self._say_status())
         self._session: Session | None = None
+        self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failure: Failure | None = None
         self._started = time.monotonic()
 
@@ -94,7 +96,7 @@ class WorkerProcess:
                     gateway=gateway,
                     endpoint=endpoint,
                     plane=cast(DataPlane, RedisDataPlane(redis, launch.assignment.experiment_id)),
-                    on_image=lambda version, path: self._say(ImageReady(version=version, path=str(path))),
+                    on_image=self._offer,
                     on_failure=self._set_failure,
                 )
                 async with open_session(spec, around, self._control) as session:
@@ -112,6 +114,9 @@ class WorkerProcess:
     async def _obey(self) -> None:
         while True:
             order = await self._read()
+            if isinstance(order, Offered):
+                self._offered.put_nowait(order.version)
+                continue
             if not isinstance(order, Order):
                 continue
             if order.state is WorkState.RUNNING:
@@ -121,7 +126,17 @@ class WorkerProcess:
             else:
                 self._control.stop()
 
-    async def _read(self) -> Launch | Order:
+    async def _offer(self, version: int, path: Path) -> None:
+        """Let the supervisor serve an image, and wait until it does."""
+        self._say(ImageReady(version=version, path=str(path)))
+        try:
+            async with asyncio.timeout(OFFER_SECONDS):
+                while await self._offered.get() != version:
+                    pass
+        except TimeoutError:
+            log.warning("the supervisor does not answer", extra={"version": version})
+
+    async def _read(self) -> Launch | Order | Offered:
         line = await self._orders.readline()
         if not line:
             raise Orphaned

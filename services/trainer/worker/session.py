@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,7 @@ class Surroundings:
         incarnation: number of this trainer; None lets the data plane choose.
         gateway, endpoint, plane: the three planes.
         image_directory: where snapshots lie; None chooses shared memory.
-        on_image: told of each image that may be served.
+        on_image: offers the image of a version to be pulled.
         on_failure: told of a failure that is tried again, and None when that succeeded.
     """
 
@@ -58,7 +58,7 @@ class Surroundings:
     gateway: Gateway
     endpoint: WeightSender
     plane: DataPlane
-    on_image: Callable[[int, Path], None]
+    on_image: Callable[[int, Path], Awaitable[None]]
     on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
 
@@ -78,6 +78,7 @@ class Session:
             beside = [
                 tasks.create_task(self.source.run(), name="group source"),
                 tasks.create_task(self.reporter.run(), name="reporter"),
+                tasks.create_task(self.publisher.watch(), name="publisher"),
             ]
             try:
                 is_finished = await self.loop.run()

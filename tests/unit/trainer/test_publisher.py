@@ -11,7 +11,7 @@ from torch import nn
 
 from services.trainer.images import ImagePool
 from services.trainer.publisher import Publisher
-from shared.errors import StalePolicyVersion, Unavailable, WeightTransferFailed
+from shared.errors import InvalidRequest, StalePolicyVersion, Unavailable, WeightTransferFailed
 from shared.schemas.publication import Member, Publication, PublicationPhase, PublicationRequest, Rendezvous
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import WeightImage
@@ -111,8 +111,11 @@ class Rig:
             self.images,
             experiment_id="e",
             service_id="trainer",
-            on_image=lambda version, path: self.offered.append(version),
+            on_image=self._offer,
         )
+
+    async def _offer(self, version: int, path: Path) -> None:
+        self.offered.append(version)
 
     async def publish(self, version: int) -> None:
         async def snapshot() -> Path:
@@ -275,3 +278,16 @@ async def test_an_image_that_is_read_is_not_written(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) <= 4
     images.close()
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+async def test_a_refusal_for_good_is_known_at_once(a_rig: MakeRig) -> None:
+    gateway = FakeGateway("a")
+    gateway.errors = [InvalidRequest("the manifest is not valid")]
+    rig = a_rig(gateway, FakeSender())
+    watching = asyncio.create_task(rig.publisher.watch())
+
+    await rig.publish(1)
+
+    with pytest.raises(InvalidRequest, match="manifest"):
+        async with asyncio.timeout(2):
+            await watching

@@ -11,7 +11,7 @@ import pytest
 from services.trainer.offered import OfferedImages
 from services.trainer.process import Ending, environment_of
 from services.trainer.supervisor import MAX_DEATHS, Addresses, Supervisor
-from services.trainer.wire import Failed, Launch, Order, Status
+from services.trainer.wire import Failed, Launch, Line, Order, Status
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.weights.pull import PublishedImages
 from tests.unit.trainer.builders import a_spec
@@ -27,10 +27,11 @@ class FakeWorker:
         self.orders: list[WorkState] = []
         self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    def order(self, order: Order) -> None:
-        self.orders.append(order.state)
-        if order.state is WorkState.DRAINING:
-            self.end(0)
+    def tell(self, line: Line) -> None:
+        if isinstance(line, Order):
+            self.orders.append(line.state)
+            if line.state is WorkState.DRAINING:
+                self.end(0)
 
     def end(self, code: int, cause: str = "it ended") -> None:
         if not self._ended.done():

@@ -8,14 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from services.gateway import signals
-from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.events.log import EventLog
-from services.gateway.experiments import preflight
-from services.gateway.experiments.book import Book, Experiment, OpenPlane
+from services.gateway.experiments.book import Book, OpenPlane
 from services.gateway.experiments.control import Control
-from services.gateway.experiments.ending import Ending
-from services.gateway.experiments.watchdog import Watchdog
-from services.gateway.feeder.feeder import Feeder
+from services.gateway.experiments.work import ExperimentWork
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
@@ -150,22 +146,8 @@ def assemble(
     news = asyncio.Event()
     fleet = Fleet(registry, book, publications, control, events, clock, on_news=news.set)
 
-    async def work(experiment: Experiment) -> None:
-        dataset = await asyncio.to_thread(preflight.train_dataset, experiment.spec)
-        held_out = await asyncio.to_thread(preflight.evaluation_dataset, experiment.spec)
-        watchdog = Watchdog(
-            experiment, book, registry, publications, events, clock, stall_seconds=settings.stall_seconds
-        )
-        lanes = [Feeder(experiment, dataset, clock).run(), watchdog.run()]
-        if held_out is not None:
-            lanes.append(Evaluator(experiment, held_out, book, store, events, clock).run())
-        await signals.run_together(*map(asyncio.create_task, lanes))
-
-    async def end(experiment: Experiment) -> None:
-        ending = Ending(experiment, book, registry, fleet, control, clock, patience_seconds=settings.ending_seconds)
-        await ending.run()
-
-    conductor = Conductor(registry, book, publications, fleet, control, news, work=work, end=end)
+    work = ExperimentWork(settings, store, clock, registry, book, publications, control, fleet, events)
+    conductor = Conductor(registry, book, publications, fleet, control, news, work=work.run, end=work.end)
 
     def on_change(experiment_id: str) -> None:
         fleet.wake(experiment_id)

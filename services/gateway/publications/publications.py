@@ -43,6 +43,8 @@ SLOWEST_BYTES_PER_SECOND = 50_000_000
 SENDER_PATIENCE = 3
 """The sender may take this many phase deadlines to open an epoch: nobody else waits busily for it."""
 
+AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
+
 
 @dataclass
 class _Open:
@@ -117,7 +119,7 @@ class Publications:
                 if is_repeated and known.epoch.rendezvous is None:
                     return self._view(experiment_id, known)
                 await self._take(experiment, entry, transition(known, SenderGone("announced again")))
-            members = [service.id for service in self._receivers(experiment_id)]
+            members = [service.id for service in self._registry.of(experiment_id) if can_receive(service)]
             last_number = self._last_numbers.get(experiment_id, 0)
             epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, members)
             negotiation = announce(version, request.step, request.manifest, epoch)
@@ -141,17 +143,6 @@ class Publications:
         unheard = [s.id for s in self._registry.of(experiment.id, ServiceKind.ROLLOUT) if not s.is_observed]
         if unheard:
             raise Unavailable(f"the gateway has not yet heard from {', '.join(unheard)}")
-
-    def _receivers(self, experiment_id: str) -> list[LiveService]:
-        return [
-            service
-            for service in self._registry.of(experiment_id, ServiceKind.ROLLOUT)
-            if service.observed.experiment_id == experiment_id
-            and (service.observed.policy_version if service.observed.policy_version is not None else -1) >= 0
-            and service.observed.state not in {WorkState.FAILED, WorkState.IDLE, WorkState.DRAINING}
-            and not service.record.is_draining
-            and "gloo" in service.capabilities.transports
-        ]
 
     async def apply(self, experiment_id: str, event: NegotiationEvent) -> None:
         """Take an event in; without an open publication it means nothing."""
@@ -309,6 +300,15 @@ class Publications:
             deadline_seconds=self.phase_seconds(negotiation.manifest),
             reason=negotiation.reason,
         )
+
+
+def can_receive(service: LiveService) -> bool:
+    """Whether a service is a rollout with a running engine that a weight group can reach."""
+    observed = service.observed
+    has_engine = observed.policy_version is not None and observed.policy_version >= 0
+    is_at_work = observed.experiment_id == service.experiment_id and observed.state in AT_WORK
+    is_reachable = "gloo" in service.capabilities.transports and not service.record.is_draining
+    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and is_reachable
 
 
 def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:

@@ -1,5 +1,6 @@
 """What an experiment leaves behind while it goes: ledger, metrics, events, checkpoints, the lineage of a step."""
 
+import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -57,8 +58,15 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
 
     Raises:
         NotFound: nothing bears this id (404).
+        InvalidRequest: a value is not finite (422).
     """
     gateway.book.get(experiment_id)
+    wrong = [name for name, value in batch.values.items() if not math.isfinite(value)]
+    if wrong:
+        errors = [
+            {"path": f"values.{name}", "value": str(batch.values[name]), "allowed": "a finite number"} for name in wrong
+        ]
+        raise InvalidRequest(f"not finite: {', '.join(wrong)}", errors=errors)
     at = rfc3339(gateway.clock.now())
     points = [
         MetricPoint(name=name, step=batch.step, version=batch.version, value=value, at=at)

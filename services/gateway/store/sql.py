@@ -25,7 +25,7 @@ from services.gateway.store.records import (
     ServiceRecord,
     StoredAnswer,
 )
-from shared.errors import Unavailable
+from shared.errors import FlotillaError, Unavailable
 from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class SqlStore:
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
             raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
         except SQLAlchemyError as error:
-            raise Unavailable(f"the database refused a statement: {error}") from error
+            raise FlotillaError(f"the database refused a statement: {error}") from error
 
     async def _write(self, work: Callable[[Connection], T]) -> T:
         def transaction() -> T:

@@ -54,7 +54,7 @@ services = Table(
     Column("host", Text, nullable=False),
     Column("pid", Integer, nullable=False),
     Column("capabilities", Document, nullable=False),
-    Column("incarnation", String(128), nullable=False),
+    Column("incarnation", Text, nullable=False),
     Column("registered_at", Float(53), nullable=False),
     Column("is_draining", Boolean, nullable=False),
     Column("experiment_id", String(96)),
@@ -82,7 +82,7 @@ metrics = Table(
     metadata,
     Column("sequence", Sequence, primary_key=True, autoincrement=True),
     Column("experiment_id", String(96), nullable=False),
-    Column("name", String(200), nullable=False),
+    Column("name", Text, nullable=False),
     Column("step", Integer, nullable=False),
     Column("version", Integer, nullable=False),
     Column("value", Float(53), nullable=False),
@@ -124,7 +124,7 @@ checkpoints = Table(
     Column("step", Integer, primary_key=True, autoincrement=False),
     Column("version", Integer, nullable=False),
     Column("path", Text, nullable=False),
-    Column("at", String(32), nullable=False),
+    Column("at", Text, nullable=False),
 )
 
 idempotency = Table(

@@ -213,6 +213,20 @@ async def test_metrics_are_stored_once_per_step_and_followed_by_cursor(client: G
         await client.call("POST", path, body={"step": -1, "version": 0, "values": {}})
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "null"])
+async def test_a_metric_that_is_no_finite_number_is_refused_by_name(
+    url: str, client: GatewayClient, tmp_path: Path, value: str
+) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    body = '{"step": 1, "version": 1, "values": {"kl": 0.5, "loss": VALUE}}'.replace("VALUE", value)
+    headers = AUTHORISED | {"Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as http:
+        answer = await http.post(f"/v1/experiments/{created['id']}/metrics", content=body)
+
+    assert answer.status_code == 422
+    assert "loss" in answer.json()["errors"][0]["path"]
+
+
 async def test_checkpoints_are_listed_by_step(client: GatewayClient, tmp_path: Path) -> None:
     created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
     path = f"/v1/experiments/{created['id']}/checkpoints"

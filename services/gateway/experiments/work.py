@@ -1,0 +1,80 @@
+"""What the gateway does for one experiment, as one task: feed, watch and evaluate it; in the end, bring it to rest."""
+
+import asyncio
+
+from services.gateway import signals
+from services.gateway.evaluation.evaluator import Evaluator
+from services.gateway.events.log import EventLog
+from services.gateway.experiments import preflight
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.control import Control
+from services.gateway.experiments.ending import Ending
+from services.gateway.experiments.watchdog import Watchdog
+from services.gateway.feeder.feeder import Feeder
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import Registry
+from services.gateway.settings import GatewaySettings
+from services.gateway.store.base import Store
+from shared.clock import Clock
+
+
+class ExperimentWork:
+    """Runs the parts that every experiment has of its own."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        store: Store,
+        clock: Clock,
+        registry: Registry,
+        book: Book,
+        publications: Publications,
+        control: Control,
+        fleet: Fleet,
+        events: EventLog,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._registry = registry
+        self._book = book
+        self._publications = publications
+        self._control = control
+        self._fleet = fleet
+        self._events = events
+
+    async def run(self, experiment: Experiment) -> None:
+        """Feed, watch and evaluate an experiment until cancelled.
+
+        Raises:
+            DataError: a dataset cannot be read (any more).
+        """
+        dataset = await asyncio.to_thread(preflight.train_dataset, experiment.spec)
+        held_out = await asyncio.to_thread(preflight.evaluation_dataset, experiment.spec)
+        watchdog = Watchdog(
+            experiment,
+            self._book,
+            self._registry,
+            self._publications,
+            self._events,
+            self._clock,
+            stall_seconds=self._settings.stall_seconds,
+        )
+        lanes = [Feeder(experiment, dataset, self._clock).run(), watchdog.run()]
+        if held_out is not None:
+            lanes.append(Evaluator(experiment, held_out, self._book, self._store, self._events, self._clock).run())
+        await signals.run_together(*map(asyncio.create_task, lanes))
+
+    async def end(self, experiment: Experiment) -> None:
+        """Bring an experiment to rest."""
+        ending = Ending(
+            experiment,
+            self._book,
+            self._registry,
+            self._fleet,
+            self._control,
+            self._clock,
+            patience_seconds=self._settings.ending_seconds,
+        )
+        await ending.run()

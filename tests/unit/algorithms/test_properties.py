@@ -299,3 +299,40 @@ def reordered(batch: Batch, order: list[int]) -> tuple[Batch, Tensor]:
         ),
         places,
     )
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_nothing_is_read_back_from_the_device(kind: str, correction: str) -> None:
+    """Tensors without data: whatever looks at a value, or mixes devices, fails."""
+    config = algorithm(kind, correction)
+    on_device: dict[str, Tensor] = {
+        name: torch.rand(12, device="meta")
+        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
+    }
+    layout = {
+        "response_mask": torch.ones(12, dtype=torch.bool, device="meta"),
+        "sequence_index": torch.zeros(12, dtype=torch.long, device="meta"),
+    }
+    log_probs = torch.rand(12, device="meta", requires_grad=True)
+    old, rollout = on_device["old_log_probs"], on_device["rollout_log_probs"]
+
+    denominators = denominators_of(config, old_log_probs=old, rollout_log_probs=rollout, num_sequences=3, **layout)
+    selected = selected_tokens(
+        config, old_log_probs=old, advantages=on_device["advantages"], response_mask=layout["response_mask"]
+    )
+    objective = policy_objective(
+        config,
+        log_probs=log_probs,
+        denominators=Denominators.total([denominators]),
+        scores=torch.rand(3, device="meta"),
+        sequence_weights=torch.rand(3, device="meta"),
+        selected=selected,
+        num_sequences=3,
+        **on_device,
+        **layout,
+    )
+    objective.loss.backward()
+
+    assert log_probs.grad is not None
+    assert log_probs.grad.device.type == objective.loss.device.type == "meta"

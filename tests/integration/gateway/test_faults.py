@@ -11,8 +11,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from cli.redis_server import LocalRedis
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient
@@ -24,6 +26,7 @@ from tests.integration.gateway.fleet import (
     ScriptedReward,
     ScriptedRollout,
     ScriptedTrainer,
+    a_gateway,
     a_spec,
     until,
 )
@@ -270,3 +273,28 @@ def test_a_gateway_that_cannot_start_says_why_in_one_sentence(
     assert ended.returncode == 2
     assert words in ended.stderr and "Traceback" not in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+async def test_a_data_plane_that_is_killed_and_comes_back_costs_time_and_no_task(tmp_path: Path) -> None:
+    with LocalRedis(tmp_path / "redis") as server:
+        settings = GatewaySettings(token=TOKEN, redis_url=server.url, data=tmp_path / "data", ending_seconds=5.0)
+        async with (
+            a_gateway(settings) as (url, _),
+            GatewayClient(url, TOKEN) as client,
+            a_fleet(url, server.url, ScriptedRollout, ScriptedReward, ScriptedTrainer) as services,
+        ):
+            trainer = services[2]
+            trainer.step_seconds = 0.2
+            path = await started(client, a_spec(tmp_path, optimisation=optimisation(8)))
+            await until(lambda: trainer.step and trainer.step >= 3)
+
+            server.kill()
+            async with httpx.AsyncClient(base_url=url) as http:
+                ready = await http.get("/readyz", timeout=10.0)
+            await asyncio.to_thread(server.start)
+
+            view = await wait_for(client, path, "completed", "failed", seconds=60.0)
+            ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+    assert ready.status_code == 503 and "Redis" in ready.json()["detail"]
+    assert view["state"] == "completed", view["problem"]
+    assert ledger["balanced"] and ledger["outstanding"] == 0

@@ -34,12 +34,15 @@ class Load:
         self.target: int | None = None
 
     async def feed(self) -> None:
-        while not self.has_crashed.is_set():
-            first = await self.plane.admission.next_group_id()
-            await self.plane.admission.issue_many([a_task(first + index) for index in range(8)], limit=100)
-            await self.plane.admission.published(1 + (await self.plane.admission.published_version() or 0))
+        admission = self.plane.admission
+        # The cursor may have come back too: go on until everything that was trained is issued again.
+        while (first := await admission.next_group_id()) <= max(
+            self.trained, default=0
+        ) or not self.has_crashed.is_set():
+            await admission.issue_many([a_task(first + index) for index in range(8)], limit=100)
+            await admission.published(1 + (await admission.published_version() or 0))
             await asyncio.sleep(0.001)
-        self.target = await self.plane.admission.next_group_id()
+        self.target = await admission.next_group_id()
 
     async def answer(self, hop: Hop) -> None:
         while not self.is_done.is_set():

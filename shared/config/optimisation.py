@@ -36,7 +36,8 @@ class OptimisationConfig(Config):
     """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: several sequences per row without padding between them; padded: one sequence per row;
-    auto: whichever computes fewer token positions for the micro-batch."""
+    auto: whichever costs less for the mini-batch, a packed position counting a quarter more for its attention mask.
+    A model whose layers are not all plain attention is always padded."""
     threads: int = Field(1, ge=1)
     """Compute threads of the trainer's process on a CPU."""
     device: str = "cpu"

@@ -33,7 +33,7 @@ from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, s
 pytestmark = pytest.mark.slow
 
 BODIES = {"publications": PublicationRequest, "metrics": MetricBatch, "checkpoints": CheckpointView}
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 
 
 def gateway_app(gateway: YesGateway) -> FastAPI:
@@ -94,7 +94,8 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
 
     gateway = Pulled(plane)
     listening = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(gateway_app(gateway), log_config=None, lifespan="off"))
+    config = uvicorn.Config(gateway_app(gateway), log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     host, port = listening.getsockname()
     addresses = Addresses(f"http://{host}:{port}", redis_url, "secret", "127.0.0.1", "WARNING")

@@ -46,14 +46,8 @@ class Evaluator:
         self._clock = clock
 
     async def run(self) -> None:
-        """Evaluate whatever is due, until cancelled."""
-        while True:
-            try:
-                await self.abandon()
-                break
-            except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                await asyncio.sleep(AWAY_SECONDS)
+        """Evaluate whatever is due, until cancelled. One that the data plane's absence cut short is done again."""
+        await self._begin_anew()
         while True:
             changed = self._experiment.changed.next
             version = self.due()
@@ -64,7 +58,17 @@ class Evaluator:
                 await self.evaluate(version)
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                await self._give_up(version, f"the data plane does not answer: {error.detail}")
+                await self._begin_anew()
+
+    async def _begin_anew(self) -> None:
+        """Give up what was under way, as soon as the data plane answers."""
+        while True:
+            try:
+                await self.abandon()
+                return
+            except Unavailable as error:
+                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                await asyncio.sleep(AWAY_SECONDS)
 
     def due(self) -> int | None:
         """Find the version to evaluate now."""
@@ -77,7 +81,7 @@ class Evaluator:
         )
 
     async def abandon(self) -> None:
-        """Give up what an earlier process was evaluating."""
+        """Give up what was being evaluated and did not end."""
         version = self._experiment.record.evaluating_version
         if version is not None:
             await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
@@ -116,6 +120,8 @@ class Evaluator:
         first = await admission.next_group_id()
         num_rows = len(self._dataset.rows)
         while (issued := await admission.next_group_id() - first) < num_rows:
+            if issued < 0:
+                raise Unavailable("the data plane came back at an earlier state")
             batch = range(issued, min(issued + BATCH, num_rows))
             tasks = [
                 self._dataset.task(

@@ -3,10 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.experiments.book import Experiment
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.state import GatewayState
+from shared.errors import Unavailable
 from shared.schemas.service import ServiceKind
 from shared.schemas.task import Task
 from shared.streams.hop import Resolution
@@ -138,3 +141,23 @@ async def test_one_that_a_restart_interrupted_is_abandoned_and_done_again() -> N
     ledger = await experiment.evaluation.ledger()
     assert [task.group_id for task in tasks] == [3, 4, 5]
     assert (ledger.dropped, ledger.trained, ledger.balanced) == ({"evaluation_abandoned": 3}, 3, True)
+
+
+async def test_one_that_the_data_planes_absence_cut_short_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, experiment, evaluator = await an_evaluator()
+    monkeypatch.setattr("services.gateway.evaluation.evaluator.AWAY_SECONDS", 0.001)
+    admission = experiment.evaluation.admission
+    outages = iter([True, True, False])
+
+    async def next_group_id() -> int:
+        if next(outages, False):
+            raise Unavailable("the Redis server does not answer")
+        return admission._store.next_group_id  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(admission, "next_group_id", next_group_id)
+    async with running(evaluator.run()):
+        await answer(experiment, [1.0])
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    assert (await series(gateway, experiment))["evaluation/accuracy", 0] == 1.0
+    assert "evaluation_failed" not in await kinds(gateway, experiment)

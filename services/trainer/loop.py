@@ -18,18 +18,15 @@ from services.trainer.control import Control
 from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.durability import Durability
 from services.trainer.images import ImagePool
-from services.trainer.learner import Learner, StepResult
+from services.trainer.learner import Learner
 from services.trainer.metrics import describe_groups
 from services.trainer.publisher import Publisher
 from services.trainer.reporter import Reporter
-from services.trainer.step_report import StepTimes, describe_step
-from shared.errors import ModelError
+from services.trainer.step_report import GradientWatch, StepTimes, describe_step
 from shared.schemas.experiment import MetricBatch
 from shared.schemas.service import WorkState
 
 log = logging.getLogger(__name__)
-
-MAX_BROKEN_STEPS = 3
 
 Answer = TypeVar("Answer")
 
@@ -50,11 +47,9 @@ class TrainingLoop:
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
-        self.progress = durability.progress
+        self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
         self.total_steps = learner.spec.optimisation.steps
         self.steps_per_version = learner.spec.asynchrony.trigger_parameter_sync_step
-        self._times = StepTimes()
-        self._broken_steps = 0
 
     @property
     def version(self) -> int:
@@ -84,7 +79,7 @@ class TrainingLoop:
         values = describe_groups(planned.groups, version, self.progress.totals)
         result = await self._on_compute_thread(lambda: self._learner.train(planned.groups, step))
         computed = time.monotonic()
-        self._check(result, step)
+        self._watch.check(result, step)
         self.progress.step = step
         self.progress.trained.add_many(group.task.group_id for group in planned.groups)
         if self.is_at_version:
@@ -119,12 +114,6 @@ class TrainingLoop:
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last
-
-    def _check(self, result: StepResult, step: int) -> None:
-        is_broken = not any(update.is_applied for update in result.updates)
-        self._broken_steps = self._broken_steps + 1 if is_broken else 0
-        if self._broken_steps == MAX_BROKEN_STEPS:
-            raise ModelError(f"the gradient was not finite in {MAX_BROKEN_STEPS} steps, the last one being step {step}")
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -4,6 +4,27 @@ import math
 
 from services.trainer.data.plan import StepGroups
 from services.trainer.learner import StepResult
+from shared.errors import ModelError
+
+MAX_BROKEN_STEPS = 3
+
+
+class GradientWatch:
+    """Ends training that has stopped to learn anything."""
+
+    def __init__(self) -> None:
+        self._broken_steps = 0
+
+    def check(self, result: StepResult, step: int) -> None:
+        """Take in what a step gave.
+
+        Raises:
+            ModelError: for several steps in a row, no gradient was finite.
+        """
+        is_broken = not any(update.is_applied for update in result.updates)
+        self._broken_steps = self._broken_steps + 1 if is_broken else 0
+        if self._broken_steps == MAX_BROKEN_STEPS:
+            raise ModelError(f"the gradient was not finite in {MAX_BROKEN_STEPS} steps, the last one being step {step}")
 
 
 class StepTimes:

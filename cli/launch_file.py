@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from cli.processes import end_with_parent
 from shared.config.base import Config
 from shared.config.load import apply_overrides, invalid_spec, parse_document, resolve_paths, validate_spec
 from shared.config.spec import ExperimentSpec
@@ -127,6 +128,7 @@ async def _run(prepare: PrepareConfig, folder: Path, say: Callable[[str], None])
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     except OSError as error:
         raise WorkerDied(f"prepare: {program} cannot be started: {error.strerror}") from None

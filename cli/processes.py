@@ -28,8 +28,8 @@ TAIL_BYTES = 4000
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _end_with_parent() -> None:
-    # Runs in the child between fork and exec: nothing but the one system call.
+def end_with_parent() -> None:
+    """Ask the kernel to end this process with its parent; runs between fork and exec, so it is one system call."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -122,7 +122,7 @@ class OwnedProcess:
                 stderr=log,
                 env=dict(self.spec.environment),
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     async def _keep(self) -> None:

@@ -93,11 +93,14 @@ class RunningFleet:
         return GatewayClient(self.url, self.token)
 
     def pids(self, name: str) -> list[int]:
-        """Find the fleet's processes that run a module, such as ``services.rollout``."""
+        """Find the fleet's processes that run a module, such as ``services.rollout``, or a program."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if name in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                words = child.cmdline()
+                # A module stands alone among the arguments; a server's name ends its path or begins its title.
+                is_named = name in words or (words and Path(words[0].split(" ")[0]).name == name)
+                if is_named and child.status() != psutil.STATUS_ZOMBIE:
                     found.append(child.pid)
             except psutil.NoSuchProcess:
                 continue

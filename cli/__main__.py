@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_fleet(commands)
     _add_experiments(commands)
+    _add_files(commands)
     return parser
 
 
@@ -120,6 +121,13 @@ def _add_experiments(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     ledger.add_argument("--json", action="store_true", help="print JSON")
     _gateway_options(ledger)
     ledger.set_defaults(function=experiment.ledger)
+
+
+def _add_files(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from cli.commands import import_file, spec
+
+    spec.add_parsers(commands)
+    import_file.add_parsers(commands)
 
 
 async def _until_done(command: Command, arguments: argparse.Namespace) -> int:

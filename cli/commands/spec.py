@@ -1,0 +1,138 @@
+"""``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cli.launch_file import LaunchFile, read_launch_file
+from shared.config.load import parse_document
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec
+
+DEFAULT, FILE, OVERRIDE = "default", "file", "override"
+COLUMN = 56
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command line."""
+    text = "Check or show an experiment file, or print the schema."
+    actions = commands.add_parser("spec", help=text, description=text).add_subparsers(required=True, metavar="ACTION")
+    for name, what, function in (
+        ("check", "say whether the file is valid", check),
+        ("show", "print every value, and where it comes from", show),
+    ):
+        parser = actions.add_parser(name, help=what, description=f"{name}: {what}")
+        parser.add_argument("spec", help="experiment file, YAML or JSON")
+        parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, as optimisation.steps=10")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(function=function)
+    parser = actions.add_parser("schema", help="print the JSON Schema of a spec")
+    parser.set_defaults(function=schema)
+
+
+async def check(arguments: argparse.Namespace) -> int:
+    """Say whether the file is valid: one line per problem, exit 1."""
+    try:
+        launch = _read(arguments.spec, arguments.set or ())
+    except InvalidSpec as error:
+        entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
+        if arguments.json:
+            sys.stdout.write(json.dumps({"valid": False, "errors": entries}, indent=1) + "\n")
+        else:
+            lines = [f"{entry['path'] or arguments.spec}: {entry['allowed']}\n" for entry in entries]
+            sys.stderr.writelines(lines)
+        return 1
+    if arguments.json:
+        sys.stdout.write(json.dumps({"valid": True, "errors": []}) + "\n")
+    else:
+        sys.stdout.write(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
+    return 0
+
+
+async def show(arguments: argparse.Namespace) -> int:
+    """Print the resolved spec: valid YAML, with the origin of each value as a comment."""
+    overrides = arguments.set or ()
+    resolved, rows = _resolved(arguments.spec, overrides)
+    if arguments.json:
+        found = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        origins = {path: origin for path, _, origin in rows}
+        sys.stdout.writelines(_lines(resolved, "", 0, origins))
+    return 0
+
+
+def _resolved(path: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
+    resolved = _read(path, overrides).spec.model_dump(mode="json")
+    written = parse_document(Path(path).read_text(encoding="utf-8"), source=path)
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    return resolved, _rows(resolved, written, keys)
+
+
+async def schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema."""
+    sys.stdout.write(json.dumps(ExperimentSpec.model_json_schema(), indent=1) + "\n")
+    return 0
+
+
+def _read(path: str, overrides: Sequence[str]) -> LaunchFile:
+    try:
+        return read_launch_file(Path(path), overrides)
+    except (TypeError, ValueError, RecursionError) as error:  # YAML of dates or keys that there are not
+        raise InvalidSpec(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _rows(
+    node: Any, written: Any, overrides: Sequence[str], path: str = "", origin: str = DEFAULT
+) -> "list[tuple[str, Any, str]]":
+    if path in overrides:
+        written, origin = node, OVERRIDE  # all below was set at once
+    if isinstance(node, Mapping) and node:
+        return [row for key, value in node.items() for row in _child(value, written, overrides, path, str(key), origin)]
+    if isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        items = enumerate(node)
+        return [row for index, value in items for row in _child(value, written, overrides, path, str(index), origin)]
+    return [(path, node, origin)]
+
+
+def _child(
+    value: Any, written: Any, overrides: Sequence[str], path: str, key: str, origin: str
+) -> "list[tuple[str, Any, str]]":
+    below, is_written = _below(written, key)
+    is_set_whole = origin == OVERRIDE and is_written
+    inner = OVERRIDE if is_set_whole else FILE if is_written else DEFAULT
+    return _rows(value, below, overrides, f"{path}.{key}" if path else key, inner)
+
+
+def _below(written: Any, key: str) -> tuple[Any, bool]:
+    if isinstance(written, Mapping):
+        return written.get(key), key in written
+    if isinstance(written, list) and key.isdigit() and int(key) < len(written):
+        return written[int(key)], True
+    return None, False
+
+
+def _lines(node: Mapping[str, Any], path: str, depth: int, origins: Mapping[str, str], mark: str = "") -> list[str]:
+    lines: list[str] = []
+    for key, value in node.items():
+        indent = "  " * depth if not mark or lines else "  " * (depth - 1) + mark
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{key}:\n", *_lines(value, inner, depth + 1, origins)]
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            lines.append(f"{indent}{key}:\n")
+            for index, item in enumerate(value):
+                lines += _lines(item, f"{inner}.{index}", depth + 2, origins, mark="- ")
+        else:
+            lines.append(f"{f'{indent}{key}: {_scalar(value)}':<{COLUMN}}  # {origins[inner]}\n")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n...\n").removesuffix("\n")

@@ -1,0 +1,1 @@
+"""Import launch files of verl, OpenRLHF and ROLL: every parameter is applied, translated, ignored or refused."""

@@ -1,0 +1,172 @@
+"""Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
+
+from shared.config.importers.parameter import Parameter, applied, ignored, refused, translated
+from shared.config.importers.spelling import experiment_name
+from shared.config.importers.values import count, flag, integer, number, numbers, text
+
+PLACEMENT = "services are separate processes; where they run changes speed, not what is computed"
+SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
+ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+TRACKING = "every series is kept by the gateway (flotilla watch, GET .../metrics); no tracker is fed"
+EVALUATED = {"--eval_dataset": "heldout.jsonl"}
+
+MODELS: tuple[Parameter, ...] = (
+    applied("--pretrain", "model.path", text, "a directory: download a hub name first", example="other-model",
+            default=None, context={}, aliases=("--actor.model_name_or_path",)),
+    refused("--reward_pretrain", "no reward model is run here: serve it behind a URL, and give --remote_rm_url",
+            default=None, aliases=("--reward.model_name_or_path",)),
+    refused("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out",
+            default=None, is_judged=True, aliases=("--critic.model_name_or_path",)),
+    translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",
+               default="bf16", aliases=("--ds.param_dtype",)),
+    refused("--load_in_4bit", "weights are not quantised", default=False, aliases=("--ds.load_in_4bit",)),
+    refused("--lora_rank", "every weight is trained, there are no adapters", default=0, aliases=("--ds.lora.rank",)),
+    *(refused(name, "every weight is trained, there are no adapters", default=default, aliases=(alias,))
+      for name, default, alias in (
+          ("--lora_alpha", 16, "--ds.lora.alpha"), ("--lora_dropout", 0, "--ds.lora.dropout"),
+          ("--target_modules", "all-linear", "--ds.lora.target_modules"))),
+    refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
+    refused("--enable_ema", "no moving average of the weights is kept", default=False),
+    *ignored("which kernel computes attention changes speed and memory, not what is computed",
+             "--attn_implementation", "--ds.attn_implementation", "--flash_attn", "--gradient_checkpointing",
+             "--actor.gradient_checkpointing_enable", "--gradient_checkpointing_use_reentrant"),
+)  # fmt: skip
+
+DATA: tuple[Parameter, ...] = (
+    translated("--prompt_data", "data.path", text, "one local file; hub names, folders and lists are refused",
+               example="other.jsonl", default=None, aliases=("--data.prompt_dataset",)),
+    applied("--input_key", "data.prompt_column", text, "column with text or messages", example="question",
+            default="input", aliases=("--data.input_key",)),
+    applied("--label_key", "data.label_column", text, "column that graders compare with", example="answer",
+            default=None, aliases=("--data.label_key",)),
+    translated("--max_samples", "data.max_rows", integer, "the first rows", example=500, default=1e8,
+               translate=lambda value: None if value is None or value >= 1e8 else value,
+               aliases=("--data.max_samples",)),
+    refused("--output_key", "only supervised fine-tuning reads it, which the fleet does not do", default=None,
+            aliases=("--data.output_key",)),
+    refused("--input_template", "prompts are chats, in the tokenizer's own template: write the text into the file",
+            default=None, aliases=("--data.input_template",)),
+    refused("--apply_chat_template", "prompts always go through the tokenizer's chat template, which OpenRLHF only "
+            "does with this flag: give it", default=False, harmless=(True,), is_judged=True,
+            aliases=("--data.apply_chat_template",)),
+    refused("--prompt_split", "a file has no splits", default="train", aliases=("--data.prompt_split",)),
+    refused("--prompt_data_probs", "there is one dataset: mix the rows in the file", default=None,
+            aliases=("--data.prompt_probs",)),
+    translated("--eval_dataset", "evaluation.path", text, "one local file", example="other.jsonl", default=None,
+               aliases=("--eval.dataset",)),
+    translated("--eval_steps", "evaluation.every_versions", integer, "steps; -1 is at the start and the end only",
+               example=5, default=-1, context=EVALUATED, aliases=("--eval.steps",)),
+    translated("--eval_temperature", "evaluation.greedy", number, "0 is greedy; another must be --temperature",
+               example=0, default=0.6, context={**EVALUATED, "--temperature": 0.6}, aliases=("--eval.temperature",)),
+    applied("--eval_n_samples_per_prompt", "evaluation.group_size", count, "answers per held-out prompt", example=2,
+            default=4, context=EVALUATED, aliases=("--eval.n_samples_per_prompt",)),
+)  # fmt: skip
+
+SAMPLING: tuple[Parameter, ...] = (
+    applied("--n_samples_per_prompt", "rollout.group_size", count, "answers per prompt", example=2, default=1,
+            aliases=("--rollout.n_samples_per_prompt",)),
+    translated("--prompt_max_len", "rollout.engine.context_tokens", count,
+               "with generate_max_len the engine's context; a longer prompt fails its task instead of being cut",
+               example=512, default=1024),
+    translated("--generate_max_len", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
+               "most tokens of an answer", example=512, default=1024,
+               aliases=("--rollout.max_new_tokens", "--max_new_tokens")),
+    translated("--data.max_len", "rollout.engine.context_tokens", count, "the engine's context; needs max_new_tokens",
+               example=4096, default=None,
+               context={"--generate_max_len": 1024}, aliases=("--max_len",)),
+    applied("--temperature", "rollout.sampling.temperature", number,
+            "softmax temperature, by which the trainer divides its logits, too", example=0.7, default=1.0,
+            aliases=("--rollout.temperature",)),
+    applied("--top_p", "rollout.sampling.top_p", number, "smallest set of tokens of this probability", example=0.9,
+            default=1.0, aliases=("--rollout.top_p",)),
+    translated("--top_k", "rollout.sampling.top_k", integer, "-1, all tokens, is 0 here", example=50, default=-1,
+               translate=lambda value: max(value or 0, 0)),
+    translated("--vllm_num_engines", "rollout.num_rollouts", integer, "rollout services that must be there",
+               example=4, translate=lambda value: max(value or 1, 1), aliases=("--vllm.num_engines",)),
+    refused("--agent_func_path", "episodes are single turns; an agent of your own would have to call the model itself",
+            default=None, aliases=("--train.agent_func_path",)),
+    *ignored(ENGINE, "--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size", "--vllm_gpu_memory_utilization",
+             "--vllm.gpu_memory_utilization", "--enforce_eager", "--vllm.enforce_eager", "--enable_prefix_caching",
+             "--vllm.enable_prefix_caching", "--vllm_enable_sleep", "--vllm.enable_sleep",
+             "--vllm_generate_batch_size", "--rollout.vllm_generate_batch_size"),
+    *ignored("the fleet chooses the transport by the devices: nccl, gloo or shared memory", "--vllm_sync_backend",
+             "--vllm.sync_backend", "--vllm_sync_with_ray", "--vllm.sync_with_ray"),
+)  # fmt: skip
+
+BATCHES: tuple[Parameter, ...] = (
+    translated("--train_batch_size", ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+               "samples of one optimiser update, in groups; rollout_batch_size holds require_batches of them",
+               example=256, default=128, aliases=("--train.batch_size",)),
+    translated("--rollout_batch_size", "asynchrony.require_batches", count, "prompts of one step", example=512,
+               default=1024, aliases=("--rollout.batch_size",)),
+    translated("--micro_train_batch_size", "optimisation.micro_batch_tokens", count,
+               "this many rows of full length make the token budget of a forward pass", example=2, default=4,
+               aliases=("--train.micro_batch_size",)),
+    translated("--use_dynamic_batch", "optimisation.micro_batch_tokens", flag,
+               "train_max_tokens_per_gpu is the token budget", example=True, default=False,
+               aliases=("--train.dynamic_batch_enable",)),
+    applied("--train_max_tokens_per_gpu", "optimisation.micro_batch_tokens", count, "token budget of a forward pass",
+            example=4096, default=16192, context={"--use_dynamic_batch": True},
+            aliases=("--train.max_tokens_per_gpu",)),
+    translated("--packing_samples", "optimisation.packing", flag, "packed; where it is silent, whichever is cheaper",
+               example=True, default=False, translate=lambda value: "packed" if value else "auto",
+               aliases=("--ds.packing_samples",)),
+    applied("--max_epochs", "optimisation.epochs_per_step", count, "passes over a step's groups", example=2,
+            default=1, aliases=("--train.max_epochs",)),
+    translated("--num_episodes", "optimisation.steps", count,
+               "passes over the prompts: with their number (--rows) and rollout_batch_size, the steps", example=3,
+               default=1, context={"--max_steps": None}, aliases=("--train.num_episodes",)),
+    translated("--max_steps", "optimisation.steps", integer, "steps; wins over num_episodes", example=20,
+               default=None),
+    *ignored("log-probabilities do not depend on how they are cut into batches", "--micro_rollout_batch_size",
+             "--rollout.micro_batch_size", "--rollout_max_tokens_per_gpu", "--rollout.max_tokens_per_gpu"),
+)  # fmt: skip
+
+OPTIMISER: tuple[Parameter, ...] = (
+    applied("--actor_learning_rate", "optimisation.learning_rate", number, "peak learning rate", example=5e-7,
+            default=1e-6, aliases=("--actor.adam.lr",)),
+    translated("--lr_scheduler", ("optimisation.schedule", "optimisation.min_learning_rate_ratio"), text,
+               "cosine_with_min_lr ends at a tenth, linear and cosine at 0", example="linear",
+               default="cosine_with_min_lr", aliases=("--actor.lr_scheduler",)),
+    translated("--lr_warmup_ratio", "optimisation.warmup_updates", number, "share of all updates, rounded up",
+               example=0.5, default=0.03, aliases=("--actor.lr_warmup_ratio",)),
+    applied("--max_norm", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
+            default=1.0, aliases=("--actor.max_norm",)),
+    applied("--l2", "optimisation.weight_decay", number, "decoupled weight decay", example=0.1, default=0.0,
+            aliases=("--actor.adam.weight_decay",)),
+    applied("--adam_betas", "optimisation.betas", numbers, "decay of AdamW's two moments", example=[0.9, 0.99],
+            default=[0.9, 0.95], aliases=("--actor.adam.betas",)),
+    applied("--seed", "seed", integer, "seeds the order of rows and every sample", example=7, default=42,
+            aliases=("--train.seed",)),
+)  # fmt: skip
+
+RUNNING: tuple[Parameter, ...] = (
+    translated("--wandb_run_name", "name", text, "letters, digits, dot, dash and underscore are kept",
+               example="another one", default="openrlhf", translate=experiment_name,
+               aliases=("--logger.wandb.run_name",)),
+    translated("--save_steps", "checkpoint.every_steps", integer, "-1 is after the last step only", example=4,
+               default=-1, aliases=("--ckpt.save_steps",)),
+    applied("--max_ckpt_num", "checkpoint.keep", count, "newest checkpoints", example=5, default=3,
+            aliases=("--ckpt.max_num",)),
+    refused("--load_checkpoint", "an experiment goes on from its own checkpoints only, by itself: to begin from other "
+            "weights, set --pretrain to their directory", default=False, aliases=("--ckpt.load_enable",)),
+    *ignored("the fleet keeps an experiment's files under its own data directory", "--save_path",
+             "--ckpt.output_dir", "--ckpt_path", "--ckpt.path"),
+    *ignored("a checkpoint is always a Hugging Face directory", "--save_hf_ckpt", "--ckpt.save_hf",
+             "--disable_ds_ckpt", "--ckpt.disable_ds"),
+    *ignored("every step is recorded", "--logging_steps", "--logger.logging_steps"),
+    *ignored(TRACKING, "--use_wandb", "--logger.wandb.key", is_secret=True),
+    *ignored(TRACKING, "--use_tensorboard", "--logger.tensorboard_dir", "--wandb_org", "--wandb_project",
+             "--wandb_group", "--logger.wandb.project", "--logger.wandb.org", "--logger.wandb.group"),
+    *ignored(PLACEMENT, *(f"--{role}_{what}" for role in ("actor", "critic", "ref", "reward")
+                          for what in ("num_nodes", "num_gpus_per_node")),
+             *(f"--{role}.{what}" for role in ("actor", "critic", "ref", "reward")
+               for what in ("num_nodes", "num_gpus_per_node")),
+             "--colocate_all_models", "--train.colocate_all", "--colocate_actor_ref", "--train.colocate_actor_ref",
+             "--colocate_critic_reward", "--train.colocate_critic_reward"),
+    *ignored(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
+             "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm",
+             "--ds_tensor_parallel_size", "--ds.tensor_parallel_size", "--ring_attn_size", "--ds.ring_attn_size",
+             "--ring_head_stride", "--ds.ring_attn_head_stride", "--ref_reward_offload", "--ref.offload",
+             "--reward.offload", "--bf16", "--local_rank", "--zpg", "--grad_accum_dtype", "--use_ds_universal_ckpt"),
+)  # fmt: skip

@@ -1,0 +1,226 @@
+"""ROLL as a system to import from: how its YAML is read, and what its parameters mean together."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_yaml
+from shared.config.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
+from shared.config.importers.roll import learning, rows
+from shared.config.importers.roll.learning import response_length
+from shared.config.importers.roll.rows import INFER, TRAIN
+from shared.config.importers.source import Given, Source
+from shared.config.importers.spelling import is_data_file
+from shared.config.importers.values import wrong
+
+Fields = dict[str, Any]
+
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+GRADERS = {
+    "MathRuleRewardWorker": {"kind": "math"},
+    "CodeSandboxRewardWorker": {"kind": "code", "reward": "all"},
+}
+"""Reward workers of ROLL that are ours under another name."""
+DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
+PLACED = frozenset(
+    {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args"}
+)
+"""What of a domain's worker only says where and how it runs."""
+
+REWARD_ROWS: tuple[Parameter, ...] = (
+    Parameter(
+        name="rewards",
+        verdict=Verdict.TRANSLATED,
+        reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker kind code; tag_included names "
+        "its data sources; devices and backends of the worker do not matter",
+        targets=("reward.components",),
+        is_tree=True,
+    ),
+)
+
+
+def devices(source: Source) -> int:
+    """Count the devices that hold a share of the batch.
+
+    Raises:
+        InvalidSpec: the mapping is no list of devices.
+    """
+    name = f"{TRAIN}.device_mapping"
+    written = source.value(name)
+    if written is None:
+        total = 1
+    elif isinstance(written, list):
+        total = len(written)
+    else:
+        spans = RANGE.findall(str(written))
+        rest = RANGE.sub("", str(written)).replace("+", "").strip()
+        if not spans or rest:
+            raise wrong(name, written, "of the form list(range(0,8)), or a list of devices")
+        total = sum(max(int(end) - int(start), 0) for start, end in spans)
+    config = f"{TRAIN}.{rows.CONFIG}"
+    split = math.prod(
+        source.required(f"{config}.{kind}_size")
+        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    )
+    return max(int(total // split), 1)
+
+
+def _groups_per_update(source: Source) -> int:
+    samples = (
+        source.required(f"{TRAIN}.training_args.per_device_train_batch_size")
+        * source.required(f"{TRAIN}.training_args.gradient_accumulation_steps")
+        * devices(source)
+    )
+    size = source.required("num_return_sequences_in_group")
+    if samples % size:
+        source.refuse(
+            f"{TRAIN}.training_args.gradient_accumulation_steps",
+            f"{samples} samples of an update are no whole number of groups of {size}: make it one",
+        )
+    return max(int(samples) // int(size), 1)
+
+
+def batches(source: Source) -> Fields:
+    """Make the sizes of mini-batch and step, and the asynchrony."""
+    groups, prompts = _groups_per_update(source), source.required("rollout_batch_size")
+    number = max(prompts // groups, 1)
+    if groups * number != prompts:
+        source.refuse(
+            "rollout_batch_size",
+            f"{prompts} prompts are no whole number of updates of {groups} groups (per_device_train_batch_size, "
+            "gradient_accumulation_steps and device_mapping over the group size): make it one",
+        )
+    fields: Fields = {"optimisation.groups_per_mini_batch": groups, "asynchrony.require_batches": number}
+    ratio = source.required("async_generation_ratio")
+    if ratio:
+        fields |= {
+            "asynchrony.staleness_threshold": ratio,
+            "asynchrony.max_lag": math.ceil(ratio),
+            "asynchrony.on_max_lag": "drop",
+            "asynchrony.on_weight_update": "interrupt",
+        }
+    return fields
+
+
+def run(source: Source) -> Fields:
+    """Make steps, schedule, checkpoints and evaluation."""
+    total, save = source.required("max_steps"), source.required("save_steps")
+    if total < 1:
+        source.refuse("max_steps", "a run has a number of steps: give one")
+        total = 1
+    fields: Fields = {
+        "optimisation.steps": total,
+        "optimisation.schedule": source.choose(f"{TRAIN}.training_args.lr_scheduler_type", SCHEDULES) or "constant",
+        "optimisation.betas": [0.9, 0.999],
+        "checkpoint.every_steps": total if save < 1 else min(save, total),
+        "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+    }
+    files = source.value("validation.data_args.file_name")
+    if files:
+        if len(files) != 1 or not is_data_file(files[0]):
+            source.refuse("validation.data_args.file_name", "one local JSON, JSONL, CSV or parquet file")
+        every, period = source.required("eval_steps"), source.required("model_update_frequency")
+        if every > 0 and every % period:
+            source.refuse("eval_steps", f"must be a multiple of model_update_frequency {period}")
+        versions = max(every // period, 1) if every > 0 else None
+        fields |= {"evaluation.path": files[0], "evaluation.every_versions": versions}
+    return fields
+
+
+def lengths(source: Source) -> Fields:
+    """Make the engine's context and the longest answer."""
+    answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
+    if source.has(name) and source.given[name].value not in {None, answer, str(answer)}:
+        source.refuse(name, "ROLL replaces it by response_length: give that")
+    context = source.required("prompt_length") + answer
+    return {"rollout.sampling.max_new_tokens": answer, "rollout.engine.context_tokens": context}
+
+
+def data(source: Source) -> Fields:
+    """Make model and dataset."""
+    fields: Fields = {"data.label_column": "ground_truth", "data.data_source_column": "tag"}
+    model = source.value("pretrain")
+    if model is None:
+        source.lack("model.path: give pretrain, or actor_train.model_args.model_name_or_path")
+    else:
+        fields["model.path"] = model
+    files, name = source.value(f"{TRAIN}.data_args.file_name"), f"{TRAIN}.data_args.file_name"
+    if not files:
+        source.lack("data.path: give actor_train.data_args.file_name")
+    else:
+        fields["data.path"] = files[0]
+        if len(files) != 1 or not is_data_file(files[0]):
+            source.refuse(name, "one local JSON, JSONL, CSV or parquet file: join several into one")
+    column = source.value(f"{TRAIN}.data_args.messages")
+    if column is not None:
+        return fields | {"data.prompt_column": column}
+    prompt = f"{TRAIN}.data_args.prompt"
+    if source.value(prompt) is not None:
+        source.refuse(prompt, source.system.parameters[prompt].reason)
+        fields["data.prompt_column"] = source.value(prompt)
+    return fields
+
+
+def rewards(source: Source) -> Fields:
+    """Make one component per domain."""
+    workers: dict[str, dict[str, Any]] = {}
+    for spelling, value in source.trees.get("rewards", {}).items():
+        match = DOMAIN.match(spelling)
+        domain, option = (match[1], match[2]) if match else ("", "")
+        if option in {"worker_cls", "tag_included"}:
+            workers.setdefault(domain, {})[option] = value
+        elif option.partition(".")[0] not in PLACED and not (
+            option == "query_filter_config.type" and value == "no_filter"
+        ):
+            source.refuse_written(spelling, "of a domain only worker_cls and tag_included are offered")
+    components: list[dict[str, Any]] = []
+    for domain, options in workers.items():
+        kind = str(options.get("worker_cls", "")).rpartition(".")[2]
+        if kind not in GRADERS:
+            offered = f"{kind or 'none'} is not offered: use {', '.join(sorted(GRADERS))}, or --set"
+            source.refuse_written(f"rewards.{domain}.worker_cls", offered)
+            continue
+        tags = options.get("tag_included")
+        more = {"data_sources": [str(tag) for tag in tags]} if isinstance(tags, list) and tags else {}
+        components.append({"name": domain, **GRADERS[kind], **more})
+    if not components:
+        source.lack(
+            "reward.components: no domain under rewards is offered here: --set 'reward.components=[{kind: math}]'"
+        )
+        return {}
+    return {"reward.components": components}
+
+
+ROLL: System = make_system(
+    "roll",
+    (
+        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, learning.ROWS, learning.LOSS_ROWS,
+        learning.REWARD_ROWS, REWARD_ROWS,
+    ),
+    rules=(
+        data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
+        rewards,
+    ),
+    spellings=rows.GENERIC,
+)  # fmt: skip
+
+
+def read_roll(text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str) -> list[Given]:
+    """Read ROLL's YAML, with ``KEY=VALUE`` from the command line.
+
+    Raises:
+        InvalidSpec: something cannot be read; ``errors`` has its place.
+    """
+    flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
+    return as_given(flat, touched, default_of, environment)
+
+
+def default_of(name: str) -> object:
+    """Give ROLL's default of a parameter, for interpolations; UNSET if it has none."""
+    row = ROLL.parameters.get(name)
+    if row is None:
+        return UNSET
+    return default_of(row.default.name) if isinstance(row.default, Inherit) else row.default

@@ -1,0 +1,1 @@
+"""verl: YAML and Hydra overrides, or a launch script; synchronous and fully asynchronous trainers."""

@@ -1,0 +1,229 @@
+"""What verl's parameters mean together: batches, lengths, schedule, evaluation, checkpoints."""
+
+from typing import Any
+
+from shared.config.importers.adapter import adapter_name, verl_adapter
+from shared.config.importers.parameter import UNSET
+from shared.config.importers.source import Source
+from shared.config.importers.spelling import is_data_file
+from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
+from shared.config.importers.verl.algorithm import OVERLONG, RM
+from shared.config.importers.verl.data import ROLLOUT_NAME
+from shared.config.importers.verl.trainer import ASYNC
+
+Fields = dict[str, Any]
+
+ASYNC_ONLY = frozenset(
+    {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n",
+     "rollout.total_epochs"}
+)  # fmt: skip
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+
+
+def is_fully_async(source: Source) -> bool:
+    """Whether the file is of verl's fully asynchronous trainer."""
+    return source.value("data.train_batch_size") == 0 or any(
+        name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY for name in source.given
+    )
+
+
+def mini_batches(source: Source) -> int:
+    """Give require_batches, the mini-batches of one step."""
+    if is_fully_async(source):
+        return int(source.required(f"{ASYNC}.require_batches"))
+    return max(int(source.required("data.train_batch_size")) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
+
+
+def steps(source: Source) -> int | None:
+    """Give the number of steps, if it can be known."""
+    per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
+    if is_fully_async(source):
+        limits = [source.value("rollout.total_rollout_steps")]
+        if source.rows is not None:
+            limits.append(source.rows * source.required("rollout.total_epochs"))
+        known = [limit for limit in limits if limit is not None]
+        return min(known) // per_step if known else None
+    total = source.value("trainer.total_training_steps")
+    if total is not None:
+        return int(total)
+    return None if source.rows is None else source.rows // per_step * int(source.required("trainer.total_epochs"))
+
+
+def batches(source: Source) -> Fields:
+    """Make the sizes of mini-batch and step, and the asynchrony."""
+    mini, number = source.required(f"{ACTOR}.ppo_mini_batch_size"), mini_batches(source)
+    fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
+    batch = source.value("data.train_batch_size")
+    if not is_fully_async(source):
+        if batch != mini * number:
+            source.refuse(
+                "data.train_batch_size", f"{batch} is no multiple of {ACTOR}.ppo_mini_batch_size {mini}: make it one"
+            )
+        return fields
+    if source.has("data.train_batch_size") and batch:
+        source.refuse("data.train_batch_size", "in fully asynchronous training it must be 0, or left out")
+    threshold = source.required(f"{ASYNC}.staleness_threshold")
+    fields["asynchrony.trigger_parameter_sync_step"] = source.required(f"{ASYNC}.trigger_parameter_sync_step")
+    fields["asynchrony.staleness_threshold"] = threshold
+    if threshold > 0:
+        fields["asynchrony.on_weight_update"] = "interrupt" if source.value(f"{ASYNC}.partial_rollout") else "drain"
+    return fields
+
+
+def schedule(source: Source) -> Fields:
+    """Make steps, learning rate, warm-up, decay and clip."""
+    total = steps(source)
+    rate = source.required(f"{MEGATRON}.lr")
+    fields: Fields = {
+        "optimisation.learning_rate": rate,
+        "optimisation.weight_decay": source.required(f"{MEGATRON}.weight_decay"),
+        "optimisation.max_grad_norm": source.value(f"{MEGATRON}.clip_grad"),
+        "optimisation.schedule": source.choose(f"{MEGATRON}.lr_decay_style", SCHEDULES) or "constant",
+    }
+    if fields["optimisation.schedule"] != "constant":
+        least = source.value(f"{MEGATRON}.min_lr")
+        fields["optimisation.min_learning_rate_ratio"] = (
+            source.required(f"{OPTIM}.min_lr_ratio") if least is None else least / rate if rate else 0.0
+        )
+    if not total:
+        source.lack(
+            "optimisation.steps: trainer.total_epochs counts passes over the data: give --rows N, the number of "
+            "training rows, or trainer.total_training_steps"
+            if total is None
+            else "optimisation.steps: the prompts do not make one step: raise rollout.total_rollout_steps, or lower "
+            "ppo_mini_batch_size or require_batches"
+        )
+        return fields
+    warmup = source.value(f"{MEGATRON}.lr_warmup_steps")
+    if warmup is None or warmup <= 0:
+        warmup = int(source.required(f"{MEGATRON}.lr_warmup_steps_ratio") * total)
+    updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
+    return fields | {"optimisation.steps": total, "optimisation.warmup_updates": warmup * updates}
+
+
+def lengths(source: Source) -> Fields:
+    """Make the engine's context, the longest answer, the group and the token budget."""
+    answer = source.value(f"{ROLLOUT_NAME}.response_length")
+    answer = source.required("data.max_response_length") if answer is UNSET else answer
+    prompt = source.value(f"{ROLLOUT_NAME}.prompt_length")
+    prompt = source.required("data.max_prompt_length") if prompt is UNSET else prompt
+    bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
+    dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
+    fields: Fields = {
+        "rollout.sampling.max_new_tokens": answer,
+        "rollout.engine.context_tokens": min(prompt + answer, bound or prompt + answer),
+        "rollout.group_size": _group_size(source),
+        "model.dtype": dtype or "bfloat16",
+    }
+    if source.value(f"{ACTOR}.use_dynamic_bsz"):
+        budget = source.required(f"{ACTOR}.ppo_max_token_len_per_gpu")
+        split = source.required(f"{ACTOR}.ulysses_sequence_parallel_size")
+        fields["optimisation.micro_batch_tokens"] = budget * split
+    elif (rows := source.value(f"{ACTOR}.ppo_micro_batch_size_per_gpu")) is not None:
+        fields["optimisation.micro_batch_tokens"] = rows * (prompt + answer)
+    return fields
+
+
+def _group_size(source: Source) -> int:
+    if source.has(f"{ROLLOUT_NAME}.n"):
+        return int(source.required(f"{ROLLOUT_NAME}.n"))
+    return int(source.required("rollout.n")) if is_fully_async(source) else 1
+
+
+def data_files(source: Source) -> Fields:
+    """Make the one training file."""
+    files = source.value("data.train_files") or []
+    if len(files) != 1 or not is_data_file(files[0]):
+        source.refuse("data.train_files", "one local JSON, JSONL, CSV or parquet file: join several into one")
+    return {"data.path": files[0] if files else ""}
+
+
+def evaluation(source: Source) -> Fields:
+    """Make the evaluation, where there are held-out rows."""
+    files = source.value("data.val_files") if source.has("data.val_files") else None
+    if not files:
+        return {}
+    if len(files) != 1 or not is_data_file(files[0]):
+        source.refuse("data.val_files", "one local JSON, JSONL, CSV or parquet file: join several into one")
+    own = is_fully_async(source) and not source.has("trainer.test_freq")
+    every = source.value("rollout.test_freq" if own else "trainer.test_freq")
+    most = source.value("data.val_max_samples")
+    return {
+        "evaluation.path": files[0],
+        "evaluation.every_versions": every if every and every > 0 else None,
+        "evaluation.max_rows": None if most is None or most < 0 else most,
+        "evaluation.greedy": _is_greedy(source),
+        "evaluation.group_size": source.required(f"{ROLLOUT_NAME}.val_kwargs.n"),
+    }
+
+
+def _is_greedy(source: Source) -> bool:
+    options = f"{ROLLOUT_NAME}.val_kwargs"
+    if not source.value(f"{options}.do_sample") or not source.value(f"{options}.temperature"):
+        return True
+    for name in ("temperature", "top_k", "top_p"):
+        if source.value(f"{options}.{name}") != source.value(f"{ROLLOUT_NAME}.{name}"):
+            source.refuse(f"{options}.{name}", "an evaluation samples as training does: use its value, or greedy")
+    return False
+
+
+def checkpoints(source: Source) -> Fields:
+    """Make the period of checkpoints, and how many are kept."""
+    total = steps(source)
+    if not total:
+        return {}
+    every = source.value("trainer.save_freq")
+    if every is None or every <= 0:
+        every = total
+    elif is_fully_async(source):
+        every *= source.required(f"{ASYNC}.trigger_parameter_sync_step")
+    every = min(every, total)
+    keep = source.value("trainer.max_actor_ckpt_to_keep")
+    return {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
+
+
+def placement(source: Source) -> Fields:
+    """Make the devices, where they are written, and the number of engines."""
+    fields: Fields = {}
+    if source.has("trainer.device"):
+        device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
+        if device is not None:
+            fields |= {"optimisation.device": device, "rollout.engine.device": device}
+    if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
+        gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
+        fields["rollout.num_rollouts"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
+    return fields
+
+
+def rewards(source: Source) -> Fields:
+    """Make the graders, the overlong penalty and the filter."""
+    fields: Fields = {"reward.filter_zero_spread": bool(source.value("algorithm.filter_groups.enable"))}
+    path = source.value("custom_reward_function.path")
+    if path is None:
+        source.lack(
+            "reward.components: verl's own scorers choose by data_source and are not offered: give "
+            "custom_reward_function.path, or one of ours, such as --set 'reward.components=[{kind: math}]'"
+        )
+        source.lack(
+            "data.label_column: verl's label lies inside the column reward_model, which only a custom function "
+            "reads: make a column of it, and name that: --set data.label_column=ground_truth"
+        )
+    else:
+        function = source.required("custom_reward_function.name")
+        file = adapter_name(path, function)
+        source.files[file] = verl_adapter(path, function)
+        fields |= {
+            "reward.components": [{"kind": "custom", "path": f"{file}:score"}],
+            "data.label_column": "reward_model",
+        }
+    manager = source.choose(f"{RM}.reward_manager", {"naive": "naive", "dapo": "dapo"})
+    if manager == "dapo" and source.value(f"{OVERLONG}.enable"):
+        limit = source.value(f"{RM}.reward_kwargs.max_resp_len")
+        fields["reward.shaping.overlong"] = {
+            "max_length": source.required("data.max_response_length") if limit is None else limit,
+            "buffer": source.required(f"{OVERLONG}.len"),
+            "factor": source.required(f"{OVERLONG}.penalty_factor"),
+            "capped": False,
+        }
+    return fields

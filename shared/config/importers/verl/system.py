@@ -1,0 +1,101 @@
+"""verl as a system to import from, and how its launch files are read."""
+
+from collections.abc import Mapping, Sequence
+
+from shared.config.importers.hydra import apply_hydra_overrides, as_given, problem, read_yaml
+from shared.config.importers.parameter import UNSET, Inherit, System, ignored, make_system
+from shared.config.importers.shell import NAME, Script, read_script
+from shared.config.importers.source import Given
+from shared.config.importers.verl import actor, algorithm, data, learning, rules, trainer
+
+OPTIONS = ("--config-name", "--config-path", "--config-dir")
+
+VERL: System = make_system(
+    "verl",
+    (
+        data.DATA, data.ROLLOUT, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS, actor.CRITIC_ROWS,
+        actor.OPTIM_ROWS, actor.MEGATRON_ROWS, algorithm.ALGORITHM_ROWS, algorithm.LEGACY_ROWS,
+        algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS, trainer.ASYNC_ROWS,
+        trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
+        ignored("names the class that verl reads a section into", "_target_"),
+    ),
+    rules=(
+        rules.data_files, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
+        learning.kl, learning.old_policy, learning.critic, rules.rewards, rules.evaluation, rules.checkpoints,
+        rules.placement,
+    ),
+    spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
+)  # fmt: skip
+
+
+def read_verl(
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool
+) -> list[Given]:
+    """Read verl's YAML, or a launch script, with ``KEY=VALUE`` from the command line.
+
+    Raises:
+        InvalidSpec: something cannot be read; ``errors`` has its place.
+    """
+    if is_script:
+        given = _from_script(text, overrides, environment, source)
+    else:
+        flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
+        given = as_given(flat, touched, default_of, environment)
+    names = {each.spelling for each in given}
+    return [each for each in given if each.spelling == _target(each.spelling) or _target(each.spelling) not in names]
+
+
+def _target(spelling: str) -> str:
+    """A variable of a script is what the parameter is set from: where that is written, it is the same setting."""
+    return trainer.LAUNCH_VARIABLES.get(spelling, (spelling,))[0]
+
+
+def default_of(name: str) -> object:
+    """Give verl's default of a parameter, for interpolations; UNSET if it has none."""
+    row = VERL.parameters.get(name)
+    if row is None:
+        return UNSET
+    return default_of(row.default.name) if isinstance(row.default, Inherit) else row.default
+
+
+def _from_script(text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str) -> list[Given]:
+    fixed = dict(pair.split("=", 1) for pair in overrides if "=" in pair and NAME.fullmatch(pair.partition("=")[0]))
+    dotted = [pair for pair in overrides if pair.partition("=")[0] not in fixed]
+    script = read_script(text, fixed, source=source)
+    module, words = _trainer_command(script, source)
+    options = [word for word in words if not word.startswith("-")]
+    flat, _ = apply_hydra_overrides({}, options)
+    if "fully_async" in module:
+        flat.setdefault("data.train_batch_size", 0)
+    known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
+    flat |= {name: value for name, value in script.variables.items() if name in known}
+    flat, touched = apply_hydra_overrides(flat, dotted)
+    given = as_given(flat, touched, default_of, environment)
+    return [Given(each.value, each.spelling, "override" if each.spelling in touched else "script") for each in given]
+
+
+def _trainer_command(script: Script, source: str) -> tuple[str, list[str]]:
+    """Find the command that starts verl; gives its module and the words after it."""
+    found: list[tuple[str, list[str]]] = []
+    for words in script.commands:
+        for position, word in enumerate(words):
+            module = words[position + 1] if word == "-m" and position + 1 < len(words) else ""
+            if "verl" in module or "main_ppo" in module or "fully_async" in module:
+                found.append((module, _after(words[position + 2 :])))
+                break
+            if word.endswith(("main_ppo.py", "fully_async_main.py")):
+                found.append((word, _after(words[position + 1 :])))
+                break
+    if len(found) > 1:
+        raise problem(source, found[1][0], "the script starts verl more than once: keep one command")
+    return found[0] if found else ("", [])
+
+
+def _after(words: Sequence[str]) -> list[str]:
+    """Drop Hydra's options, with the values that stand apart from them."""
+    kept, is_value = [], False
+    for word in words:
+        if not is_value and not word.startswith(OPTIONS):
+            kept.append(word)
+        is_value = word in OPTIONS
+    return kept

@@ -21,12 +21,14 @@ from fastapi import FastAPI, Request
 from services.trainer.offered import OfferedImages
 from services.trainer.supervisor import Addresses, Supervisor
 from shared.config.spec import ExperimentSpec
+from shared.errors import NotFound
 from shared.schemas.experiment import CheckpointView, MetricBatch
 from shared.schemas.publication import PublicationRequest
 from shared.schemas.service import Assignment, DesiredState, WorkState
 from shared.serving import add_problem_handlers, bind
 from shared.streams.connection import connect
 from shared.streams.redis_plane import RedisDataPlane
+from shared.weights.image import WeightImage
 from shared.weights.pull import PublishedImages
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, save_tiny_model
 
@@ -77,6 +79,16 @@ class Rig:
         return found
 
 
+async def offered(published: PublishedImages, version: int) -> WeightImage:
+    """Open a version's image: the worker's word to its supervisor may come a moment after the announcement."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return (await published.open(version))[0]
+            except NotFound:
+                await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> AsyncIterator[Rig]:
     redis = connect(redis_url)
@@ -87,8 +99,7 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
         async def call(self, method: str, path: str, **arguments: Any) -> Any:
             body = arguments.get("body")
             if isinstance(body, PublicationRequest) and body.manifest.version > self.version:
-                image, _ = await published.open(body.manifest.version)
-                with image:
+                with await offered(published, body.manifest.version) as image:
                     self.images[body.manifest.version] = bytes(image.view)
             return await super().call(method, path, **arguments)
 

@@ -1,0 +1,29 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path models/policy \
+   --reward.remote_url https://grader.example.org/get_reward \
+   --data.prompt_dataset data/math.jsonl \
+   --data.input_key problem \
+   --data.label_key answer \
+   --data.apply_chat_template \
+   --data.max_len 4096 \
+   --rollout.max_new_tokens 3072 \
+   --algo.advantage.estimator group_norm \
+   --rollout.n_samples_per_prompt 8 \
+   --train.batch_size 512 \
+   --rollout.batch_size 64 \
+   --algo.kl.init_coef 0 \
+   --actor.eps_clip_low_high 0.2 0.28 \
+   --algo.dynamic_filtering_enable \
+   --algo.dynamic_filtering_range 0.0 1.0 \
+   --train.async_enable \
+   --train.async_queue_size 1 \
+   --train.partial_rollout_enable \
+   --algo.advantage.is_correction_enable \
+   --algo.advantage.is_correction_threshold 0.5 5.0 \
+   --train.dynamic_batch_enable \
+   --train.max_tokens_per_gpu 16384 \
+   --eval.dataset data/aime.jsonl \
+   --eval.steps 20 \
+   --eval.temperature 0 \
+   --max_steps 300 \
+   --logger.wandb.key 0123456789

@@ -30,7 +30,7 @@ class GatewaySettings:
     data: Path
     database_url: str | None = None
     lease_seconds: float = 10.0
-    grace_seconds: float = 20.0
+    grace_seconds: float = 8.0
     rest_seconds: float = 5.0
     longest_wait_seconds: float = 30.0
     publication_seconds: float = 10.0

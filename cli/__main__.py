@@ -154,6 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_PROBLEM
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"flotilla: {where}{error.strerror or error}\n")
+        return EXIT_PROBLEM
 
 
 if __name__ == "__main__":

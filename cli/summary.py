@@ -61,23 +61,28 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         "ledger",
         f"{ledger.get('issued', 0)} groups issued = {ledger.get('trained', 0)} trained"
         + "".join(f" + {count} {kind}" for kind, count in ended.items() if count)
+        + (f" + {ledger.get('planned', 0)} planned" if ledger.get("planned") else "")
         + (f" + {ledger.get('outstanding', 0)} outstanding" if ledger.get("outstanding") else "")
         + (" (balanced)" if ledger.get("balanced") else " (NOT balanced)"),
     )
     table.add_row("checkpoint", summary["checkpoint"] or "none")
-    table.add_row("plot", summary["plot"] or "none (matplotlib is not installed)")
+    table.add_row("plot", summary["plot"] or "none")
     table.add_row("logs", summary["logs"])
     if summary["problem"]:
         table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
     return table
 
 
-def write_plot(progress: Progress, path: Path) -> Path | None:
-    """Plot reward and held-out accuracy over steps as a PNG; None where matplotlib is missing."""
+def write_plot(progress: Progress, path: Path) -> bool:
+    """Plot reward and held-out accuracy over steps as a PNG; False where matplotlib is missing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     try:
         import matplotlib as mpl
     except ImportError:
-        return None
+        return False
     mpl.use("Agg")
     from matplotlib.figure import Figure
 
@@ -100,7 +105,7 @@ def write_plot(progress: Progress, path: Path) -> Path | None:
         right.plot([step for step, _, _ in lengths], [value for _, _, value in lengths], color="grey", lw=0.8, ls=":")
         right.set_ylabel("completion tokens (dotted)")
     figure.savefig(path, dpi=120)
-    return path
+    return True
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:

@@ -23,6 +23,7 @@ from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 REFRESH_SECONDS = 0.5
 LINE_SECONDS = 2.0
 AWAY_SECONDS = 60.0
+SETTLE_SECONDS = 10.0
 LOCK_FILE = "lock"
 
 
@@ -114,13 +115,34 @@ async def _train(
                 async with asyncio.timeout(5):
                     await client.call("POST", f"/v1/experiments/{view.id}/stop", deadline_seconds=5)
             raise
+        await _until_settled(progress, client)
         checkpoints = Page.model_validate(await client.call("GET", f"/v1/experiments/{view.id}/checkpoints"))
-        plot = write_plot(progress, path / "plot.png")
         wall = time.monotonic() - started
-        summary = summarise(progress, wall_seconds=wall, checkpoints=checkpoints, run_directory=path, plot=plot)
-        write_summary(summary, path / "summary.json")
+        unwritten = ""
+        plot = path / "plot.png"
+        try:
+            has_plot = write_plot(progress, plot)
+        except OSError as error:
+            has_plot, unwritten = False, f"{plot} could not be written: {error.strerror}"
+        summary = summarise(
+            progress, wall_seconds=wall, checkpoints=checkpoints, run_directory=path, plot=plot if has_plot else None
+        )
         console.print(summary_table(summary))
+        try:
+            write_summary(summary, path / "summary.json")
+        except OSError as error:
+            unwritten = f"{path / 'summary.json'} could not be written: {error.strerror}"
+        if unwritten:
+            raise Unavailable(unwritten)
         return 0 if progress.view.state is ExperimentState.COMPLETED else 1
+
+
+async def _until_settled(progress: Progress, client: GatewayClient) -> None:
+    """Wait until what was left of an experiment that failed is accounted for, so that the ledger shown is its last."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while progress.ledger.get("outstanding") and time.monotonic() < end:
+        await asyncio.sleep(REFRESH_SECONDS)
+        await progress.refresh(client)
 
 
 @contextlib.asynccontextmanager

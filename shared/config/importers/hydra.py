@@ -14,6 +14,7 @@ from shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
 MAX_DEPTH = 40
+MAX_VALUES = 20_000
 
 Lookup = Callable[[str], Any]
 """Gives the default of a name that the file does not hold, or UNSET."""
@@ -33,21 +34,43 @@ def read_yaml(text: str, *, source: str) -> dict[str, Any]:
     """
     try:
         document = parse_document(text, source=source)
+    except InvalidSpec as error:
+        raise InvalidSpec(error.detail, errors=[{"path": source, "value": None, "allowed": error.detail}]) from None
     except (ValueError, TypeError, RecursionError) as error:  # a date that does not exist, or brackets without end
         raise problem(source, type(error).__name__, f"cannot be read as YAML: {error}") from None
+    _check_size(source, document)
     found: dict[str, Any] = {}
-    _flatten(document, "", found, 0)
+    _flatten(document, "", found)
     return found
 
 
-def _flatten(node: Mapping[Any, Any], prefix: str, found: dict[str, Any], depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise problem(prefix, "…", f"sections may be nested {MAX_DEPTH} deep at most")
+def _check_size(path: str, node: Any) -> None:
+    """Refuse what anchors make endless or huge: a few lines of YAML can stand for any number of values."""
+    level, count = [node], 0
+    for _ in range(MAX_DEPTH):
+        below = [value for each in level for value in _values(each)]
+        count += len(below)
+        if not below or count > MAX_VALUES:
+            break
+        level = below
+    else:
+        raise problem(path, "…", f"values may be nested {MAX_DEPTH} deep at most")
+    if count > MAX_VALUES:
+        raise problem(path, "…", f"at most {MAX_VALUES} values")
+
+
+def _values(node: Any) -> list[Any]:
+    if isinstance(node, Mapping):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def _flatten(node: Mapping[Any, Any], prefix: str, found: dict[str, Any]) -> None:
     for key, value in node.items():
         if not isinstance(key, str):
             raise problem(f"{prefix}{key}", key, "a key must be text")
         if isinstance(value, Mapping) and value:
-            _flatten(value, f"{prefix}{key}.", found, depth + 1)
+            _flatten(value, f"{prefix}{key}.", found)
         else:
             found[f"{prefix}{key}"] = value
 
@@ -75,7 +98,7 @@ def apply_hydra_overrides(flat: Mapping[str, Any], overrides: Sequence[str]) -> 
         value = parse_value(name, written)
         if isinstance(value, Mapping) and value:
             below: dict[str, Any] = {}
-            _flatten(value, f"{name}.", below, 0)
+            _flatten(value, f"{name}.", below)
             changed |= below
             touched |= set(below)
         else:
@@ -89,11 +112,13 @@ def parse_value(name: str, written: str) -> Any:
     if "${" in written and not written.strip().startswith(("[", "{")):
         return written
     try:
-        return yaml.safe_load(written)
+        value = yaml.safe_load(written)
     except yaml.YAMLError:
         return written
     except (ValueError, TypeError, RecursionError) as error:
         raise problem(name, written, f"cannot be read: {error}") from None
+    _check_size(name, value)
+    return value
 
 
 class Interpolation:

@@ -112,6 +112,11 @@ def _unquoted(word: str, script: Script, where: str) -> str:
             parts.append(word[position + 1])
             position += 2
             continue
+        if letter == "$" and quote != "'" and word[position + 1 : position + 2] in {"{", "("}:
+            end = _atom(word, position, where, in_assignment=False)  # quotes within belong to it
+            plain.append(word[position:end])
+            position = end
+            continue
         if (not quote and letter in "'\"") or letter == quote:
             flush()
             quote = "" if quote else letter

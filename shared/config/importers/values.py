@@ -71,6 +71,14 @@ def count(name: str, value: Any) -> int | None:
     return read
 
 
+def share(name: str, value: Any) -> float | None:
+    """Read a number from 0 to 1."""
+    read = number(name, value)
+    if read is not None and not 0 <= read <= 1:
+        raise wrong(name, value, "a number from 0 to 1")
+    return read
+
+
 def flag(name: str, value: Any) -> bool | None:
     """Read true or false."""
     if isinstance(value, bool):

@@ -18,10 +18,17 @@ def resolved(imported: Imported) -> dict[str, Any]:
     return imported.spec.model_dump(mode="json")
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.APPLIED, Verdict.TRANSLATED), ids=label)
+SETTINGS = [(name, row) for name, row in rows_with(Verdict.APPLIED, Verdict.TRANSLATED) if not row.is_tree]
+REFUSALS = [(name, row) for name, row in rows_with(Verdict.REFUSED) if not row.is_judged]  # else tested by name
+WITH_DEFAULT = [
+    (name, row)
+    for name, row in REFUSALS
+    if row.default is not UNSET and row.default is not None and not isinstance(row.default, Inherit)
+]
+
+
+@pytest.mark.parametrize(("system", "row"), SETTINGS, ids=label)
 def test_a_changed_parameter_changes_the_field_that_its_row_names(system: str, row: Parameter) -> None:
-    if row.is_tree:
-        pytest.skip("names below it are tested one by one")
     base = {**BASES[system], **row.context}
 
     before = resolved(import_flat(system, base))
@@ -49,10 +56,8 @@ def test_an_ignored_parameter_changes_nothing(system: str, row: Parameter) -> No
     assert [entry.verdict for entry in imported.report.entries if entry.name == name] == [Verdict.IGNORED]
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.REFUSED), ids=label)
+@pytest.mark.parametrize(("system", "row"), REFUSALS, ids=label)
 def test_a_refused_parameter_makes_the_import_fail_unless_refusals_are_allowed(system: str, row: Parameter) -> None:
-    if row.is_judged:
-        pytest.skip("a rule decides: tested by name")
     name = f"{row.name}.anything" if row.is_tree else row.name
 
     imported = import_flat(system, {**BASES[system], name: other_than(row)})
@@ -63,11 +68,8 @@ def test_a_refused_parameter_makes_the_import_fail_unless_refusals_are_allowed(s
     assert imported.may_run(allow_refused=True)
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.REFUSED), ids=label)
+@pytest.mark.parametrize(("system", "row"), WITH_DEFAULT, ids=label)
 def test_a_refused_parameter_at_its_default_is_no_refusal(system: str, row: Parameter) -> None:
-    if row.default is UNSET or row.default is None or row.is_judged or isinstance(row.default, Inherit):
-        pytest.skip("has no default that could be written")
-
     imported = import_flat(system, {**BASES[system], row.name: row.default})
 
     assert imported.report.refused == []

@@ -2,7 +2,7 @@
 
 from shared.config.importers.parameter import Parameter, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
-from shared.config.importers.values import count, flag, integer, number, numbers, text
+from shared.config.importers.values import count, flag, integer, number, numbers, share, text
 
 PLACEMENT = "services are separate processes; where they run changes speed, not what is computed"
 SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
@@ -128,7 +128,7 @@ OPTIMISER: tuple[Parameter, ...] = (
     translated("--lr_scheduler", ("optimisation.schedule", "optimisation.min_learning_rate_ratio"), text,
                "cosine_with_min_lr ends at a tenth, linear and cosine at 0", example="linear",
                default="cosine_with_min_lr", aliases=("--actor.lr_scheduler",)),
-    translated("--lr_warmup_ratio", "optimisation.warmup_updates", number, "share of all updates, rounded up",
+    translated("--lr_warmup_ratio", "optimisation.warmup_updates", share, "share of all updates, rounded up",
                example=0.5, default=0.03, aliases=("--actor.lr_warmup_ratio",)),
     applied("--max_norm", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
             default=1.0, aliases=("--actor.max_norm",)),

@@ -12,7 +12,7 @@ from shared.config.importers.roll.learning import response_length
 from shared.config.importers.roll.rows import INFER, TRAIN
 from shared.config.importers.source import Given, Source
 from shared.config.importers.spelling import is_data_file
-from shared.config.importers.values import wrong
+from shared.config.importers.values import same, wrong
 
 Fields = dict[str, Any]
 
@@ -133,7 +133,7 @@ def run(source: Source) -> Fields:
 def lengths(source: Source) -> Fields:
     """Make the engine's context and the longest answer."""
     answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
-    if source.has(name) and source.given[name].value not in {None, answer, str(answer)}:
+    if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
         source.refuse(name, "ROLL replaces it by response_length: give that")
     context = source.required("prompt_length") + answer
     return {"rollout.sampling.max_new_tokens": answer, "rollout.engine.context_tokens": context}

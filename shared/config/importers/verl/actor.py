@@ -1,7 +1,7 @@
 """Rows of verl's model, actor, reference and critic sections."""
 
 from shared.config.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
-from shared.config.importers.values import count, flag, integer, number, text
+from shared.config.importers.values import count, flag, integer, number, share, text
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -140,7 +140,7 @@ OPTIM_ROWS: tuple[Parameter, ...] = (
     translated(f"{OPTIM}.lr_warmup_steps", "optimisation.warmup_updates", integer,
                "verl's schedule moves once per step, ours once per update: multiplied by the updates of a step",
                example=5, default=-1),
-    translated(f"{OPTIM}.lr_warmup_steps_ratio", "optimisation.warmup_updates", number,
+    translated(f"{OPTIM}.lr_warmup_steps_ratio", "optimisation.warmup_updates", share,
                "share of the steps, in updates; lr_warmup_steps above 0 wins", example=0.2, default=0.0),
     applied(f"{OPTIM}.min_lr_ratio", "optimisation.min_learning_rate_ratio", number, "where cosine ends",
             example=0.1, default=0.0, context={f"{OPTIM}.lr_scheduler_type": "cosine"}),
@@ -171,7 +171,7 @@ MEGATRON_ROWS: tuple[Parameter, ...] = (
     translated(f"{MEGATRON}.lr_warmup_steps", "optimisation.warmup_updates", integer,
                "in updates: multiplied by the updates of a step", example=5,
                default=Inherit(f"{OPTIM}.lr_warmup_steps")),
-    translated(f"{MEGATRON}.lr_warmup_steps_ratio", "optimisation.warmup_updates", number,
+    translated(f"{MEGATRON}.lr_warmup_steps_ratio", "optimisation.warmup_updates", share,
                "share of the steps, in updates", example=0.2, default=Inherit(f"{OPTIM}.lr_warmup_steps_ratio")),
     translated(f"{MEGATRON}.lr_decay_style", "optimisation.schedule", text, "constant, linear or cosine",
                example="linear", default=Inherit(f"{OPTIM}.lr_scheduler_type"), aliases=(f"{OPTIM}.lr_decay_style",)),

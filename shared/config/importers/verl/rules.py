@@ -105,9 +105,9 @@ def schedule(source: Source) -> Fields:
 def lengths(source: Source) -> Fields:
     """Make the engine's context, the longest answer, the group and the token budget."""
     answer = source.value(f"{ROLLOUT_NAME}.response_length")
-    answer = source.required("data.max_response_length") if answer is UNSET else answer
+    answer = source.required("data.max_response_length") if answer in {None, UNSET} else answer
     prompt = source.value(f"{ROLLOUT_NAME}.prompt_length")
-    prompt = source.required("data.max_prompt_length") if prompt is UNSET else prompt
+    prompt = source.required("data.max_prompt_length") if prompt in {None, UNSET} else prompt
     bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
     dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
     fields: Fields = {

@@ -1,6 +1,7 @@
 """verl as a system to import from, and how its launch files are read."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 
 from shared.config.importers.hydra import apply_hydra_overrides, as_given, problem, read_yaml
 from shared.config.importers.parameter import UNSET, Inherit, System, ignored, make_system
@@ -61,17 +62,25 @@ def default_of(name: str) -> object:
 def _from_script(text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str) -> list[Given]:
     fixed = dict(pair.split("=", 1) for pair in overrides if "=" in pair and NAME.fullmatch(pair.partition("=")[0]))
     dotted = [pair for pair in overrides if pair.partition("=")[0] not in fixed]
+    unused = next((name for name in fixed if not re.search(rf"\b{re.escape(name)}\b", text)), None)
+    if unused is not None:
+        raise problem(unused, fixed[unused], f"{source} uses no variable of this name")
     script = read_script(text, fixed, source=source)
     module, words = _trainer_command(script, source)
-    options = [word for word in words if not word.startswith("-")]
-    flat, _ = apply_hydra_overrides({}, options)
-    if "fully_async" in module:
-        flat.setdefault("data.train_batch_size", 0)
-    known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
-    flat |= {name: value for name, value in script.variables.items() if name in known}
-    flat, touched = apply_hydra_overrides(flat, dotted)
-    given = as_given(flat, touched, default_of, environment)
-    return [Given(each.value, each.spelling, "override" if each.spelling in touched else "script") for each in given]
+    flat, _ = apply_hydra_overrides({}, [word for word in words if not word.startswith("-")])
+    if not module:  # a fragment without a command: its variables are all that there is
+        known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
+        flat = {name: value for name, value in script.variables.items() if name in known}
+    implied = {"data.train_batch_size": 0} if "fully_async" in module and "data.train_batch_size" not in flat else {}
+    flat, touched = apply_hydra_overrides({**flat, **implied}, dotted)
+    return [
+        Given(each.value, each.spelling, _origin(each.spelling, touched, implied))
+        for each in as_given(flat, touched, default_of, environment)
+    ]
+
+
+def _origin(name: str, touched: Container[str], implied: Container[str]) -> str:
+    return "override" if name in touched else "default" if name in implied else "script"
 
 
 def _trainer_command(script: Script, source: str) -> tuple[str, list[str]]:

@@ -1,0 +1,79 @@
+"""The files that wrap reward functions of other contracts load in our reward service and call them as promised."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.reward.verifiers.custom import grade_of, load_function
+from shared.config.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter
+from shared.schemas.grading import GradingSample
+from shared.schemas.trajectory import GradeStatus
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    assert (data_source, extra_info) == ("gsm8k", {"index": 3})
+    return {"score": float(solution_str.endswith(ground_truth)), "acc": True, "pred": "x"}
+"""
+VERL_ASYNC = """
+async def grade(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str)
+"""
+OPENRLHF = """
+def reward_func(queries, prompts, labels):
+    assert queries == ["2+2=4"] and prompts == ["2+2="]
+    return {"rewards": [float(labels[0] == "4")], "scores": [0.5], "extra_logs": {"length": [1]}}
+"""
+
+
+def a_sample(**values: Any) -> GradingSample:
+    label = '{"style": "rule", "ground_truth": "4"}'
+    return GradingSample(
+        **{"id": "1/0", "prompt": "2+2=", "response": "so 4", "label": label, "data_source": "gsm8k",
+           "metadata": {"extra_info": {"index": 3}}, **values}
+    )  # fmt: skip
+
+
+def adapter(tmp_path: Path, name: str, text: str, user: str) -> Any:
+    (tmp_path / "grade.py").write_text(user)
+    (tmp_path / name).write_text(text)
+    return load_function(f"{tmp_path / name}:score")
+
+
+def test_a_function_of_verl_gets_the_inner_label_and_its_numbers_become_metrics(tmp_path: Path) -> None:
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), VERL)
+
+    grade = grade_of(score(a_sample()))
+
+    assert (grade.status, grade.reward, grade.metrics) == (GradeStatus.SCORED, 1.0, {"acc": 1.0})
+
+
+async def test_an_async_function_of_verl_is_awaited(tmp_path: Path) -> None:
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "grade"), VERL_ASYNC)
+
+    assert await score(a_sample()) == 4.0
+
+
+def test_a_label_that_is_plain_text_is_passed_as_it_is(tmp_path: Path) -> None:
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), VERL)
+
+    assert score(a_sample(label="so 4"))["reward"] == 1.0
+
+
+def test_a_function_of_openrlhf_gets_lists_of_one(tmp_path: Path) -> None:
+    score = adapter(tmp_path, "b.py", openrlhf_adapter("grade.py"), OPENRLHF)
+
+    grade = grade_of(score(a_sample(response="4", label="4")))
+
+    assert (grade.reward, grade.metrics) == (1.0, {"length": 1.0, "score": 0.5})
+
+
+def test_an_error_of_the_function_stays_an_error(tmp_path: Path) -> None:
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), VERL)
+
+    with pytest.raises(AssertionError):
+        score(a_sample(data_source="other"))
+
+
+def test_adapters_of_two_functions_have_two_names() -> None:
+    assert adapter_name("x/grade.py", "a") != adapter_name("x/grade.py", "b")

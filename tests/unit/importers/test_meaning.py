@@ -1,0 +1,221 @@
+"""What several parameters mean together, and which values are refused where their parameter is not."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.importers.build import Imported, look_up
+from shared.config.importers.openrlhf.system import read_openrlhf
+from shared.config.importers.parameter import Verdict
+from shared.config.importers.systems import read
+from shared.errors import InvalidSpec
+from tests.unit.importers.sources import BASES, import_flat
+
+ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
+VAL = "actor_rollout_ref.rollout.val_kwargs"
+ACTOR = "actor_rollout_ref.actor"
+TRAIN = "actor_train.training_args"
+
+
+def imported(system: str, **values: Any) -> Imported:
+    return import_flat(system, {**BASES[system], **values})
+
+
+def field(found: Imported, path: str) -> Any:
+    assert found.spec is not None, found.report.problems
+    return look_up(found.spec.model_dump(mode="json"), path)
+
+
+@pytest.mark.parametrize(
+    ("system", "values", "path", "expected"),
+    [
+        ("verl", {"data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 128}, "asynchrony.require_batches", 4),
+        ("verl", {}, "algorithm.old_log_probs", "recompute"),
+        ("verl", {}, "algorithm.policy_loss.dual_clip", 3.0),
+        ("verl", {}, "optimisation.weight_decay", 0.01),
+        ("verl", {}, "algorithm.advantage.epsilon", 1e-6),
+        ("verl", {}, "evaluation.greedy", True),
+        ("verl", {}, "checkpoint.every_steps", 10),
+        ("verl", {f"{ACTOR}.clip_ratio": 0.3}, "algorithm.policy_loss.clip_high", 0.3),
+        ("verl", {f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_high": 0.28},
+         "algorithm.policy_loss.clip_high", 0.28),
+        ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "k3+"}, "algorithm.kl.gradient", "k2"),
+        ("verl", {f"{ACTOR}.use_kl_loss": True}, "algorithm.kl.value_clamp", 10.0),
+        ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0}, "algorithm.kl", None),
+        ("verl", {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"}, "algorithm.aggregation.mode", "seq-mean-token-mean"),
+        ("verl", {f"{ACTOR}.policy_loss.loss_mode": "gpg"}, "algorithm.old_log_probs", "rollout"),
+        ("verl", {"algorithm.rollout_is": True}, "algorithm.correction", None),
+        ("verl", {"algorithm.adv_estimator": "gae"}, "algorithm.advantage.lam", 1.0),
+        ("verl", {"algorithm.rollout_correction.rollout_is": "token",
+                  "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"},
+         "algorithm.correction.weight.outside", "zero"),
+        ("verl", ASYNC, "asynchrony.on_weight_update", "interrupt"),
+        ("verl", ASYNC, "asynchrony.staleness_threshold", 0.1),
+        ("verl", ASYNC, "asynchrony.trigger_parameter_sync_step", 4),
+        ("verl", ASYNC, "optimisation.steps", 10_000 // 256),
+        ("verl", ASYNC, "rollout.group_size", 4),
+        ("verl", ASYNC, "algorithm.old_log_probs", "rollout"),
+        ("verl", {**ASYNC, "async_training.staleness_threshold": 0}, "asynchrony.on_weight_update", "drain"),
+        ("verl", {**ASYNC, "async_training.staleness_threshold": 0, "async_training.compute_prox_log_prob": True},
+         "algorithm.old_log_probs", "recompute_at_version"),
+        ("verl", {**ASYNC, "trainer.save_freq": 2}, "checkpoint.every_steps", 8),
+        ("verl", {"megatron.optim.lr": 1e-5, f"{ACTOR}.optim.lr": 1e-6}, "optimisation.learning_rate", 1e-5),
+        ("openrlhf", {}, "algorithm.kl.order", "before_baseline"),
+        ("openrlhf", {"--advantage_estimator": "rloo"}, "algorithm.kl.order", "after_baseline"),
+        ("openrlhf", {}, "algorithm.advantage.whiten.variance", "population"),
+        ("openrlhf", {}, "algorithm.advantage.masked_tokens", "step"),
+        ("openrlhf", {}, "algorithm.value_loss.learning_rate", 9e-6),
+        ("openrlhf", {"--init_kl_coef": 0}, "algorithm.kl", None),
+        ("openrlhf", {"--policy_loss_type": "gspo", "--enable_vllm_is_correction": True},
+         "algorithm.old_log_probs", "rollout"),
+        ("openrlhf", {"--vllm_is_truncated_threshold": 3, "--enable_vllm_is_correction": True},
+         "algorithm.correction.weight.lower", None),
+        ("openrlhf", {"--async_train": True, "--async_queue_size": 3}, "asynchrony.max_lag", 3),
+        ("openrlhf", {"--stop_properly_penalty_coef": -1}, "reward.shaping.truncated.value", -1.0),
+        ("openrlhf", {"--remote_rm_url": "https://grader.example.org/x"}, "reward.components", None),
+        ("roll", {}, "algorithm.advantage.whiten", None),
+        ("roll", {}, "rollout.sampling.top_k", 50),
+        ("roll", {}, "rollout.sampling.top_p", 0.7),
+        ("roll", {}, "algorithm.aggregation.mode", "seq-mean-token-mean"),
+        ("roll", {"adv_estimator": "grpo"}, "reward.shaping.normalisation.std", "group"),
+        ("roll", {"dual_clip_loss": True}, "algorithm.policy_loss.dual_clip", 1.4),
+        ("roll", {"pg_variant": "tis"}, "algorithm.policy_loss.clip_high", 0.0),
+        ("roll", {"async_generation_ratio": 1.5}, "asynchrony.max_lag", 2),
+        ("roll", {"async_generation_ratio": 1.5}, "asynchrony.on_max_lag", "drop"),
+        ("roll", {"actor_train.device_mapping": "list(range(0,2)) + list(range(4,6))"},
+         "optimisation.groups_per_mini_batch", 64),
+        ("roll", {"response_length": None, "sequence_length": 3000}, "rollout.sampling.max_new_tokens", 3000 - 1024),
+    ],
+)  # fmt: skip
+def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any], path: str, expected: Any) -> None:
+    found = imported(system, **values)
+
+    assert found.report.refused == []
+    if path == "reward.components":
+        assert field(found, path)[0]["allow_private"] is False
+    else:
+        assert field(found, path) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("system", "values", "name"),
+    [
+        ("verl", {"data.train_batch_size": 1000}, "data.train_batch_size"),
+        ("verl", {"data.train_files": ["a.parquet", "b.parquet"]}, "data.train_files"),
+        ("verl", {"data.train_files": "org/dataset"}, "data.train_files"),
+        ("verl", {"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator"),
+        ("verl", {"algorithm.adv_estimator": "gdpo"}, "algorithm.adv_estimator"),
+        ("verl", {"algorithm.adv_estimator": "none"}, "algorithm.adv_estimator"),
+        ("verl", {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss"),
+        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full"}, "algorithm.kl_penalty"),
+        ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type"),
+        ("verl", {f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.loss_mode"),
+        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 0.6}, f"{VAL}.temperature"),
+        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 1.0, f"{VAL}.top_k": 5}, f"{VAL}.top_k"),
+        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 1.0, f"{VAL}.top_p": 0.5}, f"{VAL}.top_p"),
+        ("verl", {**ASYNC, "async_training.compute_prox_log_prob": True}, "async_training.compute_prox_log_prob"),
+        ("verl", {"reward_model.reward_manager": "prime"}, "reward_model.reward_manager"),
+        ("verl", {"actor_rollout_ref.rollout.dtype": "float16"}, "actor_rollout_ref.rollout.dtype"),
+        ("verl", {"trainer.device": "npu"}, "trainer.device"),
+        ("verl", {"data.tuncation": "left"}, "data.tuncation"),
+        ("openrlhf", {"--apply_chat_template": False}, "--apply_chat_template"),
+        ("openrlhf", {"--critic_pretrain": "other"}, "--critic_pretrain"),
+        ("openrlhf", {"--advantage_estimator": "rloo", "--n_samples_per_prompt": 1}, "--advantage_estimator"),
+        ("openrlhf", {"--use_kl_loss": True}, "--kl_estimator"),
+        ("openrlhf", {"--remote_rm_url": "http://a/x,http://b/x"}, "--remote_rm_url"),
+        ("openrlhf", {"--prompt_data": "org/dataset"}, "--prompt_data"),
+        ("openrlhf", {"--param_dtype": "fp16"}, "--param_dtype"),
+        ("openrlhf", {"--eval_temperature": 0.3}, "--eval_temperature"),
+        ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
+        ("roll", {"actor_train.data_args.prompt": "text", "actor_train.data_args.messages": None},
+         "actor_train.data_args.prompt"),
+        ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "actor_infer.generating_args.max_new_tokens"),
+        ("roll", {"adv_estimator": "gigpo"}, "adv_estimator"),
+        ("roll", {"adv_estimator": "reinforce", "reward_norm": "running"}, "reward_norm"),
+        ("roll", {"adv_estimator": "reinforce", "reward_normalization.method": "mean"},
+         "reward_normalization.grouping"),
+        ("roll", {f"{TRAIN}.gradient_accumulation_steps": 3}, "rollout_batch_size"),
+        ("roll", {"max_steps": -1}, "max_steps"),
+        ("roll", {"rewards.math.query_filter_config.type": "mean_filter"}, "rewards.math.query_filter_config.type"),
+        ("roll", {"rewards.judge.worker_cls": "x.LLMJudgeRewardWorker"}, "rewards.judge.worker_cls"),
+        ("roll", {"eval_steps": 3, "model_update_frequency": 2, "validation.data_args.file_name": "h.jsonl"},
+         "eval_steps"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_not_offered_is_refused_by_name(system: str, values: dict[str, Any], name: str) -> None:
+    found = imported(system, **values)
+
+    assert name in {entry.name for entry in found.report.refused}
+    assert not found.may_run()
+
+
+@pytest.mark.parametrize(
+    ("system", "values", "lack"),
+    [
+        ("verl", {"custom_reward_function.path": None}, "reward.components"),
+        ("verl", {"custom_reward_function.path": None}, "data.label_column"),
+        ("verl", {**ASYNC, "rollout.total_rollout_steps": 3}, "optimisation.steps"),
+        ("openrlhf", {"--remote_rm_url": None}, "reward.components"),
+        ("openrlhf", {"--data.max_len": 4096}, "rollout.sampling.max_new_tokens"),
+        ("roll", {"response_length": None}, "rollout.sampling.max_new_tokens"),
+        ("roll", {"pretrain": None}, "model.path"),
+    ],
+)
+def test_what_must_be_known_and_is_not_is_asked_for(system: str, values: dict[str, Any], lack: str) -> None:
+    found = imported(system, **values)
+
+    assert any(problem.startswith(f"{lack}: ") for problem in found.report.problems), found.report.problems
+    assert not found.may_run(allow_refused=True)
+
+
+def test_a_parameter_that_nothing_reads_is_reported_as_without_effect() -> None:
+    found = imported("verl", **{"algorithm.kl_ctrl.kl_coef": 0.5})
+
+    entry = next(entry for entry in found.report.entries if entry.name == "algorithm.kl_ctrl.kl_coef")
+    assert entry.verdict is Verdict.IGNORED
+    assert entry.detail.startswith("has no effect beside the other parameters here")
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_name() -> None:
+    found = imported("verl", **{"algorithm.adv_estimater": "rloo"})
+
+    assert "did you mean algorithm.adv_estimator?" in found.report.refused[0].detail
+
+
+def test_two_spellings_with_two_values_are_a_message() -> None:
+    with pytest.raises(InvalidSpec, match="also given as --temperature"):
+        imported("openrlhf", **{"--temperature": 0.5, "--rollout.temperature": 0.7})
+
+
+def test_a_value_of_the_wrong_type_names_the_parameter() -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        imported("verl", **{"actor_rollout_ref.rollout.n": "many"})
+
+    assert caught.value.errors[0]["path"] == "actor_rollout_ref.rollout.n"
+
+
+def test_a_word_before_the_first_flag_is_a_message() -> None:
+    with pytest.raises(InvalidSpec, match="flags and their values"):
+        read_openrlhf(["stray", "--pretrain", "m"])
+
+
+def test_variables_of_a_script_reach_the_parameters_that_they_are_written_into() -> None:
+    text = "MODEL_PATH=models/a\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$MODEL_PATH\n"
+
+    given = read("verl", text, ["MODEL_PATH=models/b"], {}, source="run.sh")
+
+    assert [(each.spelling, each.value, each.where) for each in given] == [
+        ("actor_rollout_ref.model.path", "models/b", "script")
+    ]
+
+
+def test_a_variable_that_the_script_does_not_use_is_a_message() -> None:
+    with pytest.raises(InvalidSpec, match="uses no variable of this name"):
+        read("verl", "python3 -m verl.trainer.main_ppo data.seed=1\n", ["MODEL_PATH=x"], {}, source="run.sh")
+
+
+@pytest.mark.parametrize("name", ["MODEL_PATH", "exp_name", "overlong_buffer_len", "TRAIN_FILE"])
+def test_variables_alone_are_read_as_the_parameters_that_they_set(name: str) -> None:
+    given = read("verl", f"{name}=7.parquet\n", (), {}, source="variables.sh")
+
+    assert [each.spelling for each in given] == [name]

@@ -1,0 +1,71 @@
+"""The systems' typical launch files become exactly the specs that stand beside them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.config.importers.build import Imported, build
+from shared.config.importers.parameter import Verdict
+from shared.config.importers.systems import SYSTEMS, read, read_launch_text
+from shared.config.load import validate_spec
+
+RECIPES = Path(__file__).parent / "recipes"
+NAMES = sorted(path.name for path in RECIPES.iterdir() if not path.name.endswith(".expected.yaml"))
+WITH_ENVIRONMENTS = "roll_agentic.yaml"
+
+
+def import_recipe(name: str) -> Imported:
+    system = name.partition("_")[0]
+    given = read(system, read_launch_text(RECIPES / name), (), {}, source=name)
+    return build(SYSTEMS[system], given, rows=100_000)
+
+
+def test_there_are_recipes_of_each_system() -> None:
+    assert {name.partition("_")[0] for name in NAMES} == set(SYSTEMS)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != WITH_ENVIRONMENTS])
+def test_a_recipe_becomes_the_spec_beside_it(name: str) -> None:
+    imported = import_recipe(name)
+
+    assert imported.may_run(), imported.report.render()
+    expected = yaml.safe_load((RECIPES / f"{Path(name).stem}.expected.yaml").read_text(encoding="utf-8"))
+    assert imported.spec == validate_spec(expected)
+    assert imported.document == expected
+
+
+def test_environments_are_refused_one_by_one() -> None:
+    imported = import_recipe(WITH_ENVIRONMENTS)
+
+    refused = {entry.name for entry in imported.report.entries if entry.verdict is Verdict.REFUSED}
+    assert refused == {
+        "actor_train.data_args.prompt",
+        "env_manager.env_groups",
+        "env_manager.group_size",
+        "env_manager.tags",
+        "env_manager.n_groups",
+        "env_manager.max_traj_per_env",
+        "env_manager.format_penalty",
+        "custom_envs.SimpleSokoban.env_type",
+        "custom_envs.SimpleSokoban.max_steps",
+    }
+    assert not imported.may_run(allow_refused=True)  # what is graded is not known without the environments
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_of_a_recipe_has_its_entry_once(name: str) -> None:
+    system = name.partition("_")[0]
+    given = read(system, read_launch_text(RECIPES / name), (), {}, source=name)
+
+    entries = [entry.name for entry in import_recipe(name).report.entries]
+
+    assert entries[: len(given)] == [each.spelling for each in given]
+    assert len(entries) == len(set(entries))
+
+
+def test_a_secret_is_not_shown() -> None:
+    imported = import_recipe("openrlhf_dynamic_filtering.sh")
+
+    assert "0123456789" not in imported.report.render()
+    assert "0123456789" not in str([entry.as_dict() for entry in imported.report.entries])

@@ -34,16 +34,17 @@ VERL: Final = '''
 
 def _arguments(sample):
     """verl's label is a column with style and ground_truth; it passes the latter alone."""
+    truth = sample.label
     try:
-        label = json.loads(sample.label)
+        column = json.loads(sample.label)
     except (TypeError, ValueError):
-        label = sample.label
-    if isinstance(label, dict) and "ground_truth" in label:
-        label = label["ground_truth"]
+        column = None
+    if isinstance(column, dict) and "ground_truth" in column:
+        truth = column["ground_truth"]
     return {
         "data_source": sample.data_source,
         "solution_str": sample.response,
-        "ground_truth": label,
+        "ground_truth": truth,
         "extra_info": sample.metadata.get("extra_info") or {},
     }
 

@@ -54,10 +54,14 @@ async def test_an_async_function_of_verl_is_awaited(tmp_path: Path) -> None:
     assert await score(a_sample()) == 4.0
 
 
-def test_a_label_that_is_plain_text_is_passed_as_it_is(tmp_path: Path) -> None:
-    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), VERL)
+@pytest.mark.parametrize("label", ["so 4", "4", '{"other": 1}'])
+def test_a_label_that_is_plain_text_is_passed_as_it_is(tmp_path: Path, label: str) -> None:
+    user = (
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth == {label!r}"
+    )
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), user)
 
-    assert score(a_sample(label="so 4"))["reward"] == 1.0
+    assert score(a_sample(label=label)) == 1.0
 
 
 def test_a_function_of_openrlhf_gets_lists_of_one(tmp_path: Path) -> None:

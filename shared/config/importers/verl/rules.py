@@ -6,6 +6,7 @@ from shared.config.importers.adapter import adapter_name, verl_adapter
 from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Source
 from shared.config.importers.spelling import is_data_file
+from shared.config.importers.values import same
 from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
 from shared.config.importers.verl.algorithm import OVERLONG, RM
 from shared.config.importers.verl.data import ROLLOUT_NAME
@@ -104,10 +105,8 @@ def schedule(source: Source) -> Fields:
 
 def lengths(source: Source) -> Fields:
     """Make the engine's context, the longest answer, the group and the token budget."""
-    answer = source.value(f"{ROLLOUT_NAME}.response_length")
-    answer = source.required("data.max_response_length") if answer in {None, UNSET} else answer
-    prompt = source.value(f"{ROLLOUT_NAME}.prompt_length")
-    prompt = source.required("data.max_prompt_length") if prompt in {None, UNSET} else prompt
+    answer = _length(source, f"{ROLLOUT_NAME}.response_length", "data.max_response_length")
+    prompt = _length(source, f"{ROLLOUT_NAME}.prompt_length", "data.max_prompt_length")
     bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
     dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
     fields: Fields = {
@@ -123,6 +122,16 @@ def lengths(source: Source) -> Fields:
     elif (rows := source.value(f"{ACTOR}.ppo_micro_batch_size_per_gpu")) is not None:
         fields["optimisation.micro_batch_tokens"] = rows * (prompt + answer)
     return fields
+
+
+def _length(source: Source, own: str, general: str) -> int:
+    """Give the sampler's own length, else the dataset's; where both are the same, both are in force."""
+    value, written = source.value(own), source.given.get(general)
+    if value in {None, UNSET}:
+        return int(source.required(general))
+    if written is not None and same(written.value, value):
+        source.has(general)
+    return int(value)
 
 
 def _group_size(source: Source) -> int:

@@ -1,0 +1,104 @@
+"""Launch files of other systems train on a fleet on this machine: three steps each, tiny model, rewards included."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.__main__ import main
+from cli.launch_file import read_launch_file
+from shared.schemas.experiment import ExperimentState, ExperimentView
+from tests.fleet import RunningFleet, make_experiment, running_fleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+RECIPES = Path(__file__).parents[2] / "unit" / "importers" / "recipes"
+SECONDS = 120
+SMALL = (
+    "model.dtype=float32",
+    "data.prompt_column=prompt",
+    "data.label_column=answer",
+    "data.data_source_column=null",
+    "rollout.group_size=4",
+    "rollout.num_rollouts=1",
+    "rollout.sampling.max_new_tokens=16",
+    "rollout.engine.context_tokens=96",
+    "rollout.engine.slots=32",
+    "optimisation.steps=3",
+    "optimisation.groups_per_mini_batch=4",
+    "optimisation.warmup_updates=1",
+    "optimisation.micro_batch_tokens=2048",
+    "asynchrony.require_batches=2",
+    "evaluation=null",
+    "checkpoint.every_steps=3",
+)
+"""What makes a recipe small; what it says about the algorithm, the asynchrony and the reward stays."""
+GRADERS = """
+import zlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    assert ground_truth.isdigit()
+    return {"score": float(zlib.crc32(solution_str.encode()) % 2), "acc": True}
+
+
+grade = compute_score
+
+
+def reward_func(queries, prompts, labels):
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts, strict=True))
+    return {"rewards": [float(zlib.crc32(query.encode()) % 2) for query in queries]}
+"""
+NUMERIC = "reward.components=[{kind: numeric, pattern: '(.)'}]"
+"""In place of graders that are elsewhere: a server, or data of another kind."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    with running_fleet(tmp_path_factory.mktemp("fleet") / "data") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("verl_grpo_kl.sh", ()),
+        ("verl_fully_async.sh", ("reward.shaping.overlong.max_length=16", "reward.shaping.overlong.buffer=8")),
+        ("verl_ppo.yaml", ("algorithm.aggregation.fixed_length=16", "algorithm.value_loss.aggregation.fixed_length=16",
+                           "algorithm.value_loss.warmup_steps=1")),
+        ("openrlhf_reinforce_baseline.sh", ()),
+        ("openrlhf_hybrid_engine.sh", (NUMERIC,)),
+        ("openrlhf_dynamic_filtering.sh", (NUMERIC, "reward.group_filter=null")),
+        ("roll_rlvr.yaml", (NUMERIC,)),
+    ],
+)  # fmt: skip
+def test_an_imported_recipe_trains_three_steps(
+    recipe: str, more: tuple[str, ...], fleet: RunningFleet, tmp_path: Path
+) -> None:
+    make_experiment(tmp_path)
+    for name in ("grade.py", "gsm8k.py", "reward_func.py", "rewards/grade.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(GRADERS)
+    paths = (f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'train.jsonl'}")
+    sets = [word for pair in (*paths, *SMALL, *more) for word in ("--set", pair)]
+    system, output = recipe.partition("_")[0], tmp_path / "spec.yaml"
+
+    code = main(["import", system, str(RECIPES / recipe), "--rows", "100000", "--output", str(output), *sets])
+
+    assert code == 0
+    view = asyncio.run(trained(fleet, output))
+    assert (view.state, view.step) == (ExperimentState.COMPLETED, 3), view
+
+
+async def trained(fleet: RunningFleet, spec: Path) -> ExperimentView:
+    """Start the experiment and follow it to its end."""
+    async with asyncio.timeout(SECONDS), fleet.client() as client:
+        document = read_launch_file(spec).document
+        made = ExperimentView.model_validate(await client.call("POST", "/v1/experiments", body=document))
+        await client.call("POST", f"/v1/experiments/{made.id}/start")
+        while True:
+            view = ExperimentView.model_validate(await client.call("GET", f"/v1/experiments/{made.id}"))
+            if view.state.is_final:
+                return view
+            await asyncio.sleep(0.2)

@@ -5,6 +5,7 @@ of them read is reported as without effect here, never as applied.
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 
 HIDDEN = "(not shown)"
+SECRET = re.compile(r"api_?key|secret|password|_token$", re.IGNORECASE)
+"""Names of parameters that we do not know, whose values must not be shown all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,8 @@ def _entry(each: Given, source: Source, resolved: Mapping[str, Any]) -> Entry:
         near = difflib.get_close_matches(each.spelling, known, n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else ""
         detail = f"no parameter of {source.system.name} that this importer knows{hint}"
-        return Entry(each.spelling, shown(each.value), each.where, Verdict.REFUSED, detail, {})
+        value = HIDDEN if SECRET.search(each.spelling) else shown(each.value)
+        return Entry(each.spelling, value, each.where, Verdict.REFUSED, detail, {})
     value = HIDDEN if row.is_secret else shown(each.value)
     verdict, detail, fields = _verdict(row, each, source, resolved)
     return Entry(each.spelling, value, each.where, verdict, detail, fields)

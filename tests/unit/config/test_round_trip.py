@@ -90,7 +90,7 @@ def is_valid(model: type[BaseModel], values: dict[str, Any]) -> bool:
 
 
 @given(document=sections(ExperimentSpec))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_spec_written_as_yaml_is_the_same_spec(document: dict[str, Any]) -> None:
     try:
         spec = ExperimentSpec.model_validate(document)

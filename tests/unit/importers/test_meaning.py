@@ -187,6 +187,11 @@ def test_two_spellings_with_two_values_are_a_message() -> None:
         imported("openrlhf", **{"--temperature": 0.5, "--rollout.temperature": 0.7})
 
 
+def test_a_variable_beside_the_parameter_that_it_sets_is_a_message_not_dropped() -> None:
+    with pytest.raises(InvalidSpec, match="also given as"):
+        imported("verl", MODEL_PATH="another-model")
+
+
 def test_a_value_of_the_wrong_type_names_the_parameter() -> None:
     with pytest.raises(InvalidSpec) as caught:
         imported("verl", **{"actor_rollout_ref.rollout.n": "many"})

@@ -9,6 +9,7 @@ from shared.config.importers.build import Imported, build
 from shared.config.importers.parameter import Verdict
 from shared.config.importers.systems import SYSTEMS, read, read_launch_text
 from shared.config.load import validate_spec
+from tests.unit.importers.sources import BASES, import_flat
 
 RECIPES = Path(__file__).parent / "recipes"
 NAMES = sorted(path.name for path in RECIPES.iterdir() if not path.name.endswith(".expected.yaml"))
@@ -64,7 +65,18 @@ def test_every_parameter_of_a_recipe_has_its_entry_once(name: str) -> None:
     assert len(entries) == len(set(entries))
 
 
-def test_a_secret_is_not_shown() -> None:
+@pytest.mark.parametrize(
+    ("system", "name"),
+    [("openrlhf", "--use_wandb"), ("openrlhf", "--other.api_key"), ("roll", "tracker_kwargs.api_key"),
+     ("verl", "trainer.hub_token")],
+)  # fmt: skip
+def test_a_secret_by_any_name_is_not_shown(system: str, name: str) -> None:
+    imported = import_flat(system, {**BASES[system], name: "0123456789"})
+
+    assert "0123456789" not in imported.report.render()
+
+
+def test_a_secret_of_a_recipe_is_not_shown() -> None:
     imported = import_recipe("openrlhf_dynamic_filtering.sh")
 
     assert "0123456789" not in imported.report.render()

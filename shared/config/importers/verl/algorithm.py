@@ -42,7 +42,7 @@ ALGORITHM_ROWS: tuple[Parameter, ...] = (
     translated(f"{ALGORITHM}.filter_groups.enable", "reward.filter_zero_spread", flag,
                "groups of equal rewards are replaced, without end", example=True, default=False),
     refused(f"{ALGORITHM}.filter_groups.metric", "groups are judged by the reward: use reward", default="reward",
-            harmless=("acc", "score", "seq_reward", "seq_final_reward")),
+            harmless=("score",)),
     refused(f"{ALGORITHM}.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0",
             default=0),
     refused(f"{ALGORITHM}.use_pf_ppo", "the batch is not drawn anew by its rewards: leave it false", default=False),

@@ -28,7 +28,7 @@ DATA: tuple[Parameter, ...] = (
     translated("data.train_batch_size", ("asynchrony.require_batches",), integer,
                "prompts of one step: ppo_mini_batch_size times require_batches (0 in fully asynchronous training)",
                example=512, default=1024),
-    refused("data.gen_batch_size", "the stream's unit is one group: leave it at 1, or at data.train_batch_size",
+    refused("data.gen_batch_size", "the stream's unit is one group: leave it at 1, or out",
             default=1),
     translated("data.max_prompt_length", "rollout.engine.context_tokens", count,
                "with max_response_length the engine's context; a longer prompt fails its task and is counted",

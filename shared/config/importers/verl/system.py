@@ -38,17 +38,9 @@ def read_verl(
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     if is_script:
-        given = _from_script(text, overrides, environment, source)
-    else:
-        flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
-        given = as_given(flat, touched, default_of, environment)
-    names = {each.spelling for each in given}
-    return [each for each in given if each.spelling == _target(each.spelling) or _target(each.spelling) not in names]
-
-
-def _target(spelling: str) -> str:
-    """A variable of a script is what the parameter is set from: where that is written, it is the same setting."""
-    return trainer.LAUNCH_VARIABLES.get(spelling, (spelling,))[0]
+        return _from_script(text, overrides, environment, source)
+    flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
+    return as_given(flat, touched, default_of, environment)
 
 
 def default_of(name: str) -> object:

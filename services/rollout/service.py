@@ -3,14 +3,13 @@
     idle -> starting (engine loads, catches up with the current version) -> running <-> paused
          -> draining (nothing new, work in hand is finished) -> idle
 
-The engine's process may die: its tasks are handed back, a new one is started, and only when that keeps happening does
-the experiment fail.
+The engine's process may die: its tasks are handed back, a new one is started, and only when that keeps happening
+without a group answered in between does the experiment fail.
 """
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -26,7 +25,8 @@ from shared.telemetry.logging import experiment_id as logged_experiment
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-DEATH_WINDOW_SECONDS = 120.0
+"""An engine that dies this often without a group answered in between will not recover by itself."""
+FIRST_PAUSE_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 STOP_SECONDS = 10.0
 
@@ -63,7 +63,7 @@ class RolloutService:
         self._assignment: Assignment | None = None
         self._failure: Failure | None = None
         self._engine_died: WorkerDied | None = None
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._deaths = 0
         self._load: dict[str, float] = {}
         self.tell: Callable[[], None] = lambda: None
 
@@ -109,7 +109,7 @@ class RolloutService:
             if self._crew is not None or self._assignment is not None:
                 await self._dismiss()
                 self._failure = None
-                self._deaths.clear()
+                self._deaths = 0
             if assignment is None:
                 self._become(WorkState.IDLE)
                 return
@@ -148,6 +148,10 @@ class RolloutService:
         try:
             spec = ExperimentSpec.model_validate(assignment.spec)
             self._crew = await self._open_crew(spec, assignment, self.tell, self._on_engine_death)
+        except WorkerDied as error:
+            # Killed while it loaded: unlike a model that cannot be loaded, that is worth another try.
+            self._on_engine_death(error)
+            return
         except FlotillaError as error:
             log.error("the engine cannot start", extra={"error": error.detail})  # noqa: TRY400
             self._failure = Failure(component="rollout", cause=error.detail, fatal=not error.retryable)
@@ -176,9 +180,10 @@ class RolloutService:
 
     async def _after_engine_death(self, error: WorkerDied) -> None:
         self._engine_died = None
-        now = time.monotonic()
-        self._deaths.append(now)
-        repeated = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATH_WINDOW_SECONDS
+        if self._crew is not None and self._crew.worker.answered:
+            self._deaths = 0
+        self._deaths += 1
+        repeated = self._deaths >= MAX_DEATHS
         log.error("the engine's process ended", extra={"cause": error.detail, "again": not repeated})
         assignment = self._assignment
         await self._dismiss()
@@ -188,7 +193,7 @@ class RolloutService:
             self._assignment = assignment
             self._become(WorkState.FAILED)
             return
-        await asyncio.sleep(0)
+        await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (self._deaths - 1))
         self._failure = None
 
     async def _drain(self) -> None:

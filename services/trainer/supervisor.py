@@ -100,6 +100,7 @@ class Supervisor:
         self._is_hopeless = False
         self._is_leaving = False
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._furthest_step = 0
         self._started_workers = 0
         self._start_after = 0.0
         self._state = WorkState.IDLE
@@ -231,10 +232,16 @@ class Supervisor:
             return
         cause = self._failure.cause if self._failure else ending.cause
         now = time.monotonic()
+        step = self._status.step if self._status is not None else 0
+        if step is not None and step > self._furthest_step:
+            # It got further than ever before it died: whatever it died of does not keep it from going on.
+            self._furthest_step = step
+            self._deaths.clear()
         self._deaths.append(now)
         recent = [at for at in self._deaths if now - at < DEATH_WINDOW_SECONDS]
         if len(recent) == MAX_DEATHS:
-            cause = f"died {MAX_DEATHS} times within {DEATH_WINDOW_SECONDS:g} s, the last time: {cause}"
+            window = f"{DEATH_WINDOW_SECONDS:g} s without getting further"
+            cause = f"died {MAX_DEATHS} times within {window}, the last time: {cause}"
             self._fail(Failure(component=COMPONENT, cause=cause), is_hopeless=True)
             return
         pause = FIRST_PAUSE_SECONDS * PAUSE_GROWTH ** (len(recent) - 1)
@@ -270,6 +277,7 @@ class Supervisor:
         self._watching = self._status = self._failure = self._assignment = None
         self._is_hopeless = False
         self._start_after = 0.0
+        self._furthest_step = 0
         self._deaths.clear()
 
 

@@ -112,6 +112,7 @@ class Engine(Protocol):
 
         Raises:
             ModelError: the model cannot be loaded.
+            WorkerDied: the engine's process ended meanwhile.
         """
 
     async def close(self) -> None:

@@ -57,7 +57,8 @@ class ProcessEngine(RemoteEngine):
         """Start the child and load the model; see ``Engine.start``.
 
         Raises:
-            ModelError: the model cannot be loaded, the child ended, or ``start_seconds`` went by.
+            ModelError: the model cannot be loaded, or ``start_seconds`` went by.
+            WorkerDied: the child ended while it loaded.
         """
         try:
             async with asyncio.timeout(self._settings.start_seconds):
@@ -68,7 +69,7 @@ class ProcessEngine(RemoteEngine):
             seconds = self._settings.start_seconds
             raise ModelError(f"the engine did not load {self._settings.model_path} within {seconds} s") from None
         except EOFError:
-            raise ModelError(f"the engine ended while it loaded: {(await self._cause_of_death()).detail}") from None
+            raise WorkerDied(f"the engine ended while it loaded: {(await self._cause_of_death()).detail}") from None
         except asyncio.CancelledError:
             await self._end(close_seconds=0)
             raise

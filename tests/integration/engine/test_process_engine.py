@@ -63,7 +63,7 @@ async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 async def test_a_worker_that_ends_while_it_loads_says_why(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "no number")
 
-    with pytest.raises(ModelError, match="PYTHONHASHSEED"):
+    with pytest.raises(WorkerDied, match="PYTHONHASHSEED"):
         await ProcessEngine(settings(saved("qwen3").path)).start()
 
 

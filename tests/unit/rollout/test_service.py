@@ -1,0 +1,172 @@
+"""The service follows what is desired; an engine that dies is replaced until that proves hopeless."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import services.rollout.service as rollout_service
+from services.rollout.engines.base import EngineLoad
+from services.rollout.service import MAX_DEATHS, RolloutService
+from services.rollout.version import VersionGate
+from shared.config.spec import ExperimentSpec
+from shared.errors import ModelError, WorkerDied
+from shared.schemas.service import Assignment, DesiredState, WorkState
+
+SPEC = {
+    "name": "trial",
+    "model": {"path": "model"},
+    "data": {"path": "train.jsonl"},
+    "reward": {"components": [{"kind": "numeric"}]},
+    "optimisation": {"steps": 3},
+}
+
+
+class ScriptedCrew:
+    """Engine, worker and receiver in one; works until it is cancelled."""
+
+    def __init__(self, answered: int = 0) -> None:
+        self.engine = self.worker = self.receiver = self
+        self.gate = VersionGate()
+        self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
+        self.is_claiming = self.is_closed = False
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 1, 0, 0)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def take(self, desired: DesiredState) -> None:
+        return None
+
+    def resume(self) -> None:
+        self.is_claiming = True
+
+    def pause(self) -> None:
+        self.is_claiming = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    def __init__(self) -> None:
+        self.crews: list[ScriptedCrew] = []
+        self.refusal: Exception | None = None
+        self.answered = 0
+        self.on_death: Callable[[WorkerDied], None] | None = None
+        self.service = RolloutService(self.open_crew)  # type: ignore[arg-type]
+
+    async def open_crew(self, spec: ExperimentSpec, assignment: Assignment, tell: Any, on_death: Any) -> ScriptedCrew:
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
+        self.on_death = on_death
+        self.crews.append(ScriptedCrew(self.answered))
+        return self.crews[-1]
+
+    async def want(self, state: WorkState, experiment_id: str | None = "e1") -> None:
+        assignment = None
+        if experiment_id is not None:
+            assignment = Assignment(experiment_id=experiment_id, revision=1, spec=SPEC, directory="/data")
+        await self.service.apply(DesiredState(tag=state.value, state=state, assignment=assignment))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(3):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def is_in(self, state: WorkState) -> bool:
+        return self.service.observe().state is state
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_service, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+@asynccontextmanager
+async def a_world() -> AsyncIterator[World]:
+    world = World()
+    running = asyncio.create_task(world.service.run())
+    try:
+        yield world
+    finally:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert all(crew.is_closed for crew in world.crews)
+
+
+async def test_it_works_pauses_and_falls_idle_as_it_is_told() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and world.crews[0].is_claiming)
+
+        await world.want(WorkState.PAUSED)
+        await world.until(lambda: world.is_in(WorkState.PAUSED) and not world.crews[0].is_claiming)
+
+        await world.want(WorkState.IDLE, None)
+        await world.until(lambda: world.is_in(WorkState.IDLE) and world.crews[0].is_closed)
+
+
+async def test_another_experiment_gets_a_crew_of_its_own() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING, "e1")
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+
+        await world.want(WorkState.RUNNING, "e2")
+
+        await world.until(lambda: len(world.crews) == 2 and world.service.observe().experiment_id == "e2")
+        assert world.crews[0].is_closed
+
+
+async def test_a_model_that_cannot_be_loaded_is_fatal() -> None:
+    async with a_world() as world:
+        world.refusal = ModelError("no config.json")
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.is_in(WorkState.FAILED))
+
+        failure = world.service.observe().failure
+        assert failure is not None
+        assert (failure.fatal, failure.cause) == (True, "no config.json")
+
+
+async def test_an_engine_killed_while_it_loads_is_started_again() -> None:
+    async with a_world() as world:
+        world.refusal = WorkerDied("killed by SIGKILL")
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        assert world.service.observe().failure is None
+
+
+async def test_an_engine_that_keeps_dying_without_an_answer_is_fatal() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        for number in range(1, MAX_DEATHS + 1):
+            await world.until(lambda n=number: len(world.crews) == n and world.is_in(WorkState.RUNNING))
+            assert world.on_death is not None
+            world.on_death(WorkerDied("out of memory"))
+
+        await world.until(lambda: world.is_in(WorkState.FAILED))
+
+        failure = world.service.observe().failure
+        assert failure is not None
+        assert (failure.fatal, failure.cause) == (True, "out of memory")
+
+
+async def test_an_engine_that_answers_between_its_deaths_is_always_replaced() -> None:
+    async with a_world() as world:
+        world.answered = 1
+        await world.want(WorkState.RUNNING)
+        for number in range(1, 2 * MAX_DEATHS):
+            await world.until(lambda n=number: len(world.crews) == n and world.is_in(WorkState.RUNNING))
+            assert world.on_death is not None
+            world.on_death(WorkerDied("killed by SIGKILL"))
+
+        await world.until(lambda: len(world.crews) == 2 * MAX_DEATHS and world.is_in(WorkState.RUNNING))

@@ -3,25 +3,12 @@
 import sys
 
 from services.rollout.app import create_app
-from shared.errors import FlotillaError
-from shared.processes import die_with_parent
-from shared.serving import address_of, bind, serve
-from shared.settings import read_settings
-from shared.telemetry.logging import configure_logging
+from shared.service_main import run_service
 
 
 def main() -> int:
-    """Read settings, configure logging, serve; a refusal is one sentence and exit code 2."""
-    try:
-        settings = read_settings()
-        die_with_parent(settings.parent_pid)
-        configure_logging("rollout", settings.log_level)
-        listening = bind(settings.host, settings.port)
-        serve(create_app(settings, address_of(listening)), listening)
-    except FlotillaError as error:
-        sys.stderr.write(f"rollout: {error.detail}\n")
-        return 2
-    return 0
+    """Serve; a refusal is one sentence and exit code 2."""
+    return run_service("rollout", create_app)
 
 
 if __name__ == "__main__":

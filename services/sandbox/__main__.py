@@ -9,20 +9,19 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 
 import psutil
+from fastapi import FastAPI
 from pydantic import SecretStr, ValidationError
 
 from services.sandbox.app import create_app
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
 from shared.client import GatewayClient
-from shared.errors import FlotillaError, InvalidRequest
+from shared.errors import InvalidRequest
 from shared.membership import Membership
-from shared.processes import die_with_parent
 from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind
 from shared.service_app import at_work
-from shared.serving import address_of, bind, serve
-from shared.settings import ServiceSettings, read_settings
-from shared.telemetry.logging import configure_logging
+from shared.service_main import run_service
+from shared.settings import ServiceSettings
 
 TRUE = {"1", "true", "yes"}
 VARIABLES = {
@@ -66,25 +65,20 @@ def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSetti
         raise InvalidRequest(f"{name}: {item['msg']}") from None
 
 
+def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
+    """Make the app of a sandbox that registers with the fleet."""
+
+    @contextlib.asynccontextmanager
+    async def open_and_register(sandbox: SandboxSettings) -> AsyncIterator[SandboxState]:
+        async with open_state(sandbox) as state, _member(settings, address):
+            yield state
+
+    return create_app(sandbox_settings(settings.token, os.environ), open_and_register)
+
+
 def main() -> int:
-    """Read settings, configure logging, serve; a refusal is one sentence and exit code 2."""
-    try:
-        settings = read_settings()
-        die_with_parent(settings.parent_pid)
-        configure_logging("sandbox", settings.log_level)
-        listening = bind(settings.host, settings.port)
-        address = address_of(listening)
-
-        @contextlib.asynccontextmanager
-        async def open_and_register(sandbox: SandboxSettings) -> AsyncIterator[SandboxState]:
-            async with open_state(sandbox) as state, _member(settings, address):
-                yield state
-
-        serve(create_app(sandbox_settings(settings.token, os.environ), open_and_register), listening)
-    except FlotillaError as error:
-        sys.stderr.write(f"sandbox: {error.detail}\n")
-        return 2
-    return 0
+    """Serve; a refusal is one sentence and exit code 2."""
+    return run_service("sandbox", create_member_app)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,37 @@
+"""What the ``__main__`` of a service does; called by nothing else."""
+
+import sys
+from collections.abc import Callable
+
+from fastapi import FastAPI
+
+from shared.errors import FlotillaError
+from shared.processes import die_with_parent
+from shared.serving import address_of, bind, serve
+from shared.settings import ServiceSettings, read_settings
+from shared.telemetry.logging import configure_logging
+
+CANNOT_START = 2
+
+
+def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]) -> int:
+    """Read the settings, configure logging, bind, serve until told to end.
+
+    Args:
+        name: of the service, in its log lines and refusals.
+        create_app: makes the app from the settings and the address that it is reached at.
+
+    Returns:
+        0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
+    """
+    try:
+        settings = read_settings()
+        if settings.parent_pid is not None:
+            die_with_parent(settings.parent_pid)
+        configure_logging(name, settings.log_level)
+        listening = bind(settings.host, settings.port)
+        serve(create_app(settings, address_of(listening)), listening)
+    except FlotillaError as error:
+        sys.stderr.write(f"{name}: {error.detail}\n")
+        return CANNOT_START
+    return 0

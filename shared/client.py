@@ -17,6 +17,8 @@ import httpx
 
 from shared.clock import Clock, SystemClock
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, error_for_code
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,22 @@ class GatewayClient:
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     async def _attempt(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        query: Mapping[str, Any],
+        budget: float,
+    ) -> Any:
+        faults = armed()
+        if faults is None:
+            return await self._send(method, path, content, headers, query, budget)
+        return await faults.around(
+            Site.CLIENT_CALL, lambda: self._send(method, path, content, headers, query, budget), path=path
+        )
+
+    async def _send(
         self,
         method: str,
         path: str,

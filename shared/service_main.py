@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from shared.errors import FlotillaError
+from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 from shared.serving import address_of, bind, serve
 from shared.settings import ServiceSettings, read_settings
@@ -29,6 +30,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)
         configure_logging(name, settings.log_level)
+        arm_process(name)
         listening = bind(settings.host, settings.port)
         serve(create_app(settings, address_of(listening)), listening)
     except FlotillaError as error:

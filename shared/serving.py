@@ -15,6 +15,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from shared.errors import FlotillaError, InvalidRequest, NotFound, Unavailable, error_for_code
+from shared.faults.armed import armed
+from shared.faults.http import FaultyApp
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
@@ -54,8 +56,9 @@ def serve(app: FastAPI, listening: socket.socket) -> None:
 
 
 async def _serve(app: FastAPI, listening: socket.socket) -> None:
+    faults = armed()
     config = uvicorn.Config(
-        app,
+        app if faults is None else FaultyApp(app, faults, problem_response),
         log_config=None,
         access_log=False,
         lifespan="on",

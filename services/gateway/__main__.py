@@ -8,6 +8,7 @@ from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
+from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 from shared.serving import address_of, bind, serve
 from shared.settings import read_settings
@@ -27,6 +28,7 @@ def main() -> int:
     try:
         common = read_settings(default_port=DEFAULT_PORT)
         configure_logging("gateway", common.log_level)
+        arm_process("gateway")
         if common.parent_pid is not None:
             die_with_parent(common.parent_pid)
         settings = GatewaySettings(

@@ -16,6 +16,8 @@ from services.reward.shaping import shaped_group
 from services.reward.verifiers.base import Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import FlotillaError
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.schemas.grading import Grade, GradingMessage, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.hop import Claim, Hop, Resolution
@@ -189,6 +191,8 @@ class RewardWorker:
         wanted = [index for index, trajectory in enumerate(group.trajectories) if is_gradable(trajectory)]
         grades = [Grade.abstained("the completion was aborted") for _ in samples]
         if wanted:
+            if (faults := armed()) is not None:
+                await faults.reach(Site.REWARD_SCORE)
             scored = await self._verifier.score([samples[index] for index in wanted])
             for index, grade in zip(wanted, scored, strict=True):
                 grades[index] = grade

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from redis.exceptions import ResponseError
 
 from shared.errors import ClaimLost
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.schemas.trajectory import Group
 from shared.streams.codec import EntryHeader, encode_group, group_header
 from shared.streams.hop import FENCED, Claim, Renewal, Resolution, check_hop, counter_of, next_hop, renewing
@@ -58,6 +60,11 @@ class RedisHop:
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
+        claims = await self._next(count, wait_seconds)
+        faults = armed()
+        return claims if faults is None else faults.delivered(self.consumer, claims)
+
+    async def _next(self, count: int, wait_seconds: float) -> list[Claim]:
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_seconds
         while True:
@@ -133,10 +140,12 @@ class RedisHop:
         taken, given_up = answer
         if given_up:
             log.warning("entries given up after too many deliveries", extra={"hop": self.name.value, "count": given_up})
-        return [
-            self._claim(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)
-            for entry_id, deliveries, fields in taken
-        ]
+        return await self._arrived(
+            [
+                self._claim(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)
+                for entry_id, deliveries, fields in taken
+            ]
+        )
 
     async def _read(self, count: int, block_seconds: float) -> list[Claim]:
         command: list[Any] = ["XREADGROUP", "GROUP", CONSUMER_GROUP, self.consumer, "COUNT", count]
@@ -152,7 +161,14 @@ class RedisHop:
                 raise
             await self._runner.run("create_group", [self._stream, self._keys.plans])
             answer = await self._runner.command(*command)
-        return [self._claim(entry_id, fields, 1) for _, entries in answer or () for entry_id, fields in entries]
+        return await self._arrived(
+            [self._claim(entry_id, fields, 1) for _, entries in answer or () for entry_id, fields in entries]
+        )
+
+    async def _arrived(self, claims: list[Claim]) -> list[Claim]:
+        if claims and (faults := armed()) is not None:
+            await faults.reach(Site.CLAIM)
+        return claims
 
     def _claim(self, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> Claim:
         header = EntryHeader.from_bytes(fields[b"header"])

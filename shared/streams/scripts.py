@@ -8,11 +8,20 @@ from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.streams.connection import Answer, retried
 
 Argument = str | int | float | bytes
+
+SITES = {
+    site.value.removeprefix("streams."): site
+    for site in (Site.FORWARD, Site.RESOLVE, Site.ISSUE, Site.RENEW, Site.HAND_BACK, Site.PLAN, Site.COMMIT)
+}
+"""Where faults can happen, by script; ``finish`` is named by its mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,12 @@ class ScriptRunner:
             except NoScriptError:
                 return await self.redis.eval(chosen.source, len(keys), *keys, *arguments)
 
-        return await self._retried(once)
+        faults = armed()
+        site = None if faults is None else SITES.get(str(arguments[0]) if name == "finish" else name)
+        if faults is None or site is None:
+            return await self._retried(once)
+        at = site
+        return await self._retried(lambda: faults.around(at, once, refusal=RedisConnectionError))
 
     async def command(self, *command: Any) -> Any:
         """Run a command that is safe to repeat.

@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from typing import NoReturn
 
+from shared.faults.armed import arm_process
 from shared.weights.endpoint_protocol import (
     FROM_SERVICE,
     NUM_FORK_DESCRIPTORS,
@@ -129,6 +130,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
     die_with(parent)
     # Ctrl-C reaches the whole process group; the service decides when members end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arm_process("weights")
     with socket.socket(fileno=descriptor) as channel:
         Endpoint(channel).run()
     # All that is left is to unload torch, which takes longer than everything that this process ever did.

@@ -7,7 +7,7 @@ nothing. Run it in a process that may be killed.
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,8 @@ import xxhash
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.weights.endpoint_protocol import Command, Direction, Opening
 from shared.weights.mappings import KeptMappings
 
@@ -56,7 +58,11 @@ class WeightGroup:
         deadline = time.monotonic() + command.deadline_seconds
         with self._mappings.use((command.image_path, command.image_bytes)) as (mapped,):
             data = torch.frombuffer(mapped, dtype=torch.uint8)
-            arrived = self._broadcast(list(torch.split(data, command.slice_bytes)), deadline)
+            slices: Iterable[torch.Tensor] = torch.split(data, command.slice_bytes)
+            if (faults := armed()) is not None:
+                is_sender = command.direction is Direction.SEND
+                slices = faults.each_slice(Site.WEIGHTS_SEND if is_sender else Site.WEIGHTS_RECEIVE, slices)
+            arrived = self._broadcast(slices, deadline)
             if command.direction is Direction.SEND:
                 deque(arrived, maxlen=0)
                 return None
@@ -65,7 +71,7 @@ class WeightGroup:
                 digest.update(piece.numpy().data)
             return digest.hexdigest()
 
-    def _broadcast(self, slices: list[torch.Tensor], deadline: float) -> Iterator[torch.Tensor]:
+    def _broadcast(self, slices: Iterable[torch.Tensor], deadline: float) -> Iterator[torch.Tensor]:
         """Yield each slice when it has been transferred, while the following ones are under way."""
         under_way: deque[tuple[torch.Tensor, Any]] = deque()
         for piece in slices:

@@ -22,6 +22,8 @@ import psutil
 import xxhash
 
 from shared.errors import Conflict, WeightTransferFailed
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.schemas.publication import Manifest
 from shared.weights.layout import ImageLayout
 
@@ -307,6 +309,8 @@ def _remove_free(path: Path) -> bool:
 def _reserve(file: FileIO, path: Path, image_bytes: int) -> None:
     """Take the room now: a page that is missing later would be a bus error in the middle of a copy."""
     try:
+        if (faults := armed()) is not None:
+            faults.hit(Site.WEIGHTS_IMAGE)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, image_bytes)
         else:

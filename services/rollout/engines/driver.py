@@ -8,6 +8,8 @@ from services.rollout.engines.commands import Abort, Cancel, Close, Command, Gen
 from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.torch_engine import TorchEngine
 from shared.errors import FlotillaError
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class EngineDriver:
             is_closing = self._take_commands()
             if is_closing:
                 self._engine.abort_all()
+            if (faults := armed()) is not None:
+                faults.hit(Site.ENGINE_STEP)
             for outcome in self._engine.step():
                 self._report(outcome)
             if is_closing:

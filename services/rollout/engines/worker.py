@@ -18,6 +18,7 @@ from services.rollout.engines.commands import Close, Result, command_from_wire, 
 from services.rollout.engines.framing import encode, receive_message
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import FlotillaError
+from shared.faults.armed import arm_process
 from shared.telemetry.logging import STANDARD
 
 PR_SET_PDEATHSIG = 1
@@ -88,6 +89,7 @@ def main() -> None:
     handler.setFormatter(PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("services").setLevel(logging.INFO)
+    arm_process("engine")
     with socket.socket(fileno=arguments.socket) as connection:
         try:
             serve(connection)

@@ -18,6 +18,8 @@ from pydantic import ValidationError
 
 from services.trainer.checkpoint.state import CheckpointState
 from shared.errors import Unavailable
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class CheckpointStorage:
         try:
             partial.mkdir(parents=True)
             fill(partial)
+            if (faults := armed()) is not None:
+                faults.hit(Site.CHECKPOINT_WRITE)
             state = describe(_sizes(partial))
             (partial / STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             _flush(partial)

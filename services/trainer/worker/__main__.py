@@ -9,6 +9,7 @@ from typing import IO
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.worker.run import Orphaned, WorkerProcess
+from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 
 EXIT_ORPHANED = 3
@@ -20,6 +21,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the supervisor decides when its worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
+    arm_process("trainer-worker")
     # What libraries print must not get between the messages.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

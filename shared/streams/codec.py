@@ -12,7 +12,11 @@ from typing import Any
 import msgpack
 
 from shared.schemas.task import TASK_SCHEMA, Task
-from shared.schemas.trajectory import GROUP_SCHEMA, Group
+from shared.schemas.trajectory import GROUP_SCHEMA, Group, Trajectory
+from shared.streams.partials import Partials, num_kept
+
+PARTIALS = "partials"
+"""Field of a task's payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,8 @@ class EntryHeader:
         schema: schema number of the payload.
         group_id: the group that the payload is, or will be.
         size: number of trajectories, made or wanted.
-        token_count: tokens that the policy sampled, in all trajectories; 0 for a task.
-        oldest_version, newest_version: policy versions that sampled a token; the version at issue for a task.
+        token_count: tokens that the policy sampled, in all trajectories; for a task those that it was handed over with.
+        oldest_version, newest_version: policy versions that sampled a token; the version at issue for a fresh task.
         reward_mean: mean of the scored trajectories' rewards; None if none is scored.
         reward_spread: their population standard deviation; None if none is scored.
         created_at: when the entry was made, seconds since the epoch.
@@ -62,15 +66,16 @@ class EntryHeader:
 HEADER_FIELDS = tuple(each.name for each in fields(EntryHeader))
 
 
-def task_header(task: Task, created_at: float | None = None) -> EntryHeader:
-    """Describe a task; ``created_at`` defaults to now."""
+def task_header(task: Task, created_at: float | None = None, *, partials: Partials = ()) -> EntryHeader:
+    """Describe a task, and what was sampled of it before; ``created_at`` defaults to now."""
+    versions = [version for member in partials if member is not None for _, version in member.versions]
     return EntryHeader(
         schema=TASK_SCHEMA,
         group_id=task.group_id,
         size=task.group_size,
-        token_count=0,
-        oldest_version=task.min_version,
-        newest_version=task.min_version,
+        token_count=num_kept(partials),
+        oldest_version=min(versions, default=task.min_version),
+        newest_version=max(versions, default=task.min_version),
         reward_mean=None,
         reward_spread=None,
         created_at=time.time() if created_at is None else created_at,
@@ -105,9 +110,12 @@ def _version_range(group: Group) -> tuple[int, int]:
     return (min(versions), max(versions)) if versions else group.version_range()
 
 
-def encode_task(task: Task) -> bytes:
-    """Encode a task as a payload."""
-    packed: bytes = msgpack.packb(task.to_wire())
+def encode_task(task: Task, partials: Partials = ()) -> bytes:
+    """Encode a task as a payload, with what was sampled of it before."""
+    wire = task.to_wire()
+    if partials:
+        wire[PARTIALS] = [None if member is None else member.to_wire() for member in partials]
+    packed: bytes = msgpack.packb(wire)
     return packed
 
 
@@ -123,7 +131,19 @@ def decode_task(payload: bytes) -> Task:
     Raises:
         ValueError: the payload has another schema; the message names both numbers.
     """
-    return Task.from_wire(_unpack(payload))
+    wire = _unpack(payload)
+    wire.pop(PARTIALS, None)
+    return Task.from_wire(wire)
+
+
+def decode_partials(payload: bytes) -> Partials:
+    """Read what was sampled of a task before it was handed over; empty for a fresh one.
+
+    Raises:
+        ValueError: the payload is no mapping.
+    """
+    members = _unpack(payload).get(PARTIALS, ())
+    return tuple(None if member is None else Trajectory.from_wire(member) for member in members)
 
 
 def decode_group(payload: bytes) -> Group:

@@ -21,12 +21,14 @@ from typing import Protocol
 from shared.errors import Unavailable
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
-from shared.streams.codec import EntryHeader, decode_group, decode_task
+from shared.streams.codec import EntryHeader, decode_group, decode_partials, decode_task, encode_task, task_header
 from shared.streams.keys import HopName
+from shared.streams.partials import Partials, within
 
 log = logging.getLogger(__name__)
 
 TOO_MANY_DELIVERIES = "too_many_deliveries"
+HANDED_OVER = "handed over"
 FENCED = "a later trainer took over this experiment"
 
 
@@ -68,6 +70,10 @@ class Claim:
             ValueError: the payload has another schema.
         """
         return decode_task(self.payload) if self.hop is HopName.TASKS else self.group().task
+
+    def partials(self) -> Partials:
+        """Decode what was sampled of the task before it was handed over; empty for a fresh one, and at later hops."""
+        return decode_partials(self.payload) if self.hop is HopName.TASKS else ()
 
     def group(self) -> Group:
         """Decode the group.
@@ -135,6 +141,17 @@ class Hop(Protocol):
         """Give the claim up at once, so that anyone claims the entry next; this delivery does not count."""
         ...
 
+    async def hand_over(self, claim: Claim, partials: Partials) -> bool:
+        """Give a task's claim up with what was sampled of it; False if the claim was lost, and the tokens with it.
+
+        An entry of the same task, which bears the partials, takes the claimed one's place at the end of the stream:
+        whoever claims it goes on from them. Members that do not fit ``max_partial_bytes`` are left out.
+
+        Raises:
+            ValueError: this is not the first hop, or there is not one partial (or None) for each member.
+        """
+        ...
+
 
 def consumer_name(service_id: str) -> str:
     """Make a consumer name that no other process, and no later incarnation of this one, has."""
@@ -175,6 +192,21 @@ def next_hop(claim: Claim, group: Group, hop: HopName) -> HopName:
     if group.task.group_id != claim.header.group_id:
         raise ValueError(f"claim of group {claim.header.group_id} cannot forward group {group.task.group_id}")
     return destination
+
+
+def handed_over(claim: Claim, hop: HopName, partials: Partials, max_bytes: int) -> tuple[EntryHeader, bytes]:
+    """Make the entry that takes a handed-over one's place.
+
+    Raises:
+        ValueError: see ``Hop.hand_over``.
+    """
+    if check_hop(claim, hop).hop is not HopName.TASKS:
+        raise ValueError(f"only tasks are handed over, this is the hop {hop.value}")
+    task = claim.task()
+    if len(partials) != task.group_size:
+        raise ValueError(f"{len(partials)} partials do not go with a group of {task.group_size}")
+    kept = within(partials, max_bytes)
+    return task_header(task, claim.header.created_at, partials=kept), encode_task(task, kept)
 
 
 @asynccontextmanager

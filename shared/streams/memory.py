@@ -15,6 +15,7 @@ from shared.streams.admission import IssueOutcome, IssueResult, check_consecutiv
 from shared.streams.codec import encode_group, encode_task, group_header, task_header
 from shared.streams.hop import (
     FENCED,
+    HANDED_OVER,
     TOO_MANY_DELIVERIES,
     Claim,
     Renewal,
@@ -22,6 +23,7 @@ from shared.streams.hop import (
     check_hop,
     consumer_name,
     counter_of,
+    handed_over,
     next_hop,
     renewing,
 )
@@ -29,6 +31,7 @@ from shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory_streams import Clock, MemoryStore
 from shared.streams.memory_trainer import MemoryTrainerQueue
+from shared.streams.partials import Partials
 from shared.streams.settings import StreamsConfig
 
 POLL_SECONDS = 0.05
@@ -45,6 +48,7 @@ class MemoryHop:
         self._store = store
         self._stream = store.streams[name]
         self._max_deliveries = config.max_deliveries
+        self._max_partial_bytes = config.max_partial_bytes
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
@@ -100,6 +104,17 @@ class MemoryHop:
         if not self._holds(claim):
             return False
         self._stream.put_aside(claim.entry_id)
+        self._store.wake()
+        return True
+
+    async def hand_over(self, claim: Claim, partials: Partials) -> bool:
+        """See ``Hop.hand_over``."""
+        header, payload = handed_over(claim, self.name, partials, self._max_partial_bytes)
+        if not self._holds(claim):
+            return self._store.done.get(claim.token) == HANDED_OVER
+        self._stream.append(header, payload)
+        self._stream.remove(claim.entry_id)
+        self._store.done[claim.token] = HANDED_OVER
         self._store.wake()
         return True
 

@@ -13,8 +13,20 @@ from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.schemas.trajectory import Group
 from shared.streams.codec import EntryHeader, encode_group, group_header
-from shared.streams.hop import FENCED, Claim, Renewal, Resolution, check_hop, counter_of, next_hop, renewing
+from shared.streams.hop import (
+    FENCED,
+    HANDED_OVER,
+    Claim,
+    Renewal,
+    Resolution,
+    check_hop,
+    counter_of,
+    handed_over,
+    next_hop,
+    renewing,
+)
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from shared.streams.partials import Partials
 from shared.streams.scripts import Argument, ScriptRunner
 from shared.streams.settings import StreamsConfig
 
@@ -55,6 +67,7 @@ class RedisHop:
         self._keys = keys
         self._stream = keys.stream(name)
         self._max_deliveries = config.max_deliveries
+        self._max_partial_bytes = config.max_partial_bytes
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
 
@@ -117,6 +130,13 @@ class RedisHop:
         check_hop(claim, self.name)
         arguments: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries]
         return bool(await self._runner.run("hand_back", [self._stream], arguments))
+
+    async def hand_over(self, claim: Claim, partials: Partials) -> bool:
+        """See ``Hop.hand_over``."""
+        header, payload = handed_over(claim, self.name, partials, self._max_partial_bytes)
+        held: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries]
+        arguments = [*held, header.to_bytes(), payload, HANDED_OVER, MARKER_SECONDS * 1000]
+        return bool(await self._runner.run("hand_over", [self._stream, self._keys.marker(claim.token)], arguments))
 
     async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
         markers = [self._keys.marker(each.claim.token) for each in ended]

@@ -13,7 +13,7 @@ from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
-from shared.testing.builders import a_group, a_task
+from shared.testing.builders import a_group, a_task, a_trajectory
 
 Answer = TypeVar("Answer")
 picks = st.integers(0, 10**6)
@@ -108,6 +108,19 @@ class Fleet(RuleBasedStateMachine):
     def hand_back(self, pick: int) -> None:
         hop, claim = self._holders[pick % len(self._holders)]
         if self.do(hop.hand_back(claim)):
+            assert claim.token not in self._moved_by
+            assert self.do(hop.renew([claim])) == [claim]
+
+    @rule(pick=picks, tokens=st.integers(1, 9))
+    @precondition(lambda self: self._holders)
+    def hand_over(self, pick: int, tokens: int) -> None:
+        hop, claim = self._holders[pick % len(self._holders)]
+        if claim.hop is not HopName.TASKS:
+            return
+        was_held = not self.do(hop.renew([claim]))
+        is_handed_over = self.do(hop.hand_over(claim, (None, a_trajectory(sampled_tokens=tokens))))
+        assert is_handed_over or not was_held
+        if is_handed_over:
             assert claim.token not in self._moved_by
             assert self.do(hop.renew([claim])) == [claim]
 

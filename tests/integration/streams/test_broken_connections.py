@@ -13,7 +13,7 @@ from shared.streams.keys import HopName
 from shared.streams.redis_plane import RedisDataPlane
 from shared.streams.scripts import script
 from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task
+from shared.testing.builders import a_group, a_task, a_trajectory
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
 from tests.integration.streams.proxy import Relay, relaying
 
@@ -62,6 +62,22 @@ async def test_a_resolution_whose_answer_was_lost_counts_once(
 
     assert relay.swallowed == 1
     assert (await ledger_of(plane)).failed == {"timeout": 1}
+
+
+async def test_a_hand_over_whose_answer_was_lost_leaves_one_entry(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 1)
+    rollout = through.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    relay.swallow_answer_to(digest("hand_over"))
+
+    assert await rollout.hand_over(claim, (None, a_trajectory()))
+
+    assert relay.swallowed == 1
+    ledger = await ledger_of(plane)
+    assert (ledger.waiting.tasks, ledger.claimed.tasks) == (1, 0)
 
 
 async def test_an_issue_whose_answer_was_lost_says_that_the_cursor_moved(

@@ -1,0 +1,45 @@
+"""What a group's members have so far when their task changes hands.
+
+A partial trajectory is a trajectory whose finish reason is ``aborted``; it is continued from its tokens by whoever
+claims the task next. Members that are finished travel along and are not sampled again.
+"""
+
+from collections.abc import Sequence
+
+from shared.schemas.trajectory import FinishReason, Trajectory
+
+Partials = tuple[Trajectory | None, ...]
+"""One per member of the group, in the order of their seeds; None for a member that has nothing. Empty: nobody has."""
+
+BYTES_PER_TOKEN = 9
+"""Token id, mask and log-probability."""
+
+
+def is_finished(member: Trajectory | None) -> bool:
+    """Tell whether a member needs no more tokens."""
+    return member is not None and member.finish_reason is not FinishReason.ABORTED
+
+
+def num_kept(partials: Sequence[Trajectory | None]) -> int:
+    """Count the sampled tokens."""
+    return sum(member.num_sampled for member in partials if member is not None)
+
+
+def within(partials: Sequence[Trajectory | None], max_bytes: int) -> Partials:
+    """Leave members out until the rest fits: those with the fewest tokens first, finished ones last."""
+    order = [index for index, member in enumerate(partials) if member is not None]
+    order.sort(key=lambda index: (not is_finished(partials[index]), -_size(partials[index])))
+    kept: list[Trajectory | None] = [None] * len(partials)
+    room = max_bytes
+    for index in order:
+        room -= _size(partials[index])
+        if room < 0:
+            break
+        kept[index] = partials[index]
+    return tuple(kept) if any(kept) else ()
+
+
+def _size(member: Trajectory | None) -> int:
+    if member is None:
+        return 0
+    return BYTES_PER_TOKEN * int(member.token_ids.shape[0]) + 4 * len(member.text)

@@ -48,6 +48,7 @@ class Trajectory:
         text: the completion decoded for graders and people; never re-tokenised.
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.
         timings: durations in seconds by name (``generation_seconds``, ``grading_seconds``).
+        resumed_tokens: sampled tokens that came from an earlier rollout, which handed the task over.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -61,6 +62,7 @@ class Trajectory:
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
+    resumed_tokens: int = 0
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -114,6 +116,7 @@ class Trajectory:
             "components": dict(self.components),
             "reason": self.reason,
             "timings": dict(self.timings),
+            "resumed_tokens": self.resumed_tokens,
         }
 
     @classmethod
@@ -131,6 +134,8 @@ class Trajectory:
             components=wire["components"],
             reason=wire["reason"],
             timings=wire["timings"],
+            # A trajectory that was stored before this field existed was never handed over.
+            resumed_tokens=wire.get("resumed_tokens", 0),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from shared.config.asynchrony import OnWeightUpdate
 from shared.schemas.trajectory import FinishReason
 
@@ -57,6 +58,10 @@ class GenerationRequest:
         sampling: how to sample.
         holds_weights: finish all completions under the version that sampled their first token: a weight update
             waits for them (evaluation), whatever its mode.
+        prefixes: tokens that each completion has already, or None; empty if none has. They count towards
+            ``max_new_tokens``, and a token's random number goes by its position behind them.
+        resume: which of them may be kept under the version that serves when the sample joins the batch; the others
+            are sampled afresh.
     """
 
     request_id: str
@@ -64,6 +69,8 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     sampling: SamplingParameters
     holds_weights: bool = False
+    prefixes: tuple[Prefix | None, ...] = ()
+    resume: ResumeRule = UNMIXED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +82,14 @@ class Completion:
         log_probs: [N] float32 nats, under the version that sampled the token.
         versions: run-length ``(start, version)`` over the N sampled tokens.
         finish_reason: stop, length or aborted; an aborted completion holds the tokens it had.
+        num_resumed: leading tokens that came with the request.
     """
 
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
+    num_resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import Prefix
 from services.rollout.engines.sampling import RowSampling, seed_keys, uniforms
 from services.rollout.engines.stop_text import StopText
 from shared.schemas.trajectory import FinishReason
@@ -47,6 +48,20 @@ class ActiveRequest:
         """Count the seeds that have not joined the batch."""
         return len(self.request.seeds) - self.admitted
 
+    def prefix_of(self, index: int, version: int) -> Prefix | None:
+        """Give the tokens that a seed has already, if they may be kept under the version that serves."""
+        prefix = self.request.prefixes[index] if self.request.prefixes else None
+        return prefix if prefix is not None and self.request.resume.allows(prefix.versions, version) else None
+
+    def starts(self, rows: Rows, version: int) -> list[tuple[Rows, Rows]]:
+        """List what the next seeds begin with, and their rows: the prompt once, each kept prefix by itself."""
+        prompt = np.array(self.request.prompt_ids, dtype=np.int64)
+        prefixes = [self.prefix_of(index, version) for index in range(self.admitted, self.admitted + rows.size)]
+        fresh = np.array([prefix is None for prefix in prefixes])
+        begun = [(prefix, rows[place : place + 1]) for place, prefix in enumerate(prefixes) if prefix is not None]
+        resumed = [(np.concatenate([prompt, np.array(prefix.token_ids, dtype=np.int64)]), row) for prefix, row in begun]
+        return ([(prompt, rows[fresh])] if fresh.any() else []) + resumed
+
     @property
     def is_finished(self) -> bool:
         """Tell whether every seed has its completion."""
@@ -55,11 +70,17 @@ class ActiveRequest:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One seed of a request, in a row; ``runs`` are its run-length versions."""
+    """One seed of a request, in a row.
+
+    Attributes:
+        runs: its run-length versions.
+        resumed: leading tokens that it joined with.
+    """
 
     owner: ActiveRequest
     index: int
     runs: list[tuple[int, int]]
+    resumed: int = 0
 
 
 class Batch:
@@ -111,7 +132,7 @@ class Batch:
         return np.array(held, dtype=np.int64)
 
     def join(self, rows: Rows, owner: ActiveRequest, version: int) -> None:
-        """Put the next seeds of a request into free rows; its prompt is cached and nothing is sampled yet."""
+        """Put the next seeds of a request into free rows; ``starts`` is cached and nothing is sampled yet."""
         request, sampling = owner.request, owner.request.sampling
         first = owner.admitted
         for index, row in enumerate(rows.tolist(), start=first):
@@ -135,6 +156,21 @@ class Batch:
         self._stop_ids[rows, : len(owner.stop_ids)] = owner.stop_ids
         self._has_stop_text[rows] = owner.stop_text is not None
         self._sampling = None
+        for index, row in enumerate(rows.tolist(), start=first):
+            prefix = owner.prefix_of(index, version)
+            if prefix is not None:
+                self._resume(row, prefix, version)
+
+    def _resume(self, row: int, prefix: Prefix, version: int) -> None:
+        sample, num = self.samples[row], len(prefix.token_ids)
+        assert sample is not None
+        sample.runs, sample.resumed = list(prefix.versions), num
+        if sample.runs[-1][1] != version:
+            sample.runs.append((num, version))
+        self._token_ids[row, :num] = prefix.token_ids
+        self._log_probs[row, :num] = prefix.log_probs
+        self._counts[row] = num
+        self.lengths[row] += num
 
     def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
         """Draw the random number of each row's next token."""
@@ -218,6 +254,7 @@ class Batch:
                 log_probs=self._log_probs[row, :count].copy(),
                 versions=tuple(run for run in sample.runs if run[0] < count),
                 finish_reason=reason,
+                num_resumed=sample.resumed,
             )
             owners.append(sample.owner)
         self.num_running -= rows.size

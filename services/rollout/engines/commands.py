@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, SamplingParameters
+from services.rollout.engines.resumption import Prefix, ResumeRule
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import FlotillaError, error_for_code
 from shared.schemas.trajectory import FinishReason
@@ -109,8 +110,14 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
 def _request_from_wire(wire: Mapping[str, Any]) -> GenerationRequest:
     sampling = SamplingParameters(**wire["sampling"])
     sampling = replace(sampling, stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids))
-    request = GenerationRequest(**{**wire, "sampling": sampling})
-    return replace(request, prompt_ids=tuple(request.prompt_ids), seeds=tuple(request.seeds))
+    request = GenerationRequest(**{**wire, "sampling": sampling, "resume": ResumeRule(**wire["resume"])})
+    prefixes = tuple(None if each is None else _prefix_from_wire(each) for each in wire["prefixes"])
+    return replace(request, prompt_ids=tuple(request.prompt_ids), seeds=tuple(request.seeds), prefixes=prefixes)
+
+
+def _prefix_from_wire(wire: Mapping[str, Any]) -> Prefix:
+    versions = tuple((start, version) for start, version in wire["versions"])
+    return Prefix(tuple(wire["token_ids"]), tuple(wire["log_probs"]), versions)
 
 
 def result_to_wire(result: Result) -> dict[str, Any]:
@@ -154,6 +161,7 @@ def _completion_to_wire(completion: Completion) -> dict[str, Any]:
         "log_probs": completion.log_probs.astype("<f4", copy=False).tobytes(),
         "versions": [list(run) for run in completion.versions],
         "finish_reason": completion.finish_reason.value,
+        "num_resumed": completion.num_resumed,
     }
 
 
@@ -163,4 +171,5 @@ def _completion_from_wire(wire: Mapping[str, Any]) -> Completion:
         log_probs=np.frombuffer(wire["log_probs"], dtype="<f4"),
         versions=tuple((start, version) for start, version in wire["versions"]),
         finish_reason=FinishReason(wire["finish_reason"]),
+        num_resumed=wire["num_resumed"],
     )

@@ -29,6 +29,7 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
         ("stop", str(sampling.stop), all(sampling.stop), "no empty string"),
     ]
+    checks += _prefix_checks(request, vocab_size)
     errors = [
         {"field": name, "value": value, "allowed": allowed} for name, value, is_ok, allowed in checks if not is_ok
     ]
@@ -50,6 +51,33 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
         )
 
 
-def empty_completion() -> Completion:
-    """Make the completion of a sample that was aborted before its first token."""
-    return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.ABORTED)
+def _prefix_checks(request: GenerationRequest, vocab_size: int) -> list[tuple[str, Scalar, bool, str]]:
+    prefixes = [prefix for prefix in request.prefixes if prefix is not None]
+    most = request.sampling.max_new_tokens - 1
+    lengths = [len(prefix.token_ids) for prefix in prefixes]
+    are_whole = all(
+        len(prefix.log_probs) == len(prefix.token_ids) and prefix.versions and prefix.versions[0][0] == 0
+        for prefix in prefixes
+    )
+    are_known = all(0 <= token < vocab_size for prefix in prefixes for token in prefix.token_ids)
+    num = len(request.prefixes)
+    return [
+        ("prefixes", num, num in {0, len(request.seeds)}, "none, or one for each seed"),
+        ("prefixes", str(lengths), all(1 <= each <= most for each in lengths), f"1 to {most} tokens each"),
+        ("prefixes", str(lengths), are_whole, "a log-probability for each token, and versions from the first on"),
+        ("prefixes", str(lengths), are_known, f"token ids in [0, {vocab_size})"),
+    ]
+
+
+def unstarted_completion(request: GenerationRequest, index: int) -> Completion:
+    """Make the completion of a sample that was aborted before it joined the batch: what it came with."""
+    prefix = request.prefixes[index] if request.prefixes else None
+    if prefix is None:
+        return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), FinishReason.ABORTED)
+    return Completion(
+        token_ids=np.array(prefix.token_ids, np.int32),
+        log_probs=np.array(prefix.log_probs, np.float32),
+        versions=prefix.versions,
+        finish_reason=FinishReason.ABORTED,
+        num_resumed=len(prefix.token_ids),
+    )

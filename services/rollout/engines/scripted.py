@@ -13,7 +13,7 @@ import numpy as np
 
 from services.rollout.engines.admission import group_sizes
 from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
-from services.rollout.engines.requests import check_request, empty_completion
+from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.stop_text import StopText
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import FlotillaError, InvalidRequest, WeightTransferFailed, WorkerDied
@@ -41,13 +41,14 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    resumed: int = 0
 
-    def completion(self) -> Completion:
+    def completion(self, request: GenerationRequest, index: int) -> Completion:
         if not self.tokens:
-            return empty_completion()
+            return unstarted_completion(request, index)
         log_probs = np.array([log_prob_of(token) for token in self.tokens], np.float32)
         reason = self.finish_reason or FinishReason.ABORTED
-        return Completion(np.array(self.tokens, np.int32), log_probs, tuple(self.runs), reason)
+        return Completion(np.array(self.tokens, np.int32), log_probs, tuple(self.runs), reason, self.resumed)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,18 @@ class _Request:
     @property
     def num_waiting(self) -> int:
         return len(self.samples) - self.admitted
+
+    def admit(self, size: int, version: int) -> None:
+        for index in range(self.admitted, self.admitted + size):
+            prefix = self.request.prefixes[index] if self.request.prefixes else None
+            if prefix is not None and self.request.resume.allows(prefix.versions, version):
+                sample = self.samples[index]
+                sample.tokens, sample.runs = list(prefix.token_ids), list(prefix.versions)
+                sample.resumed = len(sample.tokens)
+        self.admitted += size
+
+    def completions(self) -> list[Completion]:
+        return [sample.completion(self.request, index) for index, sample in enumerate(self.samples)]
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +168,7 @@ class ScriptedEngine:
         """End a request now; see ``Engine.abort``."""
         active = self._requests.pop(request_id, None)
         if active is not None and not active.done.done():
-            active.done.set_result([sample.completion() for sample in active.samples])
+            active.done.set_result(active.completions())
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Serve another version once the image proves to be a safetensors file; see ``Engine.load_weights``."""
@@ -199,7 +212,7 @@ class ScriptedEngine:
             for sample in active.running():
                 self._extend(active.request, sample)
             if not active.num_waiting and not active.running() and not active.done.done():
-                active.done.set_result([sample.completion() for sample in active.samples])
+                active.done.set_result(active.completions())
 
     def _is_held_back(self, update: _Update) -> bool:
         held = any(active.request.holds_weights and active.admitted for active in self._requests.values())
@@ -223,7 +236,7 @@ class ScriptedEngine:
         free = self._slots - sum(len(active.running()) for active in self._requests.values())
         sizes = group_sizes([active.num_waiting for active in waiting], free, self._slots)
         for active, size in zip(waiting, sizes, strict=False):
-            active.admitted += size
+            active.admit(size, self.version)
             self._prefilled_tokens += len(active.request.prompt_ids)
 
     def _extend(self, request: GenerationRequest, sample: _Sample) -> None:

@@ -18,7 +18,7 @@ from services.rollout.engines.batch import ActiveRequest, Batch, Rows
 from services.rollout.engines.checkpoint import read_eos_token_ids
 from services.rollout.engines.loading import load_decoder
 from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
-from services.rollout.engines.requests import check_request, empty_completion
+from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.sampling import RowSampling, sample
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
@@ -104,7 +104,8 @@ class TorchEngine:
         active = self._requests.get(request_id)
         if active is not None:
             self._take_out(active)
-            ended = [empty_completion() if completion is None else completion for completion in active.completions]
+            completions = enumerate(active.completions)
+            ended = [unstarted_completion(active.request, i) if each is None else each for i, each in completions]
             self._outcomes.append(Generated(request_id, ended))
 
     def abort_all(self) -> None:
@@ -183,13 +184,15 @@ class TorchEngine:
             return
         rows = np.split(batch.free_rows(sum(sizes)), np.cumsum(sizes)[:-1])
         joining = candidates[: len(sizes)]
-        prompts = [np.array(active.request.prompt_ids, dtype=np.int64) for active in joining]
-        logits = self._prefill(prompts, rows)
+        starts: list[tuple[Rows, Rows]] = []
         for active, group in zip(joining, rows, strict=True):
+            starts += active.starts(group, self.version)
             batch.join(group, active, self.version)
+        logits = self._prefill([tokens for tokens, _ in starts], [group for _, group in starts])
         self._waiting = [active for active in self._waiting if active.num_waiting]
-        origins = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(self._device)
-        flat = np.concatenate(rows)
+        flat = np.concatenate([group for _, group in starts])
+        places = np.repeat(np.arange(len(starts)), [group.size for _, group in starts])
+        origins = torch.from_numpy(places).to(self._device)
         self._sample(logits[origins], flat, batch.sampling_of(flat))
 
     def _decode(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.rollout.engines.base import GenerationRequest, SamplingParameters
+from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 
 _numbers = itertools.count()
 
@@ -15,6 +16,8 @@ def a_request(
     *,
     request_id: str | None = None,
     holds_weights: bool = False,
+    prefixes: Sequence[Prefix | None] = (),
+    resume: ResumeRule = UNMIXED,
     **sampling: Any,
 ) -> GenerationRequest:
     """Make a request that samples 8 tokens, whatever they are."""
@@ -24,4 +27,6 @@ def a_request(
         seeds=tuple(seeds),
         sampling=SamplingParameters(**{"max_new_tokens": 8, "ignore_eos": True, **sampling}),
         holds_weights=holds_weights,
+        prefixes=tuple(prefixes),
+        resume=resume,
     )

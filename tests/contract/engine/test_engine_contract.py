@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Completion, Engine
 from services.rollout.engines.in_process_engine import InProcessEngine
 from services.rollout.engines.process_engine import ProcessEngine
+from services.rollout.engines.resumption import Prefix, ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.engines.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
@@ -279,3 +280,96 @@ async def test_closing_aborts_what_is_in_flight(make_engine: Callable[[], Engine
     assert completion.finish_reason is FinishReason.ABORTED
     with pytest.raises(WorkerDied):
         await engine.generate(a_request())
+
+
+def prefix_of(completion: Completion, num: int) -> Prefix:
+    """Cut what another engine would be handed after ``num`` tokens."""
+    runs = tuple(run for run in completion.versions if run[0] < num)
+    return Prefix(tuple(completion.token_ids[:num].tolist()), tuple(completion.log_probs[:num].tolist()), runs)
+
+
+async def test_a_resumed_completion_is_the_one_that_was_not_interrupted(engine: Engine) -> None:
+    whole = await engine.generate(a_request(seeds=(4, 5, 6, 7), max_new_tokens=20))
+    prefixes = (prefix_of(whole[0], 1), None, prefix_of(whole[2], 19), prefix_of(whole[3], 7))
+
+    resumed = await engine.generate(a_request(seeds=(4, 5, 6, 7), max_new_tokens=20, prefixes=prefixes))
+
+    assert [each.num_resumed for each in resumed] == [1, 0, 19, 7]
+    for each, uninterrupted in zip(resumed, whole, strict=True):
+        assert each.token_ids.tolist() == uninterrupted.token_ids.tolist()
+        np.testing.assert_allclose(each.log_probs, uninterrupted.log_probs, atol=1e-5)
+        assert (each.versions, each.finish_reason) == (((0, 3),), FinishReason.LENGTH)
+
+
+async def test_tokens_of_an_older_version_keep_it_where_versions_may_mix(engine: Engine, image: Path) -> None:
+    [older] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
+    await engine.load_weights(image, 4, OnWeightUpdate.DRAIN)
+    rule = ResumeRule(mixes_versions=True, max_lag=1)
+    request = a_request(seeds=(4,), max_new_tokens=12, prefixes=[prefix_of(older, 5)], resume=rule)
+
+    [resumed] = await engine.generate(request)
+
+    assert resumed.versions == ((0, 3), (5, 4))
+    assert resumed.token_ids[:5].tolist() == older.token_ids[:5].tolist()
+    assert resumed.log_probs[:5].tolist() == older.log_probs[:5].tolist()
+    assert (resumed.token_ids.size, resumed.num_resumed) == (12, 5)
+
+
+@pytest.mark.parametrize("rule", [ResumeRule(), ResumeRule(mixes_versions=True, max_lag=0)], ids=["unmixed", "too old"])
+async def test_tokens_that_may_not_stay_are_sampled_afresh(engine: Engine, image: Path, rule: ResumeRule) -> None:
+    [older] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
+    await engine.load_weights(image, 4, OnWeightUpdate.DRAIN)
+    [fresh] = await engine.generate(a_request(seeds=(4,), max_new_tokens=12))
+
+    request = a_request(seeds=(4,), max_new_tokens=12, prefixes=[prefix_of(older, 5)], resume=rule)
+    [again] = await engine.generate(request)
+
+    assert again.token_ids.tolist() == fresh.token_ids.tolist()
+    assert (again.versions, again.num_resumed) == (((0, 4),), 0)
+
+
+async def test_resumed_tokens_are_not_mixed_by_an_update_that_comes_first(engine: Engine, image: Path) -> None:
+    [older] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG // 3)))
+    await until_running(engine, running=2)
+    update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
+    await asyncio.sleep(0.01)
+
+    [resumed] = await engine.generate(a_request(seeds=(4,), max_new_tokens=12, prefixes=[prefix_of(older, 5)]))
+
+    await asyncio.gather(update, running)
+    assert (resumed.versions, resumed.num_resumed) == (((0, 4),), 0)
+
+
+async def test_an_aborted_request_gives_back_what_it_came_with(engine: Engine) -> None:
+    [begun] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
+    crowd = asyncio.create_task(engine.generate(a_request(seeds=range(SLOTS), request_id="crowd", max_new_tokens=LONG)))
+    await until_running(engine, running=SLOTS)
+    request = a_request(seeds=(3, 4), request_id="waiting", max_new_tokens=LONG, prefixes=[None, prefix_of(begun, 6)])
+    waiting = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0)
+
+    await engine.abort("waiting")
+    await engine.abort("crowd")
+
+    nothing, kept = await waiting
+    assert (nothing.token_ids.size, nothing.finish_reason) == (0, FinishReason.ABORTED)
+    assert kept.token_ids.tolist() == begun.token_ids[:6].tolist()
+    assert (kept.versions, kept.num_resumed, kept.finish_reason) == (((0, 3),), 6, FinishReason.ABORTED)
+    assert all(each.token_ids.size for each in await crowd)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        Prefix((), (), ((0, 3),)),
+        Prefix((5,) * 8, (-1.0,) * 8, ((0, 3),)),
+        Prefix((5, 6), (-1.0,), ((0, 3),)),
+        Prefix((5,), (-1.0,), ()),
+        Prefix((-1,), (-1.0,), ((0, 3),)),
+    ],
+    ids=["empty", "as long as allowed", "log-probs missing", "versions missing", "no token"],
+)
+async def test_a_prefix_that_is_none_is_refused(engine: Engine, prefix: Prefix) -> None:
+    with pytest.raises(InvalidRequest, match="prefixes"):
+        await engine.generate(a_request(max_new_tokens=8, prefixes=[prefix]))

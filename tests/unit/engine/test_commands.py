@@ -24,6 +24,7 @@ from services.rollout.engines.commands import (
     result_to_wire,
 )
 from services.rollout.engines.framing import encode, read_message, receive_message
+from services.rollout.engines.resumption import Prefix, ResumeRule
 from services.rollout.engines.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest
@@ -35,6 +36,14 @@ from tests.contract.engine.requests import a_request
     "command",
     [
         Generate(1, a_request(seeds=(2**63 - 1,), stop=("a", "é"), stop_token_ids=(4,), holds_weights=True)),
+        Generate(
+            1,
+            a_request(
+                seeds=(1, 2),
+                prefixes=(None, Prefix((4, 5), (-0.5, -1.5), ((0, 1), (1, 2)))),
+                resume=ResumeRule(mixes_versions=True, max_lag=2),
+            ),
+        ),
         UpdateWeights(2, Path("/dev/shm/image"), 7, OnWeightUpdate.INTERRUPT),
         TakeLoad(3),
         Abort("a"),
@@ -48,7 +57,7 @@ def test_a_command_survives_the_wire(command: Command) -> None:
 
 
 def test_completions_survive_the_wire() -> None:
-    sent = Completion(np.array([3, 4], np.int32), np.array([-0.5, -1.25], np.float32), ((0, 1),), FinishReason.STOP)
+    sent = Completion(np.array([3, 4], np.int32), np.array([-0.5, -1.25], np.float32), ((0, 1),), FinishReason.STOP, 1)
 
     [received] = result_from_wire(msgpack.unpackb(msgpack.packb(result_to_wire([sent]))))
 
@@ -56,6 +65,7 @@ def test_completions_survive_the_wire() -> None:
     assert received.log_probs.tolist() == [-0.5, -1.25]
     assert (received.token_ids.dtype, received.log_probs.dtype) == (np.int32, np.float32)
     assert (received.versions, received.finish_reason) == (((0, 1),), FinishReason.STOP)
+    assert received.num_resumed == 1
 
 
 def test_load_and_nothing_survive_the_wire() -> None:

@@ -123,4 +123,5 @@ def engine_settings(spec: ExperimentSpec) -> EngineSettings:
         slots=engine.slots,
         context_tokens=engine.context_tokens,
         threads=engine.threads,
+        batch_invariant=engine.batch_invariant,
     )

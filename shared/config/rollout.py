@@ -34,6 +34,10 @@ class TorchEngineConfig(Config):
     """Longest prompt and completion together; the KV cache grows up to it."""
     threads: int = Field(1, ge=1)
     """Compute threads of the engine's process."""
+    batch_invariant: bool = False
+    """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
+    log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
+    full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
     device: str = "cpu"
     """Torch device, such as cpu or cuda:0."""
 

@@ -42,6 +42,11 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
     reason = reason_not_fused(config)
     if reason is None:
         return LoadedModel(_fused(directory, config, settings, device), config)
+    if settings.batch_invariant:
+        raise ModelError(
+            f"rollout.engine.batch_invariant needs the fused forward, which cannot run {directory}: {reason}; "
+            "set batch_invariant to false"
+        )
     log.info("the fused forward cannot run this model", extra={"reason": reason})
     return LoadedModel(_by_transformers(directory, settings, device), config)
 

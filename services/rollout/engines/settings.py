@@ -16,6 +16,7 @@ class EngineSettings:
         slots: completions that the batch can hold.
         context_tokens: prompt and completion together; the model's own position limit applies as well.
         threads: compute threads of the engine's process.
+        batch_invariant: compute every step in the same shapes, whatever is in the batch.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
         start_seconds: deadline of ``start``.
         call_seconds: deadline of a call that waits for no sampling.
@@ -29,6 +30,7 @@ class EngineSettings:
     slots: int = 128
     context_tokens: int = 4096
     threads: int = 1
+    batch_invariant: bool = False
     prefill_tokens: int = 4096
     start_seconds: float = 120.0
     call_seconds: float = 60.0

@@ -163,7 +163,10 @@ class TorchEngine:
         """Compute sequences in batches of similar length: [len(sequences), V] logits after the last tokens."""
         lengths = [sequence.shape[0] for sequence in sequences]
         self._prefilled_tokens += sum(lengths)
-        batches = prefill_batches(lengths, self._settings.prefill_tokens)
+        if self._settings.batch_invariant:
+            batches = [[index] for index in range(len(sequences))]
+        else:
+            batches = prefill_batches(lengths, self._settings.prefill_tokens)
         parts = [self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b]) for b in batches]
         order = torch.tensor([index for batch in batches for index in batch], device=self._device)
         return torch.cat(parts)[order.argsort()]
@@ -198,12 +201,14 @@ class TorchEngine:
     def _decode(self) -> None:
         batch = self._batch
         self._compact()
-        lengths = batch.lengths[: batch.num_rows]
-        token_ids = torch.from_numpy(batch.last_tokens[: batch.num_rows]).to(self._device)
+        # A matrix product of another number of rows may add in another order.
+        num_rows = self._settings.slots if self._settings.batch_invariant else batch.num_rows
+        lengths = batch.lengths[:num_rows]
+        token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device)
         logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
         # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
         lengths += lengths > 0
-        self._sample(logits, np.arange(batch.num_rows), batch.sampling())
+        self._sample(logits[: batch.num_rows], np.arange(batch.num_rows), batch.sampling())
 
     def _compact(self) -> None:
         """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""

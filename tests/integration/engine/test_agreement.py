@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.torch_engine import TorchEngine
+from shared.errors import ModelError
 from tests.contract.engine.models import FAMILIES, VOCAB, all_scores, make_model, save_model, scores
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
@@ -192,3 +193,22 @@ def test_a_configuration_that_leaves_defaults_out_is_completed(tmp_path: Path) -
 
     assert "fused" in engine.description
     np.testing.assert_allclose(completion.log_probs, scores(model, (5, 6, 7), completion.token_ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_batch_invariance_makes_a_completion_the_same_to_the_last_bit_in_any_company(saved: Saved, family: str) -> None:
+    requests = mixed_requests(7, max_new_tokens=12)
+    engines = [saved(family).engine(batch_invariant=True) for _ in range(2)]
+    crowded, backwards = run_staggered(engines[0], requests), run_staggered(engines[1], requests[::-1])
+
+    for request in requests:
+        alone = answer(engines[1], request)
+
+        for first, second, third in zip(crowded[request.request_id], backwards[request.request_id], alone, strict=True):
+            assert first.token_ids.tolist() == second.token_ids.tolist() == third.token_ids.tolist()
+            assert first.log_probs.tobytes() == second.log_probs.tobytes() == third.log_probs.tobytes()
+
+
+def test_batch_invariance_is_refused_where_it_cannot_be_had(saved: Saved) -> None:
+    with pytest.raises(ModelError, match="batch_invariant needs the fused forward"):
+        saved("gpt2").engine(batch_invariant=True)

@@ -1,0 +1,93 @@
+"""On-policy with a fixed seed, faults outside the trainer change nothing: the same groups in the same order, the same
+losses, step by step, whatever dies.
+
+The completions have to be the same to the last bit for that: their randomness is a function of seed, group, index and
+position, and ``rollout.engine.batch_invariant`` makes the arithmetic independent of what else is in the batch.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.client import GatewayClient
+from tests.faults.test_kill import patiently, until_completed, until_step
+from tests.fleet import RunningFleet, make_experiment, running_fleet, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+STEPS = 24
+VICTIMS = (
+    "services.rollout",
+    "services.rollout.engines.worker",
+    "services.reward",
+    "services.gateway",
+    "valkey-server",
+    "services.rollout.engines.worker",
+    "valkey-server",
+)
+COMPARED = ("loss/total", "grad_norm", "reward/mean", "completion_tokens/mean", "advantage/mean_square")
+TOLERANCE = 1e-6
+
+
+async def curve_of(client: GatewayClient, experiment_id: str) -> dict[int, dict[str, Any]]:
+    """Read what each step trained, and with which result."""
+    curve: dict[int, dict[str, Any]] = {}
+    for step in range(1, STEPS + 1):
+        plan = await patiently(client, f"/v1/experiments/{experiment_id}/steps/{step}")
+        curve[step] = {"groups": plan["group_ids"], "version": plan["version"], "tokens": plan["token_count"]}
+    page = await client.call(
+        "GET", f"/v1/experiments/{experiment_id}/metrics", params={"names": ",".join(COMPARED), "limit": 2000}
+    )
+    for point in page["items"]:
+        curve[point["step"]][point["name"]] = point["value"]
+    return curve
+
+
+async def start(client: GatewayClient, spec: dict[str, Any]) -> str:
+    view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
+    await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
+    return str(view["id"])
+
+
+async def kill_in_turn(fleet: RunningFleet, client: GatewayClient, experiment_id: str) -> int:
+    """Kill one process after the other while training goes on; gives how many."""
+    step = 1
+    for victim in VICTIMS:
+        view = await until_step(client, experiment_id, step)
+        until(lambda victim=victim: fleet.pids(victim), 60, f"{victim} to be there")
+        fleet.kill(victim)
+        time.sleep(0.05)
+        step = view["step"] + 3
+    return len(VICTIMS)
+
+
+async def test_faults_do_not_change_the_losses(tmp_path: Path) -> None:
+    spec = make_experiment(
+        tmp_path,
+        rollout={"engine": {"slots": 16, "context_tokens": 128, "batch_invariant": True}, "num_rollouts": 2},
+        optimisation={"steps": STEPS, "learning_rate": 1e-3},
+        asynchrony={"staleness_threshold": 0.0, "on_weight_update": "drain"},
+    )
+    with running_fleet(tmp_path / "fleet", rollouts=2) as fleet:
+        async with fleet.client() as client:
+            quiet = await start(client, spec)
+            await until_completed(client, quiet)
+            without = await curve_of(client, quiet)
+            faulty = await start(client, spec)
+            killed = await kill_in_turn(fleet, client, faulty)
+            view = await until_completed(client, faulty)
+            under = await curve_of(client, faulty)
+            ledger = (await patiently(client, f"/v1/experiments/{faulty}/ledger"))["train"]
+
+    assert killed == len(VICTIMS)
+    assert view["step"] == STEPS
+    assert ledger["balanced"]
+    assert ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]
+    for step in range(1, STEPS + 1):
+        assert {**without[step], **dict.fromkeys(COMPARED)} == {**under[step], **dict.fromkeys(COMPARED)}
+        for name in COMPARED:
+            assert under[step][name] == pytest.approx(without[step][name], abs=TOLERANCE, rel=TOLERANCE), (step, name)
+    # A curve that stood still would be equal, too.
+    assert len({without[step]["loss/total"] for step in without}) > STEPS // 2

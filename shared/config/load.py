@@ -101,6 +101,11 @@ def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(values, dict) and isinstance(values.get(field), str) and values[field]:
             values[field] = str(folder / Path(values[field]).expanduser())
     _resolve_functions(resolved.get("reward"), folder)
+    tracking = resolved.get("tracking")
+    trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
+    for tracker in trackers if isinstance(trackers, list) else []:
+        if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
+            tracker["directory"] = str(folder / Path(tracker["directory"]).expanduser())
     return resolved
 
 

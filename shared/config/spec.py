@@ -14,6 +14,7 @@ from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.reward import RewardConfig
 from shared.config.rollout import RolloutConfig
+from shared.config.tracking import TrackingConfig
 
 
 class ExperimentSpec(Config):
@@ -33,6 +34,7 @@ class ExperimentSpec(Config):
     evaluation: EvaluationConfig | None = None
     """Null: never evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def groups_per_step(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
@@ -26,6 +27,7 @@ class Ending:
 
     Args:
         patience_seconds: how long its services may take to fall idle; later ones lose their claims.
+        finish_tracking: sends the last values to the trackers, within a deadline of its own.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Ending:
         clock: Clock,
         *,
         patience_seconds: float,
+        finish_tracking: Callable[[], Awaitable[None]],
     ) -> None:
         self._experiment = experiment
         self._book = book
@@ -46,9 +49,10 @@ class Ending:
         self._control = control
         self._clock = clock
         self._patience_seconds = patience_seconds
+        self._finish_tracking = finish_tracking
 
     async def run(self) -> None:
-        """Wait for quiet, resolve what is left, release the services, conclude."""
+        """Wait for quiet, resolve what is left, release the services, finish the trackers, conclude."""
         await self._wait_for_quiet()
         while True:
             try:
@@ -60,6 +64,7 @@ class Ending:
                 await asyncio.sleep(AWAY_SECONDS)
         for service in self._registry.of(self._experiment.id):
             await self._fleet.release(service, "the experiment has ended")
+        await self._finish_tracking()
         ledgers = {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
         await self._book.update(self._experiment, final_ledger=ledgers, evaluating_version=None)
         await self._control.conclude(self._experiment, Step.QUIET, problem=None)

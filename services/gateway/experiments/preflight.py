@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from services.gateway.feeder.dataset import Dataset, load_dataset
+from services.gateway.tracking.opening import check_trackers
 from shared.config.reward import CustomConfig
 from shared.config.spec import ExperimentSpec
+from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 
 
@@ -16,6 +18,9 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
+    for number, tracker in enumerate(spec.tracking.trackers):
+        if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
+            paths[f"tracking.trackers.{number}.directory"] = tracker.directory
     return paths
 
 
@@ -89,5 +94,6 @@ def check(spec: ExperimentSpec) -> None:
     check_paths(spec)
     check_model(spec)
     check_functions(spec)
+    check_trackers(spec)
     train_dataset(spec)
     evaluation_dataset(spec)

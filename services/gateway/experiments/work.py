@@ -1,6 +1,7 @@
 """What the gateway does for one experiment, as one task: feed, watch and evaluate it; in the end, bring it to rest."""
 
 import asyncio
+import functools
 
 from services.gateway import signals
 from services.gateway.evaluation.evaluator import Evaluator
@@ -16,6 +17,7 @@ from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
+from services.gateway.tracking.tracking import Tracking
 from shared.clock import Clock
 
 
@@ -43,9 +45,10 @@ class ExperimentWork:
         self._control = control
         self._fleet = fleet
         self._events = events
+        self._tracking = Tracking(store, events)
 
     async def run(self, experiment: Experiment) -> None:
-        """Feed, watch and evaluate an experiment until cancelled.
+        """Feed, watch, evaluate and track an experiment until cancelled.
 
         Raises:
             DataError: a dataset cannot be read (any more).
@@ -61,7 +64,7 @@ class ExperimentWork:
             self._clock,
             stall_seconds=self._settings.stall_seconds,
         )
-        lanes = [Feeder(experiment, dataset, self._clock).run(), watchdog.run()]
+        lanes = [Feeder(experiment, dataset, self._clock).run(), watchdog.run(), self._tracking.run(experiment)]
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, self._book, self._store, self._events, self._clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
@@ -76,5 +79,6 @@ class ExperimentWork:
             self._control,
             self._clock,
             patience_seconds=self._settings.ending_seconds,
+            finish_tracking=functools.partial(self._tracking.finish, experiment),
         )
         await ending.run()

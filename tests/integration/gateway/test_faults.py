@@ -1,6 +1,7 @@
 """What is killed, stalls or is stopped costs no task: the ledger is asked after each fault."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -222,20 +223,25 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 trainer = services[2]
                 trainer.step_seconds = 0.2
                 evaluation = {"path": str(tmp_path / "heldout.jsonl"), "every_versions": 2}
-                spec = a_spec(tmp_path, optimisation=optimisation(8), evaluation=evaluation)
+                tracking = {"trackers": [{"kind": "jsonl", "directory": str(tmp_path / "tracked")}]}
+                spec = a_spec(tmp_path, optimisation=optimisation(8), evaluation=evaluation, tracking=tracking)
                 created = await client.call(
                     "POST", "/v1/experiments", body=spec, params={"start": True}, deadline_seconds=20.0
                 )
                 path = f"/v1/experiments/{created['id']}"
-                await until(lambda: trainer.step and trainer.step >= 3)
+                tracked = tmp_path / "tracked" / created["id"] / "metrics.jsonl"
+                await until(lambda: tracked.exists() and b'"loss"' in tracked.read_bytes())
                 ids = {service.id for service in services}
 
                 process.end(number)
+                with tracked.open("ab") as file:  # as if it had been killed within a write
+                    file.write(b'{"step":99,"values":')
                 await asyncio.sleep(0.5)
                 process.start()
                 view = await wait_for(client, path, "completed", "failed", seconds=60.0)
 
                 ledger = await client.call("GET", f"{path}/ledger")
+                metrics = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
                 assert {service.id for service in services} == ids, "nobody had to register again"
         assert view["state"] == "completed", view["problem"]
         assert (view["step"], view["policy_version"]) == (8, 8)
@@ -243,6 +249,9 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
         assert (ledger["train"]["trained"], ledger["train"]["outstanding"]) == (16, 0)
         groups = [group for step in trainer.trained for group in step]
         assert sorted(groups) == sorted(set(groups)) and trainer.lags == [0] * 16
+        lines = [json.loads(line) for line in tracked.read_text().splitlines()]
+        sent = [(name, line["step"], value) for line in lines for name, value in line["values"].items()]
+        assert sorted(sent) == sorted((each["name"], each["step"], each["value"]) for each in metrics)
     finally:
         assert process.end(signal.SIGTERM) == 0
 

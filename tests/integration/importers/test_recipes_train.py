@@ -1,6 +1,7 @@
 """Launch files of other systems train on a fleet on this machine: three steps each, tiny model, rewards included."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ SMALL = (
     "asynchrony.require_batches=2",
     "evaluation=null",
     "checkpoint.every_steps=3",
+    "tracking.trackers=[{kind: jsonl}, {kind: tensorboard}]",
 )
 """What makes a recipe small; what it says about the algorithm, the asynchrony and the reward stays."""
 GRADERS = """
@@ -89,6 +91,9 @@ def test_an_imported_recipe_trains_three_steps(
     assert code == 0
     view = asyncio.run(trained(fleet, output))
     assert (view.state, view.step) == (ExperimentState.COMPLETED, 3), view
+    lines = [json.loads(line) for line in (Path(view.directory) / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} >= {1, 2, 3}
+    assert list(Path(view.directory).glob("tensorboard/events.out.tfevents.*"))
 
 
 async def trained(fleet: RunningFleet, spec: Path) -> ExperimentView:

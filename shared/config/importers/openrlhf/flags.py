@@ -2,12 +2,13 @@
 
 from shared.config.importers.parameter import Parameter, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
-from shared.config.importers.values import count, flag, integer, number, numbers, share, text
+from shared.config.importers.trackers import KEY
+from shared.config.importers.values import count, flag, integer, number, numbers, share, text, unchanged
 
 PLACEMENT = "services are separate processes; where they run changes speed, not what is computed"
 SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
 ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
-TRACKING = "every series is kept by the gateway (flotilla watch, GET .../metrics); no tracker is fed"
+WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 
 MODELS: tuple[Parameter, ...] = (
@@ -155,9 +156,16 @@ RUNNING: tuple[Parameter, ...] = (
     *ignored("a checkpoint is always a Hugging Face directory", "--save_hf_ckpt", "--ckpt.save_hf",
              "--disable_ds_ckpt", "--ckpt.disable_ds"),
     *ignored("every step is recorded", "--logging_steps", "--logger.logging_steps"),
-    *ignored(TRACKING, "--use_wandb", "--logger.wandb.key", is_secret=True),
-    *ignored(TRACKING, "--use_tensorboard", "--logger.tensorboard_dir", "--wandb_org", "--wandb_project",
-             "--wandb_group", "--logger.wandb.project", "--logger.wandb.org", "--logger.wandb.group"),
+    translated("--use_wandb", "tracking.trackers", unchanged, f"wandb is fed; {KEY}", example="key", default=None,
+               aliases=("--logger.wandb.key",), is_secret=True),
+    translated("--wandb_project", "tracking.trackers", text, "project of wandb", example="another",
+               default="openrlhf_train_ppo", context=WANDB, aliases=("--logger.wandb.project",)),
+    translated("--wandb_org", "tracking.trackers", text, "entity of wandb", example="a-team", default=None,
+               context=WANDB, aliases=("--logger.wandb.org",)),
+    translated("--wandb_group", "tracking.trackers", text, "group of wandb", example="a-group", default=None,
+               context=WANDB, aliases=("--logger.wandb.group",)),
+    translated("--use_tensorboard", "tracking.trackers", text, "directory of tensorboard, one folder per experiment",
+               example="runs", default=None, aliases=("--logger.tensorboard_dir",)),
     *ignored(PLACEMENT, *(f"--{role}_{what}" for role in ("actor", "critic", "ref", "reward")
                           for what in ("num_nodes", "num_gpus_per_node")),
              *(f"--{role}.{what}" for role in ("actor", "critic", "ref", "reward")

@@ -146,6 +146,18 @@ def evaluation(source: Source) -> Fields:
     }
 
 
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are asked for."""
+    trackers: list[dict[str, Any]] = []
+    if source.value("--use_wandb"):
+        options = {"project": "--wandb_project", "entity": "--wandb_org", "group": "--wandb_group"}
+        trackers.append({"kind": "wandb", **{field: source.value(name) for field, name in options.items()}})
+    folder = source.value("--use_tensorboard")
+    if folder is not None:
+        trackers.append({"kind": "tensorboard", "directory": folder})
+    return {"tracking.trackers": trackers} if trackers else {}
+
+
 def rewards(source: Source) -> Fields:
     """Make the grader, the penalties, the clip and the filter."""
     fields: Fields = {**_grader(source), **_shaping(source)}
@@ -202,7 +214,7 @@ OPENRLHF: System = make_system(
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
         data, batches, asynchrony, schedule, lengths, learning.advantage, learning.policy_loss, learning.kl, rewards,
-        evaluation,
+        evaluation, tracking,
     ),
 )  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 from shared.config.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
+from shared.config.importers.trackers import KEY
 from shared.config.importers.values import count, integer, number, text, texts, unchanged
 
-TRACKING = "every series is kept by the gateway (flotilla watch, GET .../metrics); no tracker is fed"
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
 PLACEMENT = "services register themselves; where they run changes speed, not what is computed"
 SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
@@ -33,9 +33,17 @@ RUN: tuple[Parameter, ...] = (
     refused("system_envs", "a service's environment is that of its machine: set the variables there", default={},
             harmless=(None,), is_tree=True),
     *ignored("says where models are downloaded from; ours are directories", "system_envs.USE_MODELSCOPE"),
-    *ignored(TRACKING, "track_with"),
-    *ignored(TRACKING, "tracker_kwargs", is_tree=True, is_secret=True),
-    *ignored(TRACKING, "tracker_kwargs.log_dir"),
+    translated("track_with", "tracking.trackers", texts,
+               "wandb, tensorboard; stdout is flotilla watch; where it is silent, none is fed", example="wandb"),
+    translated("tracker_kwargs.log_dir", "tracking.trackers", text,
+               "directory of tensorboard, one folder per experiment", example="logs", default=None,
+               context={"track_with": "tensorboard"}),
+    translated("tracker_kwargs.project", "tracking.trackers", text, "project of wandb", example="another",
+               default="flotilla", context={"track_with": "wandb"}),
+    *ignored(KEY, "tracker_kwargs.api_key", is_secret=True),
+    *ignored("a run of wandb bears the experiment's name, exp_name", "tracker_kwargs.name"),
+    refused("tracker_kwargs", "of a tracker's options log_dir and project are offered", default={}, harmless=(None,),
+            is_tree=True, is_secret=True),
     *ignored(DIRECTORY, "output_dir", "logging_dir"),
     *ignored(DIRECTORY, "checkpoint_config", is_tree=True),
     *ignored("every step is recorded", "logging_steps"),

@@ -12,6 +12,7 @@ from shared.config.importers.roll.learning import response_length
 from shared.config.importers.roll.rows import INFER, TRAIN
 from shared.config.importers.source import Given, Source
 from shared.config.importers.spelling import is_data_file
+from shared.config.importers.trackers import chosen
 from shared.config.importers.values import same, wrong
 
 Fields = dict[str, Any]
@@ -164,6 +165,19 @@ def data(source: Source) -> Fields:
     return fields
 
 
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are written."""
+    if not source.has("track_with"):
+        return {}
+    written = source.value("track_with") or []
+    options: dict[str, dict[str, Any]] = {}
+    if "tensorboard" in written:
+        options["tensorboard"] = {"directory": source.value("tracker_kwargs.log_dir")}
+    if "wandb" in written:
+        options["wandb"] = {"project": source.required("tracker_kwargs.project")}
+    return chosen(source, "track_with", written, **options)
+
+
 def rewards(source: Source) -> Fields:
     """Make one component per domain."""
     workers: dict[str, dict[str, Any]] = {}
@@ -202,7 +216,7 @@ ROLL: System = make_system(
     ),
     rules=(
         data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
-        rewards,
+        rewards, tracking,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

@@ -6,6 +6,7 @@ from shared.config.importers.adapter import adapter_name, verl_adapter
 from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Source
 from shared.config.importers.spelling import is_data_file
+from shared.config.importers.trackers import chosen
 from shared.config.importers.values import same
 from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
 from shared.config.importers.verl.algorithm import OVERLONG, RM
@@ -203,6 +204,18 @@ def placement(source: Source) -> Fields:
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["rollout.num_rollouts"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
     return fields
+
+
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are written."""
+    if not source.has("trainer.logger"):
+        return {}
+    written = source.value("trainer.logger") or []
+    options: dict[str, dict[str, str]] = {}
+    if {"wandb", "mlflow"} & set(written):
+        project = source.required("trainer.project_name")
+        options = {"wandb": {"project": project}, "mlflow": {"experiment": project}}
+    return chosen(source, "trainer.logger", written, **options)
 
 
 def rewards(source: Source) -> Fields:

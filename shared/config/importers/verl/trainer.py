@@ -2,13 +2,12 @@
 
 from shared.config.importers.parameter import Parameter, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
-from shared.config.importers.values import count, flag, integer, number, text
+from shared.config.importers.values import count, flag, integer, number, text, texts
 from shared.config.importers.verl.actor import ACTOR, PROFILING
 
 ASYNC = "async_training"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 DEVICES = "batch sizes are global: the number of devices changes speed, not what is computed"
-TRACKING = "every series is kept by the gateway (flotilla watch, GET .../metrics); no tracker is fed"
 NSIGHT = "an option of a profiler that trainer.profile_steps, which is refused, would start"
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
@@ -31,6 +30,11 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     translated("trainer.device", ("optimisation.device", "rollout.engine.device"), text,
                "cuda is cuda:0, npu is refused; where it is silent, our own default: where to run is not what to run",
                example="cuda"),
+    translated("trainer.logger", "tracking.trackers", texts,
+               "wandb, mlflow, tensorboard; file is jsonl, console is flotilla watch; where it is silent, none is fed",
+               example=["console", "tensorboard"]),
+    translated("trainer.project_name", "tracking.trackers", text, "project of wandb, experiment of mlflow",
+               example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
     refused("trainer.val_only", "the fleet trains; a run without steps is none", default=False),
     refused("trainer.resume_from_path", "an experiment goes on from its own checkpoints only: to begin from other "
             "weights, set model.path to their directory", default=None),
@@ -46,7 +50,6 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     *ignored("newest checkpoints are kept as checkpoint.keep says, the critic's with them",
              "trainer.remove_previous_ckpt_in_save", "trainer.max_critic_ckpt_to_keep"),
     *ignored("the fleet keeps an experiment's files under its own data directory", "trainer.default_local_dir"),
-    *ignored(TRACKING, "trainer.project_name", "trainer.logger"),
     *ignored("one process trains; micro-batches are balanced by themselves", "trainer.balance_batch"),
     *ignored("there is no Ray here", "trainer.ray_wait_register_center_timeout", "ray_init.num_cpus",
              "ray_init.timeline_json_file"),

@@ -1,0 +1,64 @@
+"""A tracker as a protocol: it takes records in order, and knows itself how far it came.
+
+The cursor lives where the records go, and is written with them. So a gateway that died between two writes, or within
+one, goes on exactly where the tracker stands.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Values that were measured together.
+
+    Attributes:
+        cursor: place of the last of them in the store's order of writing.
+        step: training step that they belong to.
+        version: policy version that they belong to.
+        at: when they were stored, seconds since the epoch.
+        values: by name.
+    """
+
+    cursor: int
+    step: int
+    version: int
+    at: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The experiment, as a tracker presents it.
+
+    Attributes:
+        id: unique, and the same after a restart.
+        name: as people call it.
+        directory: the experiment's own.
+        spec: the resolved spec, as plain data.
+    """
+
+    id: str
+    name: str
+    directory: Path
+    spec: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """All calls come from one thread, one after the other; each may raise whatever its library raises."""
+
+    def cursor(self) -> int:
+        """Give the cursor of the last record that it holds; 0 if it holds none."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Take records in; they are durable when it returns."""
+
+    def close(self) -> None:
+        """Tell the library that no more records come."""
+
+
+def own_folder(directory: str | None, run: TrackedRun) -> Path:
+    """Give the folder of this run alone, below a directory that several runs may share."""
+    return run.directory if directory is None else Path(directory) / run.id

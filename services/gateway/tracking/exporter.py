@@ -1,0 +1,141 @@
+"""Sends an experiment's series to one tracker, in the store's order of writing.
+
+It reads what the store holds after the tracker's own cursor. So nothing on the way of a metric into the store knows of
+trackers, a restarted gateway goes on where the tracker stands, and a tracker that was away gets all it missed.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from services.gateway.events.log import EventLog
+from services.gateway.store.base import MetricRow, Store
+from services.gateway.tracking.base import Record, TrackedRun, Tracker
+from services.gateway.tracking.thread import TrackerThread
+from shared.errors import FlotillaError
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 2.0
+PAGE = 5000
+LONGEST_PAUSE_SECONDS = 60.0
+STUCK_SECONDS = 120.0
+FINISH_SECONDS = 20.0
+
+
+class Exporter:
+    """Feeds one tracker of one experiment.
+
+    Args:
+        name: of the tracker, for people.
+        open_tracker: opens it where it left off; called on the tracker's own thread.
+    """
+
+    def __init__(
+        self, name: str, run: TrackedRun, store: Store, events: EventLog, open_tracker: Callable[[], Tracker]
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._store = store
+        self._events = events
+        self._open = open_tracker
+        self._thread = TrackerThread(f"{name} of {run.id}")
+        self._tracker: Tracker | None = None
+        self._is_broken = False
+        self._num_failures = 0
+
+    async def run(self) -> None:
+        """Send what is new every two seconds until cancelled; a failure is told of, and tried again later."""
+        while True:
+            is_well = await self._attempt()
+            pause = PERIOD_SECONDS if is_well else min(PERIOD_SECONDS * 2**self._num_failures, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(pause)
+
+    async def finish(self) -> None:
+        """Send all that is left and close the tracker, within a deadline."""
+        try:
+            async with asyncio.timeout(FINISH_SECONDS):
+                if await self._attempt() and self._tracker is not None:
+                    await self._thread.run(self._tracker.close)
+        except Exception as error:  # a tracker's library raises what it likes; training is over either way
+            is_late = isinstance(error, TimeoutError)
+            cause = f"it took longer than {FINISH_SECONDS:g} s to take the last values in" if is_late else repr(error)
+            await self._tell_of_failure(cause)
+        finally:
+            self._thread.end()
+
+    async def _attempt(self) -> bool:
+        deadline = asyncio.timeout(STUCK_SECONDS)
+        try:
+            async with deadline:
+                await self.export()
+            if self._num_failures:
+                await self._events.append(self._run.id, "tracker_recovered", tracker=self._name)
+        except FlotillaError as error:  # the store is away: no fault of the tracker
+            log.warning("series could not be read", extra={"experiment_id": self._run.id, "error": repr(error)})
+            return False
+        except Exception as error:  # a tracker's library raises what it likes, and must not end the experiment
+            is_stuck = deadline.expired()
+            await self._tell_of_failure(f"no answer within {STUCK_SECONDS:g} s" if is_stuck else repr(error))
+            return False
+        self._num_failures = 0
+        return True
+
+    async def export(self) -> None:
+        """Send all that the tracker does not hold yet.
+
+        Raises:
+            Exception: what the tracker's library raises.
+        """
+        if self._is_broken or self._tracker is None:
+            self._tracker = await self._thread.run(self._open_anew)
+            self._is_broken = False
+        tracker = self._tracker
+        # Asked each time: a call that was cancelled may have come to its end.
+        cursor = await self._thread.run(tracker.cursor)
+        while True:
+            rows = await self._store.metrics(self._run.id, names=(), after=cursor, limit=PAGE)
+            records = records_of(rows, is_cut=len(rows) == PAGE)
+            if not records:
+                return
+            await self._thread.run(functools.partial(tracker.write, records))
+            cursor = records[-1].cursor
+
+    def _open_anew(self) -> Tracker:
+        if self._tracker is not None:
+            with contextlib.suppress(Exception):  # it is broken, and closed only to give up what it holds
+                self._tracker.close()
+        return self._open()
+
+    async def _tell_of_failure(self, cause: str) -> None:
+        log.warning("a tracker failed", extra={"experiment_id": self._run.id, "tracker": self._name, "error": cause})
+        self._is_broken = True  # what it holds is not known, so it is opened anew next time
+        self._num_failures += 1
+        if self._num_failures == 1:
+            try:
+                await self._events.append(self._run.id, "tracker_failed", tracker=self._name, cause=cause)
+            except FlotillaError:
+                self._num_failures = 0  # told next time
+
+
+def records_of(rows: Sequence[MetricRow], *, is_cut: bool = False) -> list[Record]:
+    """Join values that were stored together, which follow each other.
+
+    Args:
+        is_cut: whether the page is full, so that the last record may not be whole: it is left for the next page.
+    """
+    records: list[Record] = []
+    place: tuple[int, int, str | None] | None = None
+    values: dict[str, float] = {}
+    for cursor, point in rows:
+        here = (point.step, point.version, point.at)
+        if here != place or point.name in values:
+            values, place = {}, here
+            at = datetime.fromisoformat(point.at).timestamp() if point.at else 0.0
+            records.append(Record(cursor, point.step, point.version, at, values))
+        values[point.name] = point.value
+        records[-1] = Record(cursor, point.step, point.version, records[-1].at, values)
+    return records[:-1] if is_cut and len(records) > 1 else records

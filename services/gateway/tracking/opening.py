@@ -1,0 +1,51 @@
+"""Which tracker a section of the spec means, and whether the packages that it needs are there."""
+
+import importlib.util
+
+from services.gateway.tracking.base import TrackedRun, Tracker
+from services.gateway.tracking.jsonl import JsonlTracker
+from services.gateway.tracking.mlflow import MlflowTracker
+from services.gateway.tracking.tensorboard import TensorboardTracker
+from services.gateway.tracking.wandb import WandbTracker
+from shared.config.spec import ExperimentSpec
+from shared.config.tracking import (
+    JsonlTrackerConfig,
+    MlflowTrackerConfig,
+    TensorboardTrackerConfig,
+    TrackerConfig,
+)
+from shared.errors import InvalidSpec, Scalar
+
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+"""What is imported, by kind; the extra of ours bears the kind's name."""
+
+
+def open_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
+    """Open a tracker where its earlier one of the same run left off; may take long, and raise what its library does."""
+    if isinstance(config, JsonlTrackerConfig):
+        return JsonlTracker(config, run)
+    if isinstance(config, TensorboardTrackerConfig):
+        return TensorboardTracker(config, run)
+    if isinstance(config, MlflowTrackerConfig):
+        return MlflowTracker(config, run)
+    return WandbTracker(config, run)
+
+
+def check_trackers(spec: ExperimentSpec) -> None:
+    """Check that what the trackers need is installed.
+
+    Raises:
+        InvalidSpec: one entry per tracker that lacks its package.
+    """
+    entries: list[dict[str, Scalar]] = [
+        {
+            "path": f"tracking.trackers.{number}.kind",
+            "value": tracker.kind,
+            "allowed": f"a kind whose package is installed where the gateway runs: pip install "
+            f"'flotilla[{tracker.kind}]', or use jsonl or tensorboard, which need nothing",
+        }
+        for number, tracker in enumerate(spec.tracking.trackers)
+        if tracker.kind in PACKAGES and importlib.util.find_spec(PACKAGES[tracker.kind]) is None
+    ]
+    if entries:
+        raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)

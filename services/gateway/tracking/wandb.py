@@ -1,0 +1,58 @@
+"""Weights & Biases as a tracker: a run with the experiment's id, which is taken up again after a restart.
+
+The service cannot be asked how far an offline run came, so the cursor is a file beside it, written after each batch: a
+gateway that is killed between the two sends that batch again.
+"""
+
+from collections.abc import Sequence
+
+from services.gateway.tracking.base import Record, TrackedRun
+from shared.config.tracking import WandbTrackerConfig
+
+INIT_SECONDS = 60.0
+
+
+class WandbTracker:
+    """Logs each record with its step as a value, so that a step may come again."""
+
+    def __init__(self, config: WandbTrackerConfig, run: TrackedRun) -> None:
+        import wandb  # an optional package, imported where it is used
+
+        folder = run.directory / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._place = folder / "cursor"
+        self._cursor = int(self._place.read_text()) if self._place.exists() else 0
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            mode=config.mode,
+            id=run.id,
+            name=run.name,
+            resume="allow",
+            reinit="create_new",
+            dir=str(run.directory),
+            config=dict(run.spec),
+            settings=wandb.Settings(
+                init_timeout=INIT_SECONDS, console="off", x_disable_stats=True, silent=True, disable_git=True
+            ),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def cursor(self) -> int:
+        """Give the cursor in the file."""
+        return self._cursor
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Hand the records to the library, which sends them in its own process."""
+        for record in records:
+            self._run.log({**record.values, "step": record.step, "version": record.version})
+        self._cursor = records[-1].cursor
+        fresh = self._place.with_suffix(".new")
+        fresh.write_text(str(self._cursor))
+        fresh.replace(self._place)
+
+    def close(self) -> None:
+        """Let the library send what it still has."""
+        self._run.finish()

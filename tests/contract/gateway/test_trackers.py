@@ -1,0 +1,155 @@
+"""Every tracker keeps its cursor with its records; the two file formats are read back by rules of their own."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from services.gateway.tracking.base import Record, TrackedRun, Tracker
+from services.gateway.tracking.events_file import crc32c
+from services.gateway.tracking.opening import open_tracker
+from services.gateway.tracking.thread import TrackerThread
+from shared.config.tracking import TrackerConfig
+
+CONFIGS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "jsonl": lambda folder: {},
+    "tensorboard": lambda folder: {},
+    "wandb": lambda folder: {"mode": "offline"},
+    "mlflow": lambda folder: {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
+}
+
+
+def a_run(folder: Path) -> TrackedRun:
+    return TrackedRun("tiny-1", "tiny", folder, {"name": "tiny", "optimisation": {"steps": 3}})
+
+
+def opened(kind: str, folder: Path, **more: Any) -> Any:
+    config = TypeAdapter[Any](TrackerConfig).validate_python({"kind": kind, **CONFIGS[kind](folder), **more})
+    return open_tracker(config, a_run(folder))
+
+
+def a_record(cursor: int, step: int, **values: float) -> Record:
+    return Record(cursor, step, step, 1_700_000_000.5 + step, values or {"loss": 1 / step, "reward/mean": 0.5})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.filterwarnings("ignore")
+async def test_a_tracker_that_is_opened_again_stands_where_it_was(tmp_path: Path, kind: str) -> None:
+    if kind in {"wandb", "mlflow"}:
+        pytest.importorskip(kind)
+    thread = TrackerThread(kind)
+    try:
+        first: Tracker = await thread.run(lambda: opened(kind, tmp_path))
+        assert await thread.run(first.cursor) == 0
+        await thread.run(lambda: first.write([a_record(2, 1), a_record(4, 2)]))
+        assert await thread.run(first.cursor) == 4
+        await thread.run(first.close)
+
+        second: Tracker = await thread.run(lambda: opened(kind, tmp_path))
+
+        assert await thread.run(second.cursor) == 4
+        await thread.run(lambda: second.write([a_record(6, 3)]))
+        assert await thread.run(second.cursor) == 6
+        await thread.run(second.close)
+    finally:
+        thread.end()
+
+
+@pytest.mark.parametrize("rest", [b'{"step":3,"curs', b"{", b""])
+def test_a_jsonl_file_loses_the_half_line_of_a_crash_and_nothing_else(tmp_path: Path, rest: bytes) -> None:
+    tracker = opened("jsonl", tmp_path, directory=str(tmp_path / "shared"))
+    tracker.write([a_record(2, 1), a_record(4, 2)])
+    tracker.close()
+    whole = tracker.path.read_bytes()
+    tracker.path.write_bytes(whole + rest)
+
+    again = opened("jsonl", tmp_path, directory=str(tmp_path / "shared"))
+
+    assert again.path == tmp_path / "shared" / "tiny-1" / "metrics.jsonl"
+    assert again.cursor() == 4 and again.path.read_bytes() == whole
+    again.close()
+    assert json.loads(whole.splitlines()[0]) == {
+        "step": 1, "version": 1, "at": "2023-11-14T22:13:21.500Z", "cursor": 2,
+        "values": {"loss": 1.0, "reward/mean": 0.5},
+    }  # fmt: skip
+
+
+def test_an_event_file_loses_what_no_mark_follows(tmp_path: Path) -> None:
+    tracker = opened("tensorboard", tmp_path)
+    tracker.write([a_record(2, 1), a_record(4, 200)])
+    tracker.close()
+    whole = tracker.path.read_bytes()
+    more = opened("tensorboard", tmp_path)
+    more.write([a_record(6, 3)])
+    more.close()
+    longer = tracker.path.read_bytes()
+
+    for end in range(len(whole), len(longer)):
+        tracker.path.write_bytes(longer[:end])
+        again = opened("tensorboard", tmp_path)
+        assert again.cursor() == 4 and again.path.read_bytes() == whole, end
+        again.close()
+
+
+def test_an_event_file_holds_what_tensorboard_reads(tmp_path: Path) -> None:
+    tracker = opened("tensorboard", tmp_path)
+    tracker.write([a_record(7, 300, loss=0.25, huge=1e300)])
+    tracker.close()
+
+    versions, scalars = read_events(tracker.path.read_bytes())
+
+    assert ".tfevents." in tracker.path.name
+    assert versions == ["brain.Event:2"]
+    assert scalars[:1] == [(1_700_000_300.5, 300, "loss", 0.25)]
+    assert scalars[1][2:] == ("huge", pytest.approx(3.4028235e38))
+
+
+def test_the_checksum_is_castagnolis() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+
+
+def read_events(data: bytes) -> tuple[list[str], list[tuple[float, int, str, float]]]:
+    """Read a file as the format says, with none of the writer's code."""
+    versions, scalars = [], []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event, data = data[12 : 12 + length], data[16 + length :]
+        fields = dict(fields_of(event))
+        if 3 in fields:
+            versions.append(fields[3].decode())
+        if 5 in fields:
+            value = dict(fields_of(dict(fields_of(fields[5]))[1]))
+            (at,), (scalar,) = struct.unpack("<d", fields[1]), struct.unpack("<f", value[2])
+            scalars.append((at, fields.get(2, 0), value[1].decode(), scalar))
+    return versions, scalars
+
+
+def fields_of(message: bytes) -> list[tuple[int, Any]]:
+    found: list[tuple[int, Any]] = []
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(message):
+        key = varint()
+        if key & 7 == 0:
+            found.append((key >> 3, varint()))
+            continue
+        size = {1: 8, 5: 4}.get(key & 7) or varint()
+        found.append((key >> 3, message[place : place + size]))
+        place += size
+    return found

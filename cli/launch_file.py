@@ -13,13 +13,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from cli.processes import end_with_parent
 from shared.config.base import Config
-from shared.config.load import apply_overrides, invalid_spec, parse_document, resolve_paths, validate_spec
+from shared.config.load import invalid_spec, parse_document, resolve_paths, validate_spec
+from shared.config.overrides import Override, apply, in_environment, on_command_line, with_origins
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, WorkerDied
 
@@ -41,11 +43,15 @@ class LaunchFile:
         path: where it was read from.
         spec: the experiment, with absolute paths.
         prepare: what to run first, if anything.
+        written: the file's own content.
+        overrides: what replaced some of it, weakest first.
     """
 
     path: Path
     spec: ExperimentSpec
     prepare: PrepareConfig | None
+    written: Mapping[str, Any]
+    overrides: Sequence[Override]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -53,8 +59,14 @@ class LaunchFile:
         return self.spec.model_dump(mode="json")
 
 
-def read_launch_file(path: Path, overrides: Sequence[str] = ()) -> LaunchFile:
+def read_launch_file(
+    path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
+) -> LaunchFile:
     """Read a launch file, or a plain spec.
+
+    Args:
+        overrides: ``KEY=VALUE``, strongest.
+        environment: variables, of which those that begin with ``FLOTILLA_SPEC__`` override the file.
 
     Raises:
         InvalidSpec: it cannot be read or does not validate.
@@ -63,15 +75,20 @@ def read_launch_file(path: Path, overrides: Sequence[str] = ()) -> LaunchFile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSpec(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    document = apply_overrides(parse_document(text, source=str(path)), overrides)
+    written = parse_document(text, source=str(path))
+    layers = [*in_environment(environment), *on_command_line(overrides)]
+    document = apply(written, layers)
     document = _fill_seed(document, document.get("seed", 0))
     wanted = document.pop("prepare", None)
-    spec = validate_spec(resolve_paths(document, path.resolve().parent))
+    try:
+        spec = validate_spec(resolve_paths(document, path.resolve().parent))
+    except InvalidSpec as error:
+        raise with_origins(error, layers) from None
     try:
         prepare = PrepareConfig.model_validate(wanted) if wanted is not None else None
     except ValidationError as error:
         raise invalid_spec(error, PrepareConfig) from None
-    return LaunchFile(path.resolve(), spec, prepare)
+    return LaunchFile(path.resolve(), spec, prepare, written, layers)
 
 
 def _fill_seed(node: Any, seed: object) -> Any:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -20,7 +21,7 @@ async def start(arguments: argparse.Namespace) -> int:
     """Create and start an experiment from a spec file."""
     console = new_console()
     overrides = [*(arguments.set or []), *([f"seed={arguments.seed}"] if arguments.seed is not None else [])]
-    launch = read_launch_file(Path(arguments.spec), overrides)
+    launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
     async with connect(arguments) as client:
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
         view = ExperimentView.model_validate(

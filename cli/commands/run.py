@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import os
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -74,7 +75,7 @@ async def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.set or [])
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
-    launch = read_launch_file(Path(arguments.spec), overrides)
+    launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
     started = time.monotonic()
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
     path = directory.take()

@@ -2,19 +2,19 @@
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cli.launch_file import LaunchFile, read_launch_file
-from shared.config.load import parse_document
+from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 
-DEFAULT, FILE, OVERRIDE = "default", "file", "override"
 COLUMN = 56
 
 
@@ -68,10 +68,12 @@ async def show(arguments: argparse.Namespace) -> int:
 
 
 def _resolved(path: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
-    resolved = _read(path, overrides).spec.model_dump(mode="json")
-    written = parse_document(Path(path).read_text(encoding="utf-8"), source=path)
-    keys = [override.partition("=")[0].strip() for override in overrides]
-    return resolved, _rows(resolved, written, keys)
+    launch = _read(path, overrides)
+    resolved = launch.spec.model_dump(mode="json")
+    leaves = _leaves(resolved)
+    return resolved, [
+        (".".join(parts), value, origin_of(parts, launch.written, launch.overrides)) for parts, value in leaves
+    ]
 
 
 async def schema(arguments: argparse.Namespace) -> int:
@@ -82,39 +84,20 @@ async def schema(arguments: argparse.Namespace) -> int:
 
 def _read(path: str, overrides: Sequence[str]) -> LaunchFile:
     try:
-        return read_launch_file(Path(path), overrides)
+        return read_launch_file(Path(path), overrides, os.environ)
     except (TypeError, ValueError, RecursionError) as error:  # YAML of dates or keys that there are not
         raise InvalidSpec(f"{path} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _rows(
-    node: Any, written: Any, overrides: Sequence[str], path: str = "", origin: str = DEFAULT
-) -> "list[tuple[str, Any, str]]":
-    if path in overrides:
-        written, origin = node, OVERRIDE  # all below was set at once
+def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(node, Mapping) and node:
-        return [row for key, value in node.items() for row in _child(value, written, overrides, path, str(key), origin)]
-    if isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        items = enumerate(node)
-        return [row for index, value in items for row in _child(value, written, overrides, path, str(index), origin)]
-    return [(path, node, origin)]
-
-
-def _child(
-    value: Any, written: Any, overrides: Sequence[str], path: str, key: str, origin: str
-) -> "list[tuple[str, Any, str]]":
-    below, is_written = _below(written, key)
-    is_set_whole = origin == OVERRIDE and is_written
-    inner = OVERRIDE if is_set_whole else FILE if is_written else DEFAULT
-    return _rows(value, below, overrides, f"{path}.{key}" if path else key, inner)
-
-
-def _below(written: Any, key: str) -> tuple[Any, bool]:
-    if isinstance(written, Mapping):
-        return written.get(key), key in written
-    if isinstance(written, list) and key.isdigit() and int(key) < len(written):
-        return written[int(key)], True
-    return None, False
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, value in enumerate(node):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, node
 
 
 def _lines(node: Mapping[str, Any], path: str, depth: int, origins: Mapping[str, str], mark: str = "") -> list[str]:

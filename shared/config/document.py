@@ -16,7 +16,12 @@ HEAD = """# Configuration
 Every key of an experiment spec, made from the classes in `shared/config/` (`python -m shared.config.document`; a
 test keeps this page current). A spec is YAML or JSON. An unknown key is an error that names the nearest valid one; a
 key that would have no effect under the other settings is an error too. Relative paths are taken from the spec file's
-folder. On the command line any key can be overridden: `--set optimisation.steps=10`.
+folder.
+
+Any key can be overridden, with a value in YAML: by `--set optimisation.steps=10` on the command line, and by a variable
+of the environment, `FLOTILLA_SPEC__OPTIMISATION__STEPS=10`: two underscores between names, an index for an item of a
+list (`FLOTILLA_SPEC__REWARD__COMPONENTS__0__WEIGHT=2`). The command line beats the environment, and that the file.
+`flotilla run`, `start` and `spec` all read them; `flotilla spec show FILE` says where each value comes from.
 
 A launch file may hold one more section, `prepare`, which the command line runs before it sends the spec (the gateway
 never runs it): `command` (a list; `python` stands for the interpreter that runs flotilla) and `output` (what the

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config.base import Config
+from shared.config.overrides import apply_overrides
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, Scalar
 
@@ -35,30 +36,6 @@ def parse_document(text: str, *, source: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InvalidSpec(f"{source} must hold a mapping of sections, not {type(document).__name__}")
     return document
-
-
-def apply_overrides(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set dotted keys, as in ``optimisation.steps=10``; values are read as YAML.
-
-    Raises:
-        InvalidSpec: an override is not of the form KEY=VALUE, or reaches into something that is no section.
-    """
-    changed: dict[str, Any] = json.loads(json.dumps(document, default=str))
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise InvalidSpec(f"override {override!r} is not of the form section.key=value")
-        *parents, last = key.strip().split(".")
-        target = changed
-        for parent in parents:
-            target = target.setdefault(parent, {})
-            if not isinstance(target, dict):
-                raise InvalidSpec(f"override {override!r}: {parent} is a value, not a section")
-        try:
-            target[last] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            target[last] = text
-    return changed
 
 
 def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:

@@ -14,7 +14,8 @@ from shared.config.importers.parameter import UNSET, Inherit, Parameter, System,
 from shared.config.importers.report import Entry, Report
 from shared.config.importers.source import Given, Source
 from shared.config.importers.values import same, shown
-from shared.config.load import apply_overrides, validate_spec
+from shared.config.load import validate_spec
+from shared.config.overrides import apply_overrides
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 

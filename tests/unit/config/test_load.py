@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import apply_overrides, load_spec, parse_document, resolve_paths, validate_spec
+from shared.config.load import load_spec, parse_document, resolve_paths, validate_spec
+from shared.config.overrides import apply_overrides
 from shared.errors import InvalidSpec
 
 

@@ -164,8 +164,8 @@ def test_each_value_shows_where_it_comes_from(spec_file: str, capsys: pytest.Cap
 
     origins = {row["path"]: (row["value"], row["origin"]) for row in json.loads(capsys.readouterr().out)}
     assert origins["name"] == ("trial", "file")
-    assert origins["optimisation.steps"] == (5, "override")
-    assert origins["algorithm.advantage.kind"] == ("rloo", "override")
+    assert origins["optimisation.steps"] == (5, "command line")
+    assert origins["algorithm.advantage.kind"] == ("rloo", "command line")
     assert origins["reward.components.0.weight"] == (2.0, "file")
     assert origins["reward.components.0.tolerance"] == (0.0, "default")
     assert origins["seed"] == (0, "default")

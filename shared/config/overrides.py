@@ -144,7 +144,12 @@ def with_origins(error: InvalidSpec, overrides: Sequence[Override]) -> InvalidSp
     entries: list[dict[str, Scalar]] = []
     for entry in error.errors:
         path = tuple(str(entry["path"]).split("."))
-        shared = [each for each in overrides if path[: len(each.path)] == each.path]
+        is_unknown = str(entry["allowed"]).startswith("unknown key")  # then whatever is below it made it
+        shared = [
+            each
+            for each in overrides
+            if path[: len(each.path)] == each.path or (is_unknown and each.path[: len(path)] == path)
+        ]
         mark = f" (set by {shared[-1].written})" if shared else ""
         entries.append({**entry, "allowed": f"{entry['allowed']}{mark}"})
     if not entries:

@@ -1,4 +1,4 @@
-"""File, environment, command line: which of them wins, what is said of a mistake, and where a value is said to be from."""
+"""File, environment, command line: which of them wins, what is said of a mistake, and where a value is from."""
 
 from pathlib import Path
 from typing import Any

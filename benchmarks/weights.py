@@ -5,11 +5,13 @@
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
 One ``memcpy`` per receiver is made by all receivers at once, as they would copy out of shared memory. A ``raw gloo``
 round broadcasts one private flat buffer as one tensor; ``gloo`` moves the same bytes from a file to files and computes
-their checksum. Rates count the image once per receiver.
+their checksum. ``shared_memory`` maps the sender's image and computes its checksum; the sender uses two images in turn.
+Rates count the image once per receiver.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import secrets
 import socket
@@ -26,15 +28,17 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
-from shared.schemas.publication import Manifest, Rendezvous
+from services.rollout.spares import SpareImages
+from shared.schemas.publication import Manifest
 from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
+from shared.weights.image import WeightImage
 from shared.weights.layout import ImageLayout
 from shared.weights.pull import PublishedImages, weights_router
 from shared.weights.pull_client import WeightPuller
-from shared.weights.shared_memory import SharedMemoryTransport
 
 DEADLINE_SECONDS = 120.0
+NUM_WARM_ROUNDS = 2
+"""The first rounds touch pages, open windows and map either image of the sender."""
 HIDDEN_ELEMENTS = 256
 COPY_BYTES = 128 << 20
 """Far more than any cache holds, and still little beside the images."""
@@ -95,7 +99,7 @@ class Actions:
     """What a worker can do."""
 
     def __init__(self) -> None:
-        self._transport = SharedMemoryTransport()
+        self._spares = SpareImages()
         self._buffers: list[np.ndarray] = []
         self._raw: Callable[[], None] | None = None
 
@@ -114,14 +118,9 @@ class Actions:
         assert self._raw is not None
         self._raw()
 
-    async def join(self, rendezvous: dict[str, Any], rank: int) -> None:
-        await self._transport.open_receiver(Rendezvous.model_validate(rendezvous), rank, DEADLINE_SECONDS)
-
-    async def receive(self, epoch: int, path: str, image_bytes: int) -> str:
-        return await self._transport.receive(epoch, Path(path), image_bytes, DEFAULT_SLICE_BYTES, DEADLINE_SECONDS)
-
-    async def leave(self, epoch: int) -> None:
-        await self._transport.close_epoch(epoch)
+    async def map(self, path: str, image_bytes: int) -> str:
+        with self._spares.mapped(Path(path), image_bytes) as image:
+            return image.checksum()
 
     async def pull(self, url: str, token: str) -> None:
         (await WeightPuller(token)(url, 1, None, DEADLINE_SECONDS)).unlink()
@@ -170,15 +169,15 @@ async def measure(image_bytes: int, num_receivers: int, num_rounds: int) -> list
             "memcpy": await memcpy(workers[1:], manifest),
             "raw gloo": await raw_gloo(workers, manifest),
             "gloo": await gloo(stack, source, targets, manifest),
-            "shared_memory": await shared_memory(stack, workers[1:], source, targets, manifest),
+            "shared_memory": shared_memory(stack, workers[1:], source, layout),
             "pull": await pull(stack, workers[1:], source, manifest),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(num_rounds + 1):
+        for number in range(num_rounds + NUM_WARM_ROUNDS):
             for name, way in ways.items():
                 started = time.perf_counter()
                 await way()
-                if number > 0:  # the first round touches pages and opens windows
+                if number >= NUM_WARM_ROUNDS:
                     seconds[name].append(time.perf_counter() - started)
     return [row_of(name, seconds, manifest, num_receivers) for name in ways]
 
@@ -244,30 +243,20 @@ async def gloo(
     return run
 
 
-async def shared_memory(
-    stack: AsyncExitStack,
-    workers: Sequence[Worker],
-    source: WeightImage,
-    targets: Sequence[WeightImage],
-    manifest: Manifest,
+def shared_memory(
+    stack: AsyncExitStack, workers: Sequence[Worker], source: WeightImage, layout: ImageLayout
 ) -> Callable[[], Awaitable[None]]:
-    """A checked copy by every receiver."""
-    sender = SharedMemoryTransport()
-    stack.push_async_callback(sender.close)
-    rendezvous = await sender.open_sender(1, len(workers) + 1, DEADLINE_SECONDS)
-    for rank, worker in enumerate(workers, start=1):
-        await worker.do("join", rendezvous=rendezvous.model_dump(), rank=rank)
-    await sender.joined(1, DEADLINE_SECONDS)
+    """Every receiver maps the sender's present image, and checks it."""
+    other = stack.enter_context(WeightImage.create(source.image_bytes))
+    other.view[:] = source.view
+    other.view[-1] ^= 1
+    turns = itertools.cycle([(image.path, image.checksum()) for image in (source, other)])
 
     async def run() -> None:
-        _, *checksums = await asyncio.gather(
-            sender.send(1, source.path, manifest.image_bytes, manifest.slice_bytes, DEADLINE_SECONDS),
-            *(
-                worker.do("receive", epoch=1, path=str(target.path), image_bytes=manifest.image_bytes)
-                for worker, target in zip(workers, targets, strict=True)
-            ),
-        )
-        assert set(checksums) == {manifest.checksum}
+        path, checksum = next(turns)
+        facts = {"path": str(path), "image_bytes": layout.image_bytes}
+        found = await asyncio.gather(*(worker.do("map", **facts) for worker in workers))
+        assert set(found) == {checksum}
 
     return run
 

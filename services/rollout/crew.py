@@ -80,7 +80,8 @@ class CrewOpener:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(engine.start())
-                tasks.create_task(endpoint.start())
+                if spec.asynchrony.publication.may_broadcast:
+                    tasks.create_task(endpoint.start())
                 rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, spec.model.path))
         except BaseException as error:
             await asyncio.gather(engine.close(), endpoint.close())

@@ -1,18 +1,18 @@
-"""Takes publications in: joins weight groups, receives into a spare image, switches the engine when told to.
+"""Takes publications in: receives or maps each image, checks it, switches the engine when told to.
 
 The engine serves the old version until the whole new image is here, its checksum is right and the gateway has
-committed it. A member that cannot follow a broadcast says so and catches up by pulling the committed version.
+committed it. A member that cannot follow a publication says so and catches up by pulling the committed version.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from services.rollout.engines.base import Engine
+from services.rollout.spares import Spare, SpareImages
 from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed, WorkerDied
@@ -22,14 +22,13 @@ from shared.schemas.publication import (
     PublicationReport,
     ReceiveState,
     Rendezvous,
+    Transport,
 )
 from shared.schemas.service import DesiredState
 from shared.weights.image import WeightImage
 
 log = logging.getLogger(__name__)
 
-NUM_IMAGES = 3
-"""One that is being received, one that waits to be served, and one that is being loaded."""
 PULL_SECONDS = 60.0
 PULL_PAUSE_SECONDS = 0.2
 
@@ -59,14 +58,6 @@ class Puller(Protocol):
         """Write the verified image into a file of ``directory``, or of shared memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spare:
-    """A complete image that waits to be served."""
-
-    version: int
-    image: WeightImage
-
-
 class WeightReceiver:
     """Keeps one engine at the version that the gateway wants.
 
@@ -94,15 +85,13 @@ class WeightReceiver:
         self._gate = gate
         self._endpoint = endpoint
         self._pull = pull
-        self._images: list[WeightImage] = []
+        self._images = SpareImages()
         self._on_update = on_update
         self._tell = tell
         self._on_engine_death = on_engine_death
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._switch_due = asyncio.Event()
-        self._spare: Spare | None = None
-        self._in_use: set[WeightImage] = set()
         self._epoch: int | None = None
         self._receiving: tuple[PublicationOrder, asyncio.Task[None]] | None = None
         self.report: PublicationReport | None = None
@@ -129,14 +118,12 @@ class WeightReceiver:
         if self._epoch is not None:
             with contextlib.suppress(FlotillaError):
                 await self._endpoint.close_epoch(self._epoch)
-        for image in self._images:
-            image.close()
-        self._images.clear()
+        self._images.close()
 
     async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
         if order is None or order.phase not in {PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING}:
             return
-        if order.rendezvous is None:
+        if order.rendezvous is None and order.transport is not Transport.SHARED_MEMORY:
             return
         if self._receiving is not None:
             current, task = self._receiving
@@ -148,21 +135,11 @@ class WeightReceiver:
 
     async def _receive(self, order: PublicationOrder) -> None:
         try:
-            await self._join(order)
-            self._say(order, ReceiveState.JOINED)
-            manifest = order.manifest
-            image = self._free_image(manifest.image_bytes)
-            self._in_use.add(image)
-            try:
-                checksum = await self._endpoint.receive(
-                    order.epoch, image.path, manifest.image_bytes, manifest.slice_bytes, 2 * order.deadline_seconds
-                )
-            finally:
-                self._in_use.discard(image)
-            if checksum != manifest.checksum:
-                raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {manifest.checksum}")
-            self._spare = Spare(order.version, image)
-            self._say(order, ReceiveState.RECEIVED, checksum=checksum)
+            if order.transport is Transport.SHARED_MEMORY:
+                await self._take_mapped(order)
+            else:
+                await self._take_broadcast(order)
+            self._say(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
             self._switch_due.set()
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
             log.warning("publication was not received", extra={"version": order.version, "error": error.detail})
@@ -172,12 +149,37 @@ class WeightReceiver:
             await asyncio.shield(self._leave(order.epoch))
             raise
 
+    async def _take_mapped(self, order: PublicationOrder) -> None:
+        """Map the trainer's image and read it once, for the checksum: no byte of it is copied."""
+        manifest, spare = order.manifest, self._images.spare
+        if spare is not None and (spare.version, spare.checksum) == (order.version, manifest.checksum):
+            return
+        if manifest.image_path is None:
+            raise WeightTransferFailed("the trainer offers no image to map")
+        with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
+            self._keep(order, image, await asyncio.to_thread(image.checksum))
+
+    async def _take_broadcast(self, order: PublicationOrder) -> None:
+        await self._join(order)
+        self._say(order, ReceiveState.JOINED)
+        manifest = order.manifest
+        with self._images.own(manifest.image_bytes) as image:
+            checksum = await self._endpoint.receive(
+                order.epoch, image.path, manifest.image_bytes, manifest.slice_bytes, 2 * order.deadline_seconds
+            )
+            self._keep(order, image, checksum)
+
+    def _keep(self, order: PublicationOrder, image: WeightImage, checksum: str) -> None:
+        if checksum != order.manifest.checksum:
+            raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {order.manifest.checksum}")
+        self._images.keep(Spare(order.version, checksum, image))
+
     async def _join(self, order: PublicationOrder) -> None:
         if self._epoch == order.epoch:
             return
         if self._epoch is not None:
             await self._leave(self._epoch)
-        assert order.rendezvous is not None
+        assert order.rendezvous is not None and order.rank is not None
         self._epoch = order.epoch
         await self._endpoint.open_receiver(order.rendezvous, order.rank, order.deadline_seconds)
         await self._endpoint.joined(order.epoch, order.deadline_seconds)
@@ -191,18 +193,6 @@ class WeightReceiver:
     def _say(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
         self._tell()
-
-    def _free_image(self, image_bytes: int) -> WeightImage:
-        kept = self._in_use | ({self._spare.image} if self._spare else set())
-        for image in [each for each in self._images if each not in kept]:
-            if image.image_bytes == image_bytes:
-                return image
-            self._images.remove(image)
-            image.close()
-        assert len(self._images) < NUM_IMAGES, "every image is in use"
-        image = WeightImage.create(image_bytes)
-        self._images.append(image)
-        return image
 
     async def _switch_when_due(self) -> None:
         while True:
@@ -240,13 +230,12 @@ class WeightReceiver:
             await self._gate.set(0)
             self._tell()
             return
-        spare = self._spare
+        spare = self._images.spare
         if spare is not None and spare.version == version:
-            self._in_use.add(spare.image)
-            try:
+            with self._images.using(spare.image):
                 await self._engine.load_weights(spare.image.path, version, self._on_update)
-            finally:
-                self._in_use.discard(spare.image)
+            if self._images.spare is spare and not spare.image.is_owner:
+                self._images.keep(None)  # The trainer may write into it again.
         else:
             await self._serve_pulled(version)
         await self._gate.set(version)

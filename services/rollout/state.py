@@ -18,7 +18,7 @@ from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.streams.connection import connect
 from shared.streams.settings import StreamsConfig
-from shared.weights.image import sweep
+from shared.weights.image import shared_memory_identity, sweep
 from shared.weights.pull_client import WeightPuller
 
 
@@ -55,7 +55,8 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
                 engine="torch",
                 cores=os.cpu_count() or 1,
                 memory_bytes=psutil.virtual_memory().total,
-                transports=("gloo", "pull"),
+                transports=("gloo", "nccl", "pull"),
+                shared_memory=shared_memory_identity(),
             ),
             incarnation=secrets.token_hex(8),
         )

@@ -1,15 +1,23 @@
-"""Snapshots of the weights in shared memory: one is served while the next is written."""
+"""Snapshots of the weights in shared memory: one is served while the next is written.
 
+Rollouts on this host map them, others pull them. Whoever reads one for long keeps it, but cannot keep training waiting:
+its file is withdrawn, and its memory is free when the last reader lets go.
+"""
+
+import logging
 import time
 from pathlib import Path
 
-from shared.errors import Conflict, WeightTransferFailed
+from shared.errors import Conflict
 from shared.schemas.publication import Manifest
 from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
+from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
+
+log = logging.getLogger(__name__)
 
 MAX_IMAGES = 4
-FREE_SECONDS = 30.0
+PATIENCE_SECONDS = 1.0
+"""Readers of an old image may take this long before it is withdrawn."""
 PAUSE_SECONDS = 0.02
 
 
@@ -19,10 +27,14 @@ class ImagePool:
     Args:
         flat: the weights that are copied.
         directory: where images lie; None chooses shared memory where there is room.
+        slice_bytes: size of one broadcast.
     """
 
-    def __init__(self, flat: FlatParameters, *, directory: Path | None = None) -> None:
+    def __init__(
+        self, flat: FlatParameters, *, directory: Path | None = None, slice_bytes: int = DEFAULT_SLICE_BYTES
+    ) -> None:
         self._flat = flat
+        self._slice_bytes = slice_bytes
         self._directory = directory
         self._images: list[WeightImage] = []
         self._newest: WeightImage | None = None
@@ -31,9 +43,9 @@ class ImagePool:
         """Copy the present weights into an image that nobody reads, never the newest one; blocks.
 
         Raises:
-            WeightTransferFailed: all images are being read, or there is no room for one.
+            WeightTransferFailed: there is no room for one.
         """
-        end = time.monotonic() + FREE_SECONDS
+        end = time.monotonic() + PATIENCE_SECONDS
         while True:
             for image in self._images:
                 if image is not self._newest and self._write(image):
@@ -42,13 +54,14 @@ class ImagePool:
                 self._images.append(WeightImage.create(self._flat.layout.image_bytes, directory=self._directory))
                 continue
             if time.monotonic() > end:
-                raise WeightTransferFailed(f"{MAX_IMAGES} weight images are all being read for {FREE_SECONDS:g} s")
-            time.sleep(PAUSE_SECONDS)
+                self._withdraw_oldest()
+            else:
+                time.sleep(PAUSE_SECONDS)
 
     def manifest(self, path: Path, version: int) -> Manifest:
         """Describe an image; reads all of it once, for the checksum."""
         image = next(image for image in self._images if image.path == path)
-        return image.manifest(version)
+        return image.manifest(version, self._slice_bytes).model_copy(update={"image_path": str(path)})
 
     def close(self) -> None:
         """Remove all images; whoever has one open keeps it."""
@@ -56,6 +69,12 @@ class ImagePool:
             image.close()
         self._images.clear()
         self._newest = None
+
+    def _withdraw_oldest(self) -> None:
+        oldest = next(image for image in self._images if image is not self._newest)
+        log.warning("image is still being read, another takes its place", extra={"image": oldest.path.name})
+        self._images.remove(oldest)
+        oldest.close()
 
     def _write(self, image: WeightImage) -> bool:
         try:

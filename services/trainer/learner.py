@@ -96,7 +96,8 @@ class Learner:
         check_supported(spec)
         self.spec = spec
         self.loaded = loaded
-        self.flat = FlatParameters(loaded.model)
+        wire_dtype = spec.asynchrony.publication.wire_dtype
+        self.flat = FlatParameters(loaded.model, wire_dtype=getattr(torch, wire_dtype) if wire_dtype else None)
         self.policy = Policy(loaded.model, temperature=spec.rollout.sampling.temperature)
         self.device = self.policy.device
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)

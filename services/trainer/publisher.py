@@ -81,7 +81,7 @@ class Publisher:
         return self._task is None or self._task.done()
 
     async def publish(self, version: int, step: int, snapshot: Callable[[], Awaitable[Path]]) -> None:
-        """Start to publish; returns as soon as the snapshot is taken.
+        """Start to publish; returns as soon as the snapshot is taken, so that training goes on.
 
         Args:
             version: newer than the last one.
@@ -90,10 +90,7 @@ class Publisher:
         """
         await self.settled()
         path = await snapshot()
-        manifest = await asyncio.to_thread(self._images.manifest, path, version)
-        # Without a member the version is current at once, and rollouts pull it.
-        await self._on_image(version, path)
-        self._task = asyncio.create_task(self._publish(manifest, path, step), name=f"publication {version}")
+        self._task = asyncio.create_task(self._publish(version, path, step), name=f"publication {version}")
         self._begun.set()
 
     async def watch(self) -> None:
@@ -128,8 +125,11 @@ class Publisher:
             epoch, self._epoch = self._epoch, None
             await self._endpoint.close_epoch(epoch)
 
-    async def _publish(self, manifest: Manifest, path: Path, step: int) -> None:
+    async def _publish(self, version: int, path: Path, step: int) -> None:
         started = time.monotonic()
+        manifest = await asyncio.to_thread(self._images.manifest, path, version)
+        # Without a member the version is current at once, and rollouts pull it.
+        await self._on_image(version, path)
         while True:
             try:
                 outcome = await self._negotiate(manifest, path, step)
@@ -159,7 +159,11 @@ class Publisher:
         sent: int | None = None
         while publication.phase not in {PublicationPhase.COMMITTED, PublicationPhase.ABORTED}:
             try:
-                if publication.epoch != self._epoch:
+                if _num_receivers(publication) == 0:
+                    # Its members map the image: there is nothing to send.
+                    await self._leave_epoch()
+                    publication = await self._watch(publication)
+                elif publication.epoch != self._epoch:
                     publication = await self._enter(publication)
                 elif publication.phase is PublicationPhase.TRANSFERRING and sent != publication.epoch:
                     sent = publication.epoch
@@ -186,7 +190,7 @@ class Publisher:
             # Its store was hosted by a worker that is gone.
             return await self._failed(version, epoch, "the sender was started again")
         try:
-            rendezvous = await self._endpoint.open_sender(epoch, len(publication.members) + 1, deadline)
+            rendezvous = await self._endpoint.open_sender(epoch, _num_receivers(publication) + 1, deadline)
         except FlotillaError as error:
             return await self._failed(version, epoch, error.detail)
         self._epoch = epoch
@@ -255,3 +259,8 @@ class Publisher:
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
             return Publication.model_validate(answer)
+
+
+def _num_receivers(publication: Publication) -> int:
+    """Count the members that the weights are sent to."""
+    return sum(member.rank is not None for member in publication.members)

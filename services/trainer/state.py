@@ -16,6 +16,7 @@ from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
+from shared.weights.image import shared_memory_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ async def open_state(settings: ServiceSettings, address: str, images: OfferedIma
             capabilities=Capabilities(
                 cores=os.cpu_count() or 1,
                 memory_bytes=psutil.virtual_memory().total,
-                transports=("gloo", "pull"),
+                transports=("gloo", "nccl", "pull"),
+                shared_memory=shared_memory_identity(),
             ),
             incarnation=secrets.token_hex(8),
         )

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shared.config.base import Config
+from shared.config.publication import PublicationConfig
 
 
 class OnWeightUpdate(StrEnum):
@@ -41,6 +42,8 @@ class AsynchronyConfig(Config):
     on_max_lag: Literal["pace", "drop"] = "pace"
     """pace: the trainer waits for old groups before it publishes a version that would make them too old;
     drop: it publishes and drops them, counted with their reason."""
+    publication: PublicationConfig = PublicationConfig()
+    """How each version's weights travel."""
 
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "AsynchronyConfig":

@@ -12,6 +12,7 @@ from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
+from shared.config.publication import TransportChoice
 from shared.config.reward import RewardConfig
 from shared.config.rollout import RolloutConfig
 from shared.config.tracking import TrackingConfig
@@ -45,6 +46,27 @@ class ExperimentSpec(Config):
     def admission_budget(self) -> int:
         """Groups that may be outstanding or consumed since the last publication."""
         return self.asynchrony.budget(self.groups_per_step)
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether trainer and engines compute on GPUs."""
+        return self.optimisation.device.startswith("cuda") and self.rollout.engine.device.startswith("cuda")
+
+    @model_validator(mode="after")
+    def _weights_can_travel(self) -> Self:
+        publication = self.asynchrony.publication
+        if publication.transport is TransportChoice.NCCL and not self.is_on_gpus:
+            raise ValueError(
+                f"asynchrony.publication.transport nccl needs GPUs, but optimisation.device is "
+                f"{self.optimisation.device} and rollout.engine.device {self.rollout.engine.device}: set both to "
+                "cuda devices, or transport to auto"
+            )
+        if publication.wire_dtype is not None and publication.wire_dtype == self.model.dtype:
+            raise ValueError(
+                f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
+                "same: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sampling_fits_evaluation(self) -> Self:

@@ -16,6 +16,14 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
+class Transport(StrEnum):
+    """How one rollout gets a published image; what none of them reaches pulls it."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+    SHARED_MEMORY = "shared_memory"
+
+
 class TensorSpec(Wire):
     """One tensor of a weight image, under its Hugging Face checkpoint name."""
 
@@ -39,6 +47,8 @@ class Manifest(Wire):
     checksum: str
     """xxh3-64 of the whole image, 16 hexadecimal digits."""
     tensors: tuple[TensorSpec, ...]
+    image_path: str | None = None
+    """Where processes that share memory with the trainer find the image; None if it offers none."""
 
 
 class PublicationPhase(StrEnum):
@@ -60,10 +70,12 @@ class Rendezvous(Wire):
 
 
 class Member(Wire):
-    """One receiver of a weight group; rank 0 is the trainer."""
+    """One receiver of a publication."""
 
     service_id: str
-    rank: int = Field(ge=1)
+    rank: int | None = Field(ge=1)
+    """Its rank in the collective, in which the trainer is 0; None if it maps the image instead."""
+    transport: Transport = Transport.GLOO
 
 
 class PublicationRequest(Wire):
@@ -97,7 +109,8 @@ class PublicationOrder(Wire):
 
     version: int
     epoch: int
-    rank: int
+    transport: Transport = Transport.GLOO
+    rank: int | None
     phase: PublicationPhase
     rendezvous: Rendezvous | None
     manifest: Manifest

@@ -43,6 +43,8 @@ class Capabilities(Wire):
     memory_bytes: int = Field(0, ge=0)
     transports: tuple[str, ...] = ()
     """Weight transports that it can receive or send by."""
+    shared_memory: str | None = None
+    """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
 
 
 class Registration(Wire):

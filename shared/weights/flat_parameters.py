@@ -38,6 +38,7 @@ class FlatParameters:
         self.buffers: dict[torch.dtype, Tensor] = {
             dtype: _flatten([groups[name] for name in names]) for dtype, names in by_dtype.items()
         }
+        self._wire_dtype = wire_dtype
         self._first = {dtype: names[0] for dtype, names in by_dtype.items()}
         self.layout = ImageLayout.of(
             {
@@ -51,6 +52,14 @@ class FlatParameters:
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(buffer.numel() for buffer in self.buffers.values())
+
+    @torch.no_grad()
+    def as_published(self) -> dict[torch.dtype, Tensor]:
+        """Copy the weights as receivers have them after a publication, in the dtypes of this module."""
+        return {
+            dtype: buffer.to(on_wire(dtype, self._wire_dtype), copy=True).to(dtype)
+            for dtype, buffer in self.buffers.items()
+        }
 
     @torch.no_grad()
     def snapshot_into(self, image: WeightImage) -> None:

@@ -140,6 +140,11 @@ class WeightImage:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the mapping was let go of."""
+        return self._mapped is None
+
+    @property
     def is_withdrawn(self) -> bool:
         """Whether the owner has removed the file."""
         return os.fstat(self._file.fileno()).st_nlink == 0
@@ -247,6 +252,20 @@ def open_shared(path: Path) -> FileIO:
         file.close()
         raise
     return file
+
+
+def shared_memory_identity() -> str | None:
+    """Name the shared memory that this process sees; None where there is none that others can be known to see.
+
+    Equal for two processes that can open each other's images: same boot of the same kernel, same file system mounted
+    there (containers usually have their own each), same user.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        device = SHARED_MEMORY.stat().st_dev
+    except OSError:
+        return None
+    return f"{boot}/{device}/{os.geteuid()}"
 
 
 def choose_directory(image_bytes: int, directory: Path | None = None) -> Path:

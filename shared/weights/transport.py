@@ -1,11 +1,11 @@
-"""What every transport of weight images offers to the two ends of a weight group.
+"""What a transport that broadcasts weight images offers to the two ends of a weight group.
 
 An epoch is opened, joined by all its members, used for any number of images, and closed. After a failure in it an epoch
 is of no use any more: close it and open the next. That one end succeeded says nothing about the others: a version
 becomes current only by the gateway's commit.
 
-Implementations: ``EndpointClient`` (gloo, any host), ``SharedMemoryTransport`` (one host). Beside them stand
-``WeightPuller`` (HTTP, one member at a time, no epoch) and ``DeviceBroadcast`` (NCCL, tensors instead of images).
+Implementation: ``EndpointClient``. Beside it stand ``WeightPuller`` (HTTP) and, on the sender's own host, mapping its
+image (``WeightImage.attach``): one member at a time, without a group.
 """
 
 from pathlib import Path

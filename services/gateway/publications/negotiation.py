@@ -1,6 +1,7 @@
 """One publication as a pure state machine: events in, the next state out. No clock, no store, no network.
 
-    preparing      until every member has joined the epoch, or the deadline takes out those that have not
+    preparing      until every member has joined the epoch, or the deadline takes out those that have not; nobody has
+                   to join where all members map the image
     transferring   until every member has reported the right checksum, or the deadline takes out those that have not
     committed      every remaining member holds the version (or none remained: they will pull it)
     aborted        the sender is gone, or was overtaken
@@ -11,7 +12,7 @@ Reports that bear another epoch or version mean nothing, so late and repeated on
 
 from dataclasses import dataclass, replace
 
-from services.gateway.publications.epochs import Epoch, members_of
+from services.gateway.publications.epochs import Epoch, without
 from shared.schemas.publication import (
     Manifest,
     PublicationPhase,
@@ -119,8 +120,13 @@ class Negotiation:
 
 def announce(version: int, step: int, manifest: Manifest, epoch: Epoch) -> Negotiation:
     """Start a publication; without members it is committed at once."""
-    phase = PublicationPhase.PREPARING if epoch.members else PublicationPhase.COMMITTED
-    return Negotiation(version, step, manifest, epoch, phase)
+    return Negotiation(version, step, manifest, epoch, _first_phase(epoch))
+
+
+def _first_phase(epoch: Epoch) -> PublicationPhase:
+    if not epoch.members:
+        return PublicationPhase.COMMITTED
+    return PublicationPhase.PREPARING if epoch.collective else PublicationPhase.TRANSFERRING
 
 
 def transition(state: Negotiation, event: NegotiationEvent) -> Negotiation:
@@ -165,7 +171,7 @@ def _reported(state: Negotiation, service_id: str, report: PublicationReport) ->
 
 
 def _advance(state: Negotiation) -> Negotiation:
-    if state.phase is PublicationPhase.PREPARING and state.joined == state.members:
+    if state.phase is PublicationPhase.PREPARING and state.epoch.collective <= state.joined:
         state = replace(state, phase=PublicationPhase.TRANSFERRING)
     if state.phase is PublicationPhase.TRANSFERRING and state.received == state.members:
         state = replace(state, phase=PublicationPhase.COMMITTED)
@@ -186,46 +192,57 @@ def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
     if state.phase is PublicationPhase.PREPARING:
         # Nothing was sent yet, so no member can be at fault; a sender that never gets it open leaves them to pull.
         is_hopeless = state.failed_openings + 1 >= OPENINGS_BEFORE_PULL
-        gone = set(state.members) if is_hopeless else set()
+        gone = set(state.epoch.collective) if is_hopeless else set()
         return replace(_without(state, gone, f"the send failed: {detail}"), failed_openings=state.failed_openings + 1)
     # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
-    is_blamed = bool(state.received) or state.stalls >= STALLS_BEFORE_BLAME
-    silent = set(state.members - state.received) if is_blamed else set()
+    is_blamed = _has_reached(state) or state.stalls >= STALLS_BEFORE_BLAME
+    silent = set(state.epoch.collective - state.received) if is_blamed else set()
     return _without(state, silent, f"the send failed: {detail}")
 
 
 def _late(state: Negotiation) -> Negotiation:
-    if state.epoch.rendezvous is None:
+    if not state.epoch.is_ready:
         return replace(state, phase=PublicationPhase.ABORTED, reason="the sender did not open the epoch in time")
     if state.phase is PublicationPhase.PREPARING:
-        late = state.members - state.joined
+        late = state.epoch.collective - state.joined
         return _without(state, set(late), f"did not join in time: {', '.join(sorted(late))}")
     late = state.members - state.received
-    if not state.received and state.stalls < STALLS_BEFORE_BLAME:
+    if not _has_reached(state) and state.stalls < STALLS_BEFORE_BLAME:
+        # A member that maps the image waits for nobody: it alone is at fault.
+        late -= state.epoch.collective
+    if not late:
         return _without(state, set(), "nobody received the version in time")
     return _without(state, set(late), f"did not receive the version in time: {', '.join(sorted(late))}")
 
 
+def _has_reached(state: Negotiation) -> bool:
+    """Whether the broadcast has reached anybody."""
+    return bool(state.received & state.epoch.collective)
+
+
 def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
-    """Close the epoch and open the next with the members that remain."""
-    remaining = members_of(state.members - gone)
-    has_stalled = state.phase is PublicationPhase.TRANSFERRING and not state.received
-    stalls = state.stalls + (1 if has_stalled else 0)
-    if remaining and remaining == members_of(state.received):
+    """Close the epoch and open the next with the members that remain; nothing is closed for members that map."""
+    if gone and gone.isdisjoint(state.epoch.collective):
+        remain = tuple(each for each in state.epoch.members if each.service_id not in gone)
+        epoch = replace(state.epoch, members=remain)
+        joined, received = state.joined - gone, state.received - gone
+        left = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
+        return _advance(left) if remain else replace(left, phase=PublicationPhase.COMMITTED)
+    epoch = Epoch(state.epoch.number + 1, state.epoch.sender, without(state.epoch.members, gone))
+    is_stall = state.phase is PublicationPhase.TRANSFERRING and state.epoch.collective and not _has_reached(state)
+    stalls = state.stalls + (1 if is_stall else 0)
+    remaining = frozenset(epoch.service_ids)
+    if remaining and remaining <= state.received:
         # Everybody who is left holds the version already.
-        return replace(
-            state,
-            epoch=Epoch(state.epoch.number + 1, state.epoch.sender, remaining),
-            phase=PublicationPhase.COMMITTED,
-            reason=reason,
-        )
-    phase = PublicationPhase.PREPARING if remaining else PublicationPhase.COMMITTED
+        return replace(state, epoch=epoch, phase=PublicationPhase.COMMITTED, reason=reason)
+    # What was mapped stays mapped, whatever becomes of the collective.
+    mapped = (state.received & remaining) - epoch.collective
     return replace(
         state,
-        epoch=Epoch(state.epoch.number + 1, state.epoch.sender, remaining),
-        phase=phase,
-        joined=frozenset(),
-        received=frozenset(),
+        epoch=epoch,
+        phase=_first_phase(epoch),
+        joined=mapped,
+        received=mapped,
         is_sent=False,
         stalls=stalls,
         reason=reason,

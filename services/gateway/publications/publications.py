@@ -20,6 +20,7 @@ from services.gateway.publications.negotiation import (
     announce,
     transition,
 )
+from services.gateway.publications.transports import transport_for
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
 from services.gateway.store.base import Store
@@ -34,6 +35,7 @@ from shared.schemas.publication import (
     PublicationPhase,
     PublicationRequest,
     Rendezvous,
+    Transport,
 )
 from shared.schemas.service import ServiceKind, WorkState
 
@@ -88,7 +90,7 @@ class Publications:
             negotiation = _negotiation(newest)
             if not negotiation.is_over:
                 self._open[experiment.id] = _Open(negotiation, newest.announced_at, self._deadline(negotiation))
-            elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.rendezvous is not None:
+            elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.is_ready:
                 self._epochs[experiment.id] = negotiation.epoch
 
     def phase_seconds(self, manifest: Manifest) -> float:
@@ -119,17 +121,34 @@ class Publications:
                 if is_repeated and known.epoch.rendezvous is None:
                     return self._view(experiment_id, known)
                 await self._take(experiment, entry, transition(known, SenderGone("announced again")))
-            members = [service.id for service in self._registry.of(experiment_id) if can_receive(service)]
+            transports = self._transports(experiment, request.manifest)
             last_number = self._last_numbers.get(experiment_id, 0)
-            epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, members)
+            epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, transports)
             negotiation = announce(version, request.step, request.manifest, epoch)
             entry = _Open(negotiation, self._clock.now(), self._deadline(negotiation))
             self._open[experiment_id] = entry
             await self._events.append(
-                experiment_id, "publication_announced", version=version, epoch=epoch.number, members=members
+                experiment_id,
+                "publication_announced",
+                version=version,
+                epoch=epoch.number,
+                members=sorted(transports),
+                transports=sorted({transport.value for transport in transports.values()}),
             )
             await self._take(experiment, entry, negotiation)
             return self._view(experiment_id, entry.negotiation)
+
+    def _transports(self, experiment: Experiment, manifest: Manifest) -> dict[str, Transport]:
+        """Name the rollouts that the version can be sent to, and how each gets it."""
+        trainer = self._registry.trainer_of(experiment.id)
+        assert trainer is not None
+        found = {}
+        for service in self._registry.of(experiment.id):
+            if can_receive(service):
+                transport = transport_for(experiment.spec, trainer.capabilities, service.capabilities)
+                if transport is not None and (manifest.image_path or transport is not Transport.SHARED_MEMORY):
+                    found[service.id] = transport
+        return found
 
     def _check(self, experiment: Experiment, request: PublicationRequest) -> None:
         if not experiment.is_active:
@@ -205,13 +224,14 @@ class Publications:
         if entry is None:
             return None
         negotiation = entry.negotiation
-        rank = next((each.rank for each in negotiation.epoch.members if each.service_id == service_id), None)
-        if rank is None:
+        member = next((each for each in negotiation.epoch.members if each.service_id == service_id), None)
+        if member is None:
             return None
         return PublicationOrder(
             version=negotiation.version,
             epoch=negotiation.epoch.number,
-            rank=rank,
+            transport=member.transport,
+            rank=member.rank,
             phase=negotiation.phase,
             rendezvous=negotiation.epoch.rendezvous,
             manifest=negotiation.manifest,
@@ -251,7 +271,7 @@ class Publications:
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)
         if after.is_over:
             del self._open[experiment.id]
-            is_healthy = after.phase is PublicationPhase.COMMITTED and after.epoch.rendezvous is not None
+            is_healthy = after.phase is PublicationPhase.COMMITTED and after.epoch.is_ready
             if is_healthy:
                 self._epochs[experiment.id] = after.epoch
             else:
@@ -282,7 +302,7 @@ class Publications:
             await self._events.append(experiment.id, "publication_epoch_closed", **facts)
 
     def _deadline(self, negotiation: Negotiation) -> float:
-        waits_for_sender = negotiation.epoch.rendezvous is None
+        waits_for_sender = not negotiation.epoch.is_ready
         phases = SENDER_PATIENCE if waits_for_sender else 1
         return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
 
@@ -303,12 +323,11 @@ class Publications:
 
 
 def can_receive(service: LiveService) -> bool:
-    """Whether a service is a rollout with a running engine that a weight group can reach."""
+    """Whether a service is a rollout whose engine runs."""
     observed = service.observed
     has_engine = observed.policy_version is not None and observed.policy_version >= 0
     is_at_work = observed.experiment_id == service.experiment_id and observed.state in AT_WORK
-    is_reachable = "gloo" in service.capabilities.transports and not service.record.is_draining
-    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and is_reachable
+    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and not service.record.is_draining
 
 
 def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:
@@ -321,7 +340,7 @@ def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, n
         phase=negotiation.phase.value,
         service_id=negotiation.epoch.sender,
         manifest=negotiation.manifest.model_dump(mode="json"),
-        members=[member.model_dump() for member in negotiation.epoch.members],
+        members=[member.model_dump(mode="json") for member in negotiation.epoch.members],
         rendezvous=rendezvous.model_dump() if rendezvous else None,
         reason=negotiation.reason,
         announced_at=announced_at,

@@ -30,8 +30,12 @@ class VersionedWeights:
         return tuple(sorted(self._kept))
 
     def keep(self, version: int) -> None:
-        """Copy the present weights as this version, and forget those that are too old to be needed."""
-        self._kept[version] = {dtype: buffer.clone() for dtype, buffer in self._flat.buffers.items()}
+        """Copy the present weights as this version's samplers have them, and forget those too old to be needed.
+
+        Version 0 is never published: every engine starts with the weights of the model's directory.
+        """
+        copied = self._flat.as_published() if version else {d: b.clone() for d, b in self._flat.buffers.items()}
+        self._kept[version] = copied
         for old in [each for each in self._kept if each < version - self._max_lag]:
             del self._kept[old]
 

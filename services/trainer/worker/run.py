@@ -85,7 +85,8 @@ class WorkerProcess:
         redis = connect(launch.redis_url)
         endpoint = EndpointClient(bind_host=launch.host)
         # It takes seconds to start, and meanwhile the model is loaded.
-        starting = asyncio.create_task(_started(endpoint), name="weight endpoint")
+        may_broadcast = spec.asynchrony.publication.may_broadcast
+        starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")
         try:
             async with GatewayClient(launch.gateway_url, launch.token) as gateway:
                 around = Surroundings(
@@ -183,7 +184,9 @@ class WorkerProcess:
             self._answers.flush()
 
 
-async def _started(endpoint: EndpointClient) -> None:
+async def _started(endpoint: EndpointClient, *, is_wanted: bool) -> None:
+    if not is_wanted:
+        return
     try:
         await endpoint.start()
     except FlotillaError as error:

@@ -108,7 +108,8 @@ async def open_session(spec: ExperimentSpec, around: Surroundings, control: Cont
     with compute_thread(spec.optimisation.threads) as compute:
         loop = asyncio.get_running_loop()
         learner, progress = await loop.run_in_executor(compute, partial(manager.restore, spec))
-        images = ImagePool(learner.flat, directory=around.image_directory)
+        slice_bytes = spec.asynchrony.publication.slice_bytes
+        images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=slice_bytes)
         reporter = Reporter(around.gateway, around.experiment_id)
         source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals)
         publisher = Publisher(

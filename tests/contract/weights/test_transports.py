@@ -1,4 +1,4 @@
-"""Every transport of weight images: the same promises, whatever carries the bytes."""
+"""What a transport that broadcasts promises to the two ends of a weight group."""
 
 import asyncio
 import time
@@ -12,12 +12,11 @@ import pytest
 from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.image import WeightImage
-from shared.weights.shared_memory import SharedMemoryTransport
 from tests.integration.weights.processes import an_image, images_of_this_process
 
 DEADLINE = 20.0
 SLICE_BYTES = 1 << 20
-Transport = EndpointClient | SharedMemoryTransport
+Transport = EndpointClient
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=[EndpointClient, SharedMemoryTransport], ids=["gloo", "shared_memory"])
+@pytest.fixture(scope="module", params=[EndpointClient], ids=["gloo"])
 async def members(request: pytest.FixtureRequest) -> AsyncIterator[list[Transport]]:
     """A sender and two receivers, which the tests use one after the other: an endpoint takes seconds to start."""
     made = [request.param() for _ in range(3)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.publications.epochs import Epoch, epoch_for, members_of
+from services.gateway.publications.epochs import Epoch, epoch_for, members_of, without
 from services.gateway.publications.negotiation import (
     DeadlinePassed,
     MemberGone,
@@ -19,10 +19,14 @@ from services.gateway.publications.negotiation import (
     transition,
 )
 from shared.schemas.publication import PublicationPhase as Phase
-from shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous
+from shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous, Transport
 from tests.unit.gateway.builders import a_manifest
 
 MANIFEST = a_manifest(5)
+
+
+def by(transport: Transport, *service_ids: str) -> dict[str, Transport]:
+    return dict.fromkeys(service_ids, transport)
 
 
 def meeting(epoch: int) -> Opened:
@@ -49,7 +53,12 @@ def failed(service_id: str, epoch: int = 1) -> Reported:
 
 
 def announced(*members: str) -> Negotiation:
-    return announce(5, 5, MANIFEST, Epoch(1, "trainer", members_of(members)))
+    return announce(5, 5, MANIFEST, Epoch(1, "trainer", members_of(by(Transport.GLOO, *members))))
+
+
+def mixed(broadcast: set[str], mapped: set[str]) -> Negotiation:
+    transports = by(Transport.GLOO, *broadcast) | by(Transport.SHARED_MEMORY, *mapped)
+    return announce(5, 5, MANIFEST, Epoch(1, "trainer", members_of(transports)))
 
 
 def after(state: Negotiation, *events: NegotiationEvent) -> Negotiation:
@@ -205,9 +214,9 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.lists(EVENTS, max_size=40))
-def test_in_any_order_of_events_the_invariants_hold(events: list[NegotiationEvent]) -> None:
-    state = announced("a", "b", "c")
+@given(st.lists(EVENTS, max_size=40), st.sets(st.sampled_from("abc")))
+def test_in_any_order_of_events_the_invariants_hold(events: list[NegotiationEvent], mapping: set[str]) -> None:
+    state = mixed(broadcast={"a", "b", "c"} - mapping, mapped=mapping)
 
     for event in events:
         before, state = state, transition(state, event)
@@ -215,10 +224,11 @@ def test_in_any_order_of_events_the_invariants_hold(events: list[NegotiationEven
         assert state.members <= before.members
         assert state.epoch.number >= before.epoch.number
         assert state.received <= state.joined <= state.members
-        if state.members != before.members:
+        assert not (before.received - before.epoch.collective) & state.members - state.received
+        if state.epoch.collective != before.epoch.collective:
             assert state.epoch.number > before.epoch.number and state.epoch.rendezvous is None
         if state.phase is Phase.TRANSFERRING:
-            assert state.joined == state.members and state.epoch.number == before.epoch.number
+            assert state.epoch.collective <= state.joined
         if state.phase is Phase.COMMITTED:
             assert state.received == state.members or not state.members
         if before.is_over:
@@ -226,14 +236,63 @@ def test_in_any_order_of_events_the_invariants_hold(events: list[NegotiationEven
 
 
 def test_an_open_epoch_is_used_again_only_by_the_same_sender_with_the_same_members() -> None:
-    used = replace(Epoch(3, "trainer", members_of(["b", "a"])), rendezvous=meeting(3).rendezvous)
+    used = replace(Epoch(3, "trainer", members_of(by(Transport.GLOO, "b", "a"))), rendezvous=meeting(3).rendezvous)
 
-    assert epoch_for(used, 3, "trainer", ["a", "b"]) is used
-    assert epoch_for(used, 3, "trainer", ["a"]).number == 4
-    assert epoch_for(used, 3, "other", ["a", "b"]).number == 4
-    assert epoch_for(replace(used, rendezvous=None), 3, "trainer", ["a", "b"]).number == 4
-    assert epoch_for(None, 7, "trainer", ["a"]).number == 8
+    both = by(Transport.GLOO, "a", "b")
+    assert epoch_for(used, 3, "trainer", both) is used
+    assert epoch_for(used, 3, "trainer", by(Transport.GLOO, "a")).number == 4
+    assert epoch_for(used, 3, "trainer", both | by(Transport.SHARED_MEMORY, "b")).number == 4
+    assert epoch_for(used, 3, "other", both).number == 4
+    assert epoch_for(replace(used, rendezvous=None), 3, "trainer", both).number == 4
+    assert epoch_for(None, 7, "trainer", by(Transport.GLOO, "a")).number == 8
+
+
+def test_an_epoch_of_members_that_map_is_used_again_without_a_rendezvous() -> None:
+    mapping = by(Transport.SHARED_MEMORY, "a", "b")
+    used = Epoch(3, "trainer", members_of(mapping))
+
+    assert epoch_for(used, 3, "trainer", mapping) is used
 
 
 def test_ranks_are_dense_from_one() -> None:
-    assert [(m.service_id, m.rank) for m in members_of(["c", "a", "b", "a"])] == [("a", 1), ("b", 2), ("c", 3)]
+    members = members_of(by(Transport.GLOO, "d", "a", "c") | by(Transport.SHARED_MEMORY, "b"))
+
+    assert [(m.service_id, m.rank) for m in members] == [("a", 1), ("b", None), ("c", 2), ("d", 3)]
+    assert [m.rank for m in without(members, {"a"})] == [None, 1, 2]
+
+
+def test_members_that_map_need_no_rendezvous() -> None:
+    state = mixed(broadcast=set(), mapped={"a", "b"})
+    assert state.phase is Phase.TRANSFERRING
+
+    assert after(state, received("a"), received("b")).phase is Phase.COMMITTED
+
+
+def test_a_mixed_group_is_committed_when_both_kinds_have_received() -> None:
+    state = mixed(broadcast={"a"}, mapped={"b"})
+
+    state = after(state, received("b"), meeting(1), joined("a"))
+    assert state.phase is Phase.TRANSFERRING
+
+    assert after(state, received("a")).phase is Phase.COMMITTED
+
+
+def test_the_end_of_a_member_that_maps_does_not_disturb_the_broadcast() -> None:
+    state = after(mixed(broadcast={"a"}, mapped={"b"}), meeting(1), joined("a"), MemberGone("b"))
+
+    assert (state.phase, state.epoch.number, state.members) == (Phase.TRANSFERRING, 1, {"a"})
+
+
+def test_what_is_mapped_stays_mapped_when_the_broadcast_fails() -> None:
+    state = after(mixed(broadcast={"a", "c"}, mapped={"b"}), meeting(1), received("b"), MemberGone("a"))
+
+    assert (state.phase, state.epoch.number, state.received) == (Phase.PREPARING, 2, {"b"})
+    state = after(state, meeting(2), joined("c", 2), received("c", 2))
+    assert state.phase is Phase.COMMITTED
+
+
+def test_a_stalled_member_that_maps_is_taken_out_alone() -> None:
+    state = after(mixed(broadcast={"a"}, mapped={"b"}), meeting(1), joined("a"), DeadlinePassed())
+
+    assert (state.members, state.epoch.number, state.stalls) == ({"a"}, 1, 0)
+    assert after(mixed(broadcast=set(), mapped={"b"}), DeadlinePassed()).phase is Phase.COMMITTED

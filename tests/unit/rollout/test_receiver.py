@@ -1,7 +1,7 @@
 """A version is served only when it is complete, right and committed; what is missed is pulled."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,17 @@ import pytest
 from services.rollout.receiver import WeightReceiver
 from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import NotFound, WeightTransferFailed, WorkerDied
+from shared.errors import Conflict, NotFound, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
     Manifest,
     PublicationOrder,
     PublicationPhase,
     ReceiveState,
     Rendezvous,
+    Transport,
 )
 from shared.schemas.service import DesiredState, WorkState
+from shared.weights.image import WeightImage
 
 CHECKSUM = "00000000deadbeef"
 
@@ -27,6 +29,7 @@ CHECKSUM = "00000000deadbeef"
 class RecordingEngine:
     def __init__(self) -> None:
         self.loaded: list[int] = []
+        self.paths: list[Path] = []
         self.is_dead = False
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -37,6 +40,7 @@ class RecordingEngine:
             raise WorkerDied("killed by SIGKILL")
         assert image.exists()
         self.loaded.append(version)
+        self.paths.append(image)
 
 
 class ScriptedEndpoint:
@@ -145,6 +149,70 @@ async def test_a_received_version_is_served_only_after_its_commit(tmp_path: Path
 
         await world.until(lambda: world.gate.version == 1)
         assert (world.engine.loaded, world.pulled) == ([1], [])
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[WeightImage]:
+    """An image of the trainer, of 64 bytes."""
+    with WeightImage.create(64, directory=tmp_path) as image:
+        image.view[:] = bytes(range(64))
+        yield image
+
+
+def an_order_to_map(image: WeightImage, version: int, epoch: int = 1) -> PublicationOrder:
+    manifest = Manifest(
+        version=version,
+        image_bytes=64,
+        slice_bytes=64,
+        checksum=image.checksum(),
+        tensors=(),
+        image_path=str(image.path),
+    )
+    order = an_order(version, epoch, PublicationPhase.TRANSFERRING)
+    changes = {"transport": Transport.SHARED_MEMORY, "rank": None, "rendezvous": None, "manifest": manifest}
+    return order.model_copy(update=changes)
+
+
+async def test_an_image_of_this_host_is_mapped_and_let_go_once_it_serves(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order_to_map(theirs, 1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        with pytest.raises(Conflict), theirs.writing():
+            pass
+        assert world.engine.loaded == []
+
+        world.want(1)
+
+        await world.until(lambda: world.gate.version == 1)
+        assert (world.engine.paths, world.pulled, world.endpoint.opened) == ([theirs.path], [], [])
+        with theirs.writing():
+            pass
+
+
+async def test_a_mapped_image_whose_bytes_changed_is_never_served(tmp_path: Path, theirs: WeightImage) -> None:
+    order = an_order_to_map(theirs, 1)
+    theirs.view[63] ^= 1
+    async with a_world(tmp_path) as world:
+        world.want(0, order)
+
+        await world.until(lambda: world.reports(ReceiveState.FAILED))
+
+        assert "the manifest says" in str(world.receiver.report.detail)
+        with theirs.writing():
+            pass
+
+
+async def test_a_mapped_image_is_reported_again_in_the_next_epoch(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path) as world:
+        order = an_order_to_map(theirs, 1)
+        world.want(0, order)
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        theirs.view[63] ^= 1  # it is not read again: what was verified is held
+
+        world.want(0, order.model_copy(update={"epoch": 2}))
+
+        await world.until(lambda: world.receiver.report.epoch == 2)
+        assert world.reports(ReceiveState.RECEIVED)
 
 
 async def test_an_epoch_is_joined_once(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The publisher follows the gateway's decisions through epochs, absences and refusals."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from services.trainer.images import ImagePool
 from services.trainer.publisher import Publisher
 from shared.errors import InvalidRequest, StalePolicyVersion, Unavailable, WeightTransferFailed
-from shared.schemas.publication import Member, Publication, PublicationPhase, PublicationRequest, Rendezvous
+from shared.schemas.publication import Member, Publication, PublicationPhase, PublicationRequest, Rendezvous, Transport
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import WeightImage
 
@@ -278,6 +280,56 @@ async def test_an_image_that_is_read_is_not_written(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) <= 4
     images.close()
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+async def test_images_that_are_read_for_long_do_not_keep_the_trainer_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.images.PATIENCE_SECONDS", 0.01)
+    images = ImagePool(FlatParameters(nn.Linear(4, 4)), directory=tmp_path)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(WeightImage.attach(images.snapshot())) for _ in range(4)]
+
+        newest = images.snapshot()
+
+        assert newest not in {reader.path for reader in readers}
+        assert [reader.is_withdrawn for reader in readers] == [True, False, False, False]
+        assert all(len(reader.view) for reader in readers)
+    images.close()
+
+
+async def test_members_that_map_the_image_are_sent_nothing(a_rig: MakeRig) -> None:
+    gateway, sender = FakeGateway("a"), FakeSender()
+    mapping = Member(service_id="a", rank=None, transport=Transport.SHARED_MEMORY)
+    gateway.members = (mapping,)
+    rig = a_rig(gateway, sender)
+
+    await rig.publish(1)
+    while "GET 1" not in gateway.calls:
+        await asyncio.sleep(0.001)
+    await gateway.move(phase=COMMITTED)
+    async with asyncio.timeout(2):
+        await rig.publisher.settled()
+
+    assert (sender.open, sender.sent) == ([], [])
+    assert gateway.request is not None
+    assert Path(gateway.request.manifest.image_path).is_file()
+
+
+async def test_training_goes_on_while_the_image_is_read_for_its_checksum(
+    a_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = a_rig(FakeGateway(), FakeSender())
+    may_go_on = threading.Event()
+    describe = rig.images.manifest
+    monkeypatch.setattr(rig.images, "manifest", lambda *arguments: may_go_on.wait(2) and describe(*arguments))
+
+    await rig.publish(1)
+
+    assert rig.offered == []
+    may_go_on.set()
+    await rig.publisher.settled()
+    assert rig.offered == [1]
 
 
 async def test_a_refusal_for_good_is_known_at_once(a_rig: MakeRig) -> None:

@@ -1,0 +1,28 @@
+"""Which transport carries the weights to a rollout: pure, from the spec and what services said about themselves."""
+
+from shared.config.publication import TransportChoice
+from shared.config.spec import ExperimentSpec
+from shared.schemas.publication import Transport
+from shared.schemas.service import Capabilities
+
+
+def transport_for(spec: ExperimentSpec, trainer: Capabilities, rollout: Capabilities) -> Transport | None:
+    """Choose how a rollout gets the trainer's images; None if it has to pull them.
+
+    Args:
+        spec: the experiment; its ``asynchrony.publication.transport`` decides, and for ``auto`` its devices do.
+        trainer: of the sending service.
+        rollout: of the receiving service.
+    """
+    choice = spec.asynchrony.publication.transport
+    if choice in {TransportChoice.AUTO, TransportChoice.SHARED_MEMORY} and _share_memory(trainer, rollout):
+        return Transport.SHARED_MEMORY
+    if choice in {TransportChoice.SHARED_MEMORY, TransportChoice.PULL}:
+        return None
+    uses_nccl = choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and spec.is_on_gpus)
+    collective = Transport.NCCL if uses_nccl else Transport.GLOO
+    return collective if collective.value in trainer.transports and collective.value in rollout.transports else None
+
+
+def _share_memory(trainer: Capabilities, rollout: Capabilities) -> bool:
+    return trainer.shared_memory is not None and trainer.shared_memory == rollout.shared_memory

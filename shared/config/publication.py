@@ -1,0 +1,60 @@
+"""How a policy version's weights reach the rollouts."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared.config.base import Config
+
+
+class TransportChoice(StrEnum):
+    """What carries the weights from the trainer to a rollout."""
+
+    AUTO = "auto"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    SHARED_MEMORY = "shared_memory"
+    PULL = "pull"
+
+
+DEFAULT_SLICE_MEGABYTES = 8
+"""Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
+
+COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GLOO, TransportChoice.NCCL})
+"""Transports that broadcast, or may."""
+
+
+class PublicationConfig(Config):
+    """Transport and format of the weights. Whatever is chosen, a version is served only when it is whole, its checksum
+    is right and the gateway has committed it; a rollout that the transport does not reach pulls it over HTTP."""
+
+    transport: TransportChoice = TransportChoice.AUTO
+    """auto: rollouts on the trainer's host map its image in shared memory, the others form a group, of nccl where
+    trainer and engines are on GPUs, else of gloo. gloo, nccl, shared_memory: only that. pull: every rollout fetches
+    each version over HTTP after it is committed. A rollout that cannot use what is chosen pulls."""
+    wire_dtype: Literal["bfloat16"] | None = None
+    """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
+    bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
+    slice_megabytes: int | None = Field(None, ge=1, le=64)
+    """Size of one broadcast in MiB; two are under way at once. Null: 8."""
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "PublicationConfig":
+        if self.slice_megabytes is not None and self.transport not in COLLECTIVE:
+            raise ValueError(
+                f"asynchrony.publication.slice_megabytes {self.slice_megabytes} has no effect with "
+                f"asynchrony.publication.transport {self.transport}, which does not broadcast: leave it out, or set "
+                "transport to auto, gloo or nccl"
+            )
+        return self
+
+    @property
+    def may_broadcast(self) -> bool:
+        """Whether services need their end of a weight group."""
+        return self.transport in COLLECTIVE
+
+    @property
+    def slice_bytes(self) -> int:
+        """Size of one broadcast."""
+        return (self.slice_megabytes or DEFAULT_SLICE_MEGABYTES) << 20

@@ -1,0 +1,36 @@
+"""The section of the weights' way: what has no effect is refused, with both fields and the way out."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.publication import PublicationConfig
+from shared.errors import InvalidSpec
+from tests.unit.gateway.builders import a_spec, spec_document
+
+
+def test_slices_default_to_8_mib() -> None:
+    assert PublicationConfig().slice_bytes == 8 << 20
+    assert PublicationConfig(slice_megabytes=16).slice_bytes == 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"asynchrony": {"publication": {"transport": "pull", "slice_megabytes": 8}}}, "slice_megabytes 8"),
+        ({"asynchrony": {"publication": {"transport": "shared_memory", "slice_megabytes": 8}}}, "transport to auto"),
+        ({"asynchrony": {"publication": {"transport": "nccl"}}}, "rollout.engine.device cpu"),
+        (
+            {
+                "asynchrony": {"publication": {"wire_dtype": "bfloat16"}},
+                "model": spec_document()["model"] | {"dtype": "bfloat16"},
+            },
+            "model.dtype",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        a_spec(**sections)
+
+    assert words in str(caught.value.errors)

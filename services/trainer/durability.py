@@ -68,7 +68,6 @@ class Durability:
         self._queue, self._source, self._reporter = queue, source, reporter
         self._compute, self._on_failure = compute, on_failure
         self._durable_step = progress.step
-        self._committed_step = progress.step
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -116,6 +115,16 @@ class Durability:
                     raise CheckpointOverdue(error.detail) from error
             await asyncio.sleep(PAUSE_SECONDS)
 
+    async def now(self, version: int, *, is_at_version: bool, publisher: Publisher) -> None:
+        """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
+        if self.progress.step == self._durable_step or (not is_at_version and not await _is_settled(publisher)):
+            return
+        try:
+            await self._checkpoint(version)
+        except Unavailable as error:
+            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
+            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+
     async def _checkpoint(self, version: int) -> None:
         loop = asyncio.get_running_loop()
         path = await loop.run_in_executor(
@@ -123,16 +132,19 @@ class Durability:
         )
         self._durable_step = self.progress.step
         self._on_failure(None)
-        await self._commit(range(self._committed_step + 1, self.progress.step + 1))
+        # What stands, rather than what was planned since the last time: a server that came back from its log at an
+        # earlier state has steps again that were committed before.
+        standing = [plan.step for plan in await retrying(partial(self._queue.plans_from, 0))]
+        await self._commit(standing)
         view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
         self._reporter.checkpoint(view)
         log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
 
-    async def _commit(self, steps: range | list[int]) -> None:
+    async def _commit(self, steps: list[int]) -> None:
         final = [step for step in steps if step <= self.progress.step]
         if final:
             await retrying(partial(self._queue.commit, final))
-            self._committed_step = max(final)
+        await retrying(partial(self._queue.record, self._source.plans_until(self.progress.step)))
         await retrying(partial(self._source.on_durable, self.progress.trained))
 
 

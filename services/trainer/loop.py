@@ -67,7 +67,9 @@ class TrainingLoop:
                 break
             step = self.progress.step + 1
             ends_version = step % self.steps_per_version == 0 and step < self.total_steps
-            work = self._planner.groups_of(step, self.version, ends_version=ends_version)
+            work = self._planner.groups_of(
+                step, self.version, ends_version=ends_version, make_durable=self._make_durable
+            )
             planned = await self._control.unless_stopped(work)
             if planned is None or not await self._control.may_go_on():
                 break
@@ -114,6 +116,9 @@ class TrainingLoop:
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last
+
+    async def _make_durable(self) -> None:
+        await self._durability.now(self.version, is_at_version=self.is_at_version, publisher=self._publisher)
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -1,9 +1,10 @@
--- Resolve the plans of steps as trained. KEYS: scored stream, ledger, state, plans, lineage. ARGV: consumer, step ...
+-- Resolve the plans of steps as trained. KEYS: scored stream, ledger, state, plans, lineage. ARGV: consumer, kept, step ...
+-- The lineage of a step is deleted when another is written that is `kept` steps later.
 -- Returns the number of plans that were resolved now, or -1 if a later trainer took over.
 local stream, ledger, state, plans, lineage = unpack(KEYS)
 if redis.call('HGET', state, 'trainer_owner') ~= ARGV[1] then return -1 end
 local resolved = 0
-for index = 2, #ARGV do
+for index = 3, #ARGV do
   local encoded = redis.call('HGET', plans, ARGV[index])
   if encoded then
     local plan = cmsgpack.unpack(encoded)
@@ -14,6 +15,7 @@ for index = 2, #ARGV do
     plan.entry_ids = nil
     redis.call('HSET', lineage, ARGV[index], cmsgpack.pack(plan))
     redis.call('HDEL', plans, ARGV[index])
+    redis.call('HDEL', lineage, string.format('%d', tonumber(ARGV[index]) - tonumber(ARGV[2])))
     resolved = resolved + 1
   end
 end

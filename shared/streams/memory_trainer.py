@@ -7,7 +7,7 @@ from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import FENCED, Claim, Hop, Resolution
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from shared.streams.memory_streams import MemoryStore
-from shared.streams.plans import Plan
+from shared.streams.plans import LINEAGE_STEPS, Plan
 
 
 class MemoryTrainerQueue:
@@ -77,7 +77,16 @@ class MemoryTrainerQueue:
             self._store.count("trained", len(plan.entry_ids))
             self._store.count("tokens:trained", plan.token_count)
             self._store.lineage[plan.step] = replace(plan, entry_ids=())
+            self._store.lineage.pop(plan.step - LINEAGE_STEPS, None)
         return len(plans)
+
+    async def record(self, plans: Sequence[Plan]) -> int:
+        """See ``TrainerQueue.record``."""
+        self._check_not_fenced()
+        known = self._store.plans.keys() | self._store.lineage.keys()
+        forgotten = {plan.step: replace(plan, entry_ids=()) for plan in plans if plan.step not in known}
+        self._store.lineage |= forgotten
+        return len(forgotten)
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""

@@ -13,6 +13,9 @@ import msgpack
 
 from shared.streams.hop import Claim, Hop
 
+LINEAGE_STEPS = 50_000
+"""Steps whose groups the data plane remembers: some 8 MB. Which groups earlier ones trained, the checkpoint knows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -132,6 +135,16 @@ class TrainerQueue(Protocol):
         """
         ...
 
+    async def record(self, plans: Sequence[Plan]) -> int:
+        """Write the lineage of durable steps whose plans the server has forgotten; gives how many these were.
+
+        It is for a server that came back from its log at an earlier state. A plan that stands is left to ``commit``.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        ...
+
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """Count a group as trained that a durable checkpoint contains already, without training it.
 
@@ -140,5 +153,5 @@ class TrainerQueue(Protocol):
         ...
 
     async def lineage(self, step: int) -> Plan | None:
-        """Read what a committed step trained; without entry ids."""
+        """Read what a committed step trained, without entry ids; of the last ``LINEAGE_STEPS`` steps."""
         ...

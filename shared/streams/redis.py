@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
@@ -207,6 +207,8 @@ class TrainerHop(RedisHop):
         self._held: set[str] = set()
         self._is_delivery_lost = False
         self._one_at_a_time = asyncio.Lock()
+        self.regain: Callable[[], Awaitable[bool]] | None = None
+        """Makes this the trainer again where the server forgot it and nobody else took over; set by the queue."""
 
     def release(self, entry_ids: Iterable[str]) -> None:
         """Forget claims that were planned."""
@@ -233,7 +235,12 @@ class TrainerHop(RedisHop):
     async def _sweep(self, count: int) -> list[Claim]:
         strays = ["-", *self._held] if self._is_delivery_lost else []
         self._is_delivery_lost = False
-        claims = await self._delivered(self._run_sweep(count, "trainer", *strays))
+        try:
+            claims = await self._delivered(self._run_sweep(count, "trainer", *strays))
+        except ClaimLost:
+            if self.regain is None or not await self.regain():
+                raise
+            return []
         if strays and len(claims) == count:
             self._is_delivery_lost = True  # there may be more
         return claims

@@ -1,6 +1,7 @@
 """The trainer's queue over Redis."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from shared.errors import ClaimLost, NotFound
@@ -8,9 +9,9 @@ from shared.streams.codec import EntryHeader
 from shared.streams.connection import retried
 from shared.streams.hop import FENCED, Claim, Resolution
 from shared.streams.keys import PLANNED, HopName, StreamKeys
-from shared.streams.plans import Plan
+from shared.streams.plans import LINEAGE_STEPS, Plan
 from shared.streams.redis import TrainerHop
-from shared.streams.scripts import ScriptRunner
+from shared.streams.scripts import Argument, ScriptRunner
 
 REPLAY_ENTRIES = 16
 """Entries read per round trip; a large group is a megabyte."""
@@ -24,6 +25,8 @@ class RedisTrainerQueue:
         self._runner = runner
         self._keys = keys
         self._stream = keys.stream(HopName.SCORED)
+        self._incarnation: int | None = None
+        hop.regain = self._regain
 
     async def take_over(self, incarnation: int | None = None) -> int:
         """See ``TrainerQueue.take_over``."""
@@ -31,20 +34,25 @@ class RedisTrainerQueue:
         number = await self._runner.run("take_over", [self._stream, self._keys.state], [self.hop.consumer, wanted])
         if number < 0:
             raise ClaimLost(f"{FENCED}: incarnation {incarnation} is not newer", incarnation=incarnation)
-        return int(number)
+        self._incarnation = int(number)
+        return self._incarnation
+
+    async def _regain(self) -> bool:
+        """Be the trainer again where nobody else took over: the server came back at a state before that."""
+        if self._incarnation is None:
+            return False
+        arguments: list[Argument] = [self.hop.consumer, self._incarnation]
+        return int(await self._runner.run("take_over", [self._stream, self._keys.state], arguments)) >= 0
 
     async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
         """See ``TrainerQueue.plan``."""
         plan = Plan.of(step, claims, version)
         keys = self._keys
         held = [part for claim in claims for part in (claim.entry_id, claim.deliveries, claim.header.group_id)]
-        answer = await self._runner.run(
-            "plan",
-            [self._stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.plans],
-            [self.hop.consumer, step, version, plan.to_bytes(), *held],
+        names = [self._stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.plans]
+        answer = await self._fenced(
+            "plan", names, [self.hop.consumer, step, version, plan.to_bytes(), *held], fenced=b"fenced"
         )
-        if answer == b"fenced":
-            raise ClaimLost(FENCED)
         if answer == b"planned":
             self.hop.release(plan.entry_ids)
         return bool(answer == b"planned")
@@ -72,10 +80,15 @@ class RedisTrainerQueue:
     async def commit(self, steps: Sequence[int]) -> int:
         """See ``TrainerQueue.commit``."""
         keys = [self._stream, self._keys.ledger, self._keys.state, self._keys.plans, self._keys.lineage]
-        resolved = await self._runner.run("commit", keys, [self.hop.consumer, *steps])
-        if resolved < 0:
-            raise ClaimLost(FENCED)
-        return int(resolved)
+        return int(await self._fenced("commit", keys, [self.hop.consumer, LINEAGE_STEPS, *steps], fenced=-1))
+
+    async def record(self, plans: Sequence[Plan]) -> int:
+        """See ``TrainerQueue.record``."""
+        if not plans:
+            return 0
+        lines = [part for plan in plans for part in (plan.step, replace(plan, entry_ids=()).to_bytes())]
+        keys = [self._keys.state, self._keys.plans, self._keys.lineage]
+        return int(await self._fenced("record", keys, [self.hop.consumer, *lines], fenced=-1))
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""
@@ -85,6 +98,19 @@ class RedisTrainerQueue:
         """See ``TrainerQueue.lineage``."""
         encoded = await self._runner.command("HGET", self._keys.lineage, step)
         return None if encoded is None else Plan.from_bytes(encoded)
+
+    async def _fenced(self, name: str, keys: Sequence[str], arguments: Sequence[Argument], *, fenced: object) -> Any:
+        """Run a script that only the trainer may, and once more where the server had forgotten that this is the one.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        answer = await self._runner.run(name, keys, arguments)
+        if answer == fenced and await self._regain():
+            answer = await self._runner.run(name, keys, arguments)
+        if answer == fenced:
+            raise ClaimLost(FENCED)
+        return answer
 
     async def _read(self, entry_ids: Sequence[str], step: int) -> list[Claim]:
         async def once() -> list[Any]:

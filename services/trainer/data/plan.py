@@ -6,6 +6,7 @@ make too old, so that they are trained and not dropped.
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ from shared.streams.plans import TrainerQueue
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
+AGAIN_SECONDS = 1.0
 REPORT_SECONDS = 10.0
 
 
@@ -51,43 +53,55 @@ class StepPlanner:
         self._paces = spec.asynchrony.on_max_lag == "pace" and self._max_lag > 0
         self._patience_seconds = spec.rollout.task_seconds
 
-    async def groups_of(self, step: int, version: int, *, ends_version: bool) -> StepGroups:
+    async def groups_of(
+        self, step: int, version: int, *, ends_version: bool, make_durable: Callable[[], Awaitable[None]]
+    ) -> StepGroups:
         """Find the groups of a step, waiting as long as it takes; the plan stands when this returns.
 
         Args:
             step: from 1.
             version: that the step trains.
             ends_version: whether the next version is published after this step, and further steps follow.
+            make_durable: writes a checkpoint now. It is asked for when groups of earlier steps are here again, as the
+                server came back from its log at a state before their plan: unresolved they fill the budget.
 
         Raises:
             ClaimLost: a later trainer took over.
             NotFound: a plan stands and its groups are gone.
         """
         started = time.monotonic()
-        if await retrying(lambda: self._queue.load_plan(step)) is not None:
+        standing = await retrying(lambda: self._queue.load_plan(step))
+        if standing is not None:
             claims = await retrying(lambda: self._queue.replay(step))
             groups = tuple(claim.group() for claim in claims)
+            self._source.mark_planned(standing)
             log.info("step is replayed from its plan", extra={"step": step, "num_groups": len(groups)})
             return StepGroups(groups, True, time.monotonic() - started, 0.0)
         pace_seconds = 0.0
         while True:
-            await self._until_enough(step)
+            await self._until_enough(step, make_durable)
             if await retrying(lambda: self._source.drop_stale(version)):
                 continue
             if ends_version and self._paces:
                 pacing = time.monotonic()
-                await self._await_old_groups(version)
+                await self._await_old_groups(version, make_durable)
                 pace_seconds += time.monotonic() - pacing
             chosen = self._source.oldest(self._count)
             if await retrying(partial(self._source.plan, step, chosen, version)):
                 groups = tuple(each.group for each in chosen)
                 return StepGroups(groups, False, time.monotonic() - started, pace_seconds)
 
-    async def _until_enough(self, step: int) -> None:
-        while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=REPORT_SECONDS):
+    async def _until_enough(self, step: int, make_durable: Callable[[], Awaitable[None]]) -> None:
+        next_report = time.monotonic() + REPORT_SECONDS
+        while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=AGAIN_SECONDS):
+            if self._source.num_again:
+                await make_durable()
+            if time.monotonic() < next_report:
+                continue
+            next_report += REPORT_SECONDS
             log.info("waiting for groups", extra={"step": step, "ready": self._source.num_ready, "needed": self._count})
 
-    async def _await_old_groups(self, version: int) -> None:
+    async def _await_old_groups(self, version: int, make_durable: Callable[[], Awaitable[None]]) -> None:
         """Wait for outstanding groups that the version after ``version`` would find too old, as many as fit."""
         too_old_below = version + 1 - self._max_lag
         if too_old_below <= 0:
@@ -97,6 +111,8 @@ class StepPlanner:
         while True:
             old = await retrying(lambda: self._admission.outstanding_older_than(too_old_below))
             awaited = set(old[: self._count])
+            if self._source.num_again:
+                await make_durable()
             if await self._source.until(awaited.issubset, wait_seconds=LOOK_SECONDS):
                 if len(old) > self._count:
                     log.warning("more old groups than one step holds", extra={"old": len(old), "held": self._count})

@@ -15,7 +15,7 @@ from shared.errors import Conflict, DataError, Unavailable
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.hop import Claim, Resolution
 from shared.streams.intervals import IntervalSet
-from shared.streams.plans import TrainerQueue
+from shared.streams.plans import Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ class GroupSource:
         self._trained = trained
         self._totals = totals
         self._ready: dict[int, ReadyGroup] = {}
+        self._planned: set[int] = set()
+        self._plans: dict[int, Plan] = {}
         self._already_trained: list[Claim] = []
         self._durable = IntervalSet.from_list(trained.to_list())
         self._changed = asyncio.Event()
@@ -78,6 +80,11 @@ class GroupSource:
     def num_ready(self) -> int:
         """Groups that could be trained now."""
         return len(self._ready)
+
+    @property
+    def num_again(self) -> int:
+        """Groups that came again after they were planned here, and that no durable checkpoint contains yet."""
+        return len(self._already_trained)
 
     async def run(self) -> None:
         """Claim until cancelled; a server that is away is waited for.
@@ -140,8 +147,7 @@ class GroupSource:
         """
         claims = [each.claim for each in chosen]
         if await self._queue.plan(step, claims, version):
-            for each in chosen:
-                del self._ready[each.group_id]
+            self.mark_planned(Plan.of(step, claims, version))
             return True
         standing = await self._queue.load_plan(step)
         if standing is not None:
@@ -153,16 +159,31 @@ class GroupSource:
             self._ready.pop(group_id, None)
         return False
 
+    def mark_planned(self, plan: Plan) -> None:
+        """Note that a plan's groups are trained from here on; they are not chosen again, even if the server forgets."""
+        self._plans[plan.step] = plan
+        for group_id in plan.group_ids:
+            self._planned.add(group_id)
+            self._ready.pop(group_id, None)
+
+    def plans_until(self, step: int) -> list[Plan]:
+        """List the plans up to a step that were not yet told to be durable."""
+        return [plan for number, plan in sorted(self._plans.items()) if number <= step]
+
     async def on_durable(self, trained: IntervalSet) -> None:
         """Take in which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
         self._durable = IntervalSet.from_list(trained.to_list())
+        for step, plan in list(self._plans.items()):
+            if all(group_id in self._durable for group_id in plan.group_ids):
+                del self._plans[step]
+        self._planned = {group_id for group_id in self._planned if group_id not in self._durable}
         held, self._already_trained = self._already_trained, []
         for claim in held:
             await self._resolve_trained(claim)
 
     async def _take_in(self, claim: Claim) -> None:
         group_id = claim.header.group_id
-        if group_id in self._trained:
+        if group_id in self._trained or group_id in self._planned:
             await self._resolve_trained(claim)
             return
         try:

@@ -6,6 +6,7 @@ from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
+from shared.streams.plans import LINEAGE_STEPS, Plan
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 
@@ -211,3 +212,34 @@ async def test_a_plan_holds_scored_groups_each_once(plane: DataPlane) -> None:
         await trainer.plan(1, [], version=0)
     with pytest.raises(ValueError, match="scored hop"):
         await trainer.plan(1, [task], version=0)
+
+
+async def test_the_lineage_of_a_plan_that_was_forgotten_is_recorded_once(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    await move_to_scored(plane, 2)
+    trainer = await a_trainer(plane)
+    first, second = await trainer.hop.claim(2, wait_seconds=0)
+    assert await trainer.plan(2, [second], version=1)
+    plans = [Plan.of(1, [first], 0), Plan.of(2, [second], 1)]
+
+    assert await trainer.record(plans) == 1
+    assert await trainer.record(plans) == 0
+
+    assert await trainer.lineage(2) is None, "its plan stands, to be committed"
+    found = await trainer.lineage(1)
+    assert found is not None and (found.group_ids, found.entry_ids) == ((first.header.group_id,), ())
+    await a_trainer(plane)
+    with pytest.raises(ClaimLost):
+        await trainer.record(plans)
+
+
+async def test_the_lineage_is_bounded(plane: DataPlane) -> None:
+    await issue(plane, 2)
+    await move_to_scored(plane, 2)
+    trainer = await a_trainer(plane)
+    for step, claim in zip((1, LINEAGE_STEPS + 1), await trainer.hop.claim(2, wait_seconds=0), strict=True):
+        assert await trainer.plan(step, [claim], version=0)
+        await trainer.commit([step])
+
+    assert await trainer.lineage(1) is None
+    assert await trainer.lineage(LINEAGE_STEPS + 1) is not None

@@ -21,6 +21,10 @@ from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajector
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
 
 
+async def never() -> None:
+    raise AssertionError("no group came again")
+
+
 async def issue(plane: MemoryDataPlane, *versions: int) -> list[Task]:
     """Issue one task for each version."""
     start = await plane.admission.next_group_id()
@@ -82,7 +86,7 @@ async def test_a_step_takes_the_oldest_groups_in_order() -> None:
         for task in reversed(tasks):
             await answer(plane, a_group([1.0, 0.0], task))
         await settled(plane)
-        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True)
+        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
 
     assert [group.task.group_id for group in planned.groups] == [0, 1]
     assert not planned.is_replay
@@ -96,10 +100,10 @@ async def test_a_standing_plan_is_replayed_in_its_order() -> None:
     async with a_source(plane) as source:
         for task in tasks:
             await answer(plane, a_group([1.0, 0.0], task))
-        await planner(spec, plane, source).groups_of(1, 0, ends_version=True)
+        await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
 
     async with a_source(plane) as later:
-        replayed = await planner(spec, plane, later).groups_of(1, 0, ends_version=True)
+        replayed = await planner(spec, plane, later).groups_of(1, 0, ends_version=True, make_durable=never)
 
     assert replayed.is_replay
     assert [group.task.group_id for group in replayed.groups] == [0, 1]
@@ -117,7 +121,7 @@ async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
         await answer(plane, a_group([1.0, 0.0], old, version=0))
         await answer(plane, a_group([1.0, 0.0], new, version=2))
         await settled(plane)
-        planned = await planner(spec, plane, source).groups_of(3, 2, ends_version=True)
+        planned = await planner(spec, plane, source).groups_of(3, 2, ends_version=True, make_durable=never)
 
     assert [group.task.group_id for group in planned.groups] == [new.group_id]
     ledger = await plane.ledger()
@@ -137,7 +141,9 @@ async def test_pace_waits_for_the_group_that_the_next_version_would_find_too_old
         for task in young:
             await answer(plane, a_group([1.0, 0.0], task, version=1))
         await settled(plane)
-        waiting = asyncio.create_task(planner(spec, plane, source).groups_of(2, 1, ends_version=True))
+        waiting = asyncio.create_task(
+            planner(spec, plane, source).groups_of(2, 1, ends_version=True, make_durable=never)
+        )
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done, "the old group is outstanding and would be too old for version 2"
         await answer(plane, a_group([1.0, 0.0], old, version=0))
@@ -157,7 +163,7 @@ async def test_drop_does_not_wait() -> None:
 
     async with a_source(plane) as source:
         await answer(plane, a_group([1.0, 0.0], young, version=1))
-        planned = await planner(spec, plane, source).groups_of(2, 1, ends_version=True)
+        planned = await planner(spec, plane, source).groups_of(2, 1, ends_version=True, make_durable=never)
 
     assert [group.task.group_id for group in planned.groups] == [young.group_id]
 

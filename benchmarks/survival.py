@@ -79,7 +79,7 @@ async def survive(directory: Path, *, kills: int, seed: int, rollouts: int = 2, 
         directory,
         optimisation={"steps": 100_000, "groups_per_mini_batch": GROUPS_PER_STEP},
         checkpoint={"every_steps": 5},
-        rollout={"num_rollouts": 1},
+        resources={"rollouts": {"min": 1}},
     )
     report, chance = Report(), random.Random(seed)
     with running_fleet(directory / "fleet", rollouts=rollouts) as fleet:

@@ -37,6 +37,9 @@ def _add(
 
 def _fleet_options(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument("--rollouts", type=_at_least_one, help="rollout services")
+    parser.add_argument("--trainers", type=_at_least_one, help="trainer services: one for each experiment at a time")
+    parser.add_argument("--rewards", type=_at_least_one, help="reward services")
+    parser.add_argument("--sandboxes", type=_at_least_one, help="sandbox services")
     parser.add_argument("--port", type=int, default=port, help="port of the gateway, 0 for any free one (%(default)s)")
     parser.add_argument(
         "--redis-url",

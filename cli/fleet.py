@@ -41,19 +41,21 @@ class FleetOptions:
 
     Attributes:
         data: its directory.
-        num_rollouts: rollout services.
+        num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time.
+        num_sandboxes: sandbox services; 0 starts none.
         host, port: where the gateway listens; port 0 takes a free one.
         redis_url: a server to use; None starts one.
-        sandbox: whether to start a sandbox service.
         log_level: of every service.
     """
 
     data: Path
     num_rollouts: int = 1
+    num_trainers: int = 1
+    num_rewards: int = 1
+    num_sandboxes: int = 1
     host: str = "127.0.0.1"
     port: int = 8470
     redis_url: str | None = None
-    sandbox: bool = True
     log_level: str = "INFO"
 
 
@@ -173,12 +175,15 @@ class LocalFleet:
         environment = self._environment(redis_url)
         self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
         # Importing torch takes the longest, so those start first.
-        self._add("trainer", "services.trainer", environment)
-        for number in range(self.options.num_rollouts):
-            self._add(f"rollout-{number}", "services.rollout", environment)
-        self._add("reward", "services.reward", environment)
-        if self.options.sandbox:
-            self._add("sandbox", "services.sandbox", environment, is_optional=True)
+        for kind, count in (
+            ("trainer", self.options.num_trainers),
+            ("rollout", self.options.num_rollouts),
+            ("reward", self.options.num_rewards),
+            ("sandbox", self.options.num_sandboxes),
+        ):
+            for number in range(count):
+                name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
+                self._add(name, f"services.{kind}", environment, is_optional=kind == "sandbox")
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")

@@ -19,6 +19,8 @@ from cli.fleet import FLEET_FILE, FleetInfo, FleetOptions, LocalFleet, is_runnin
 from cli.progress import new_console
 from shared.errors import Conflict, FlotillaError, Unavailable
 from shared.schemas.experiment import Page
+from shared.schemas.fleet import FleetView
+from shared.schemas.service import ServiceKind
 
 DOWN_SECONDS = 40.0
 DETACH_SECONDS = 100.0
@@ -33,10 +35,12 @@ async def up(arguments: argparse.Namespace) -> int:
     options = FleetOptions(
         data=data,
         num_rollouts=arguments.rollouts or 1,
+        num_trainers=arguments.trainers or 1,
+        num_rewards=arguments.rewards or 1,
+        num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or 1,
         host=arguments.host,
         port=arguments.port,
         redis_url=arguments.redis_url,
-        sandbox=not arguments.no_sandbox,
         log_level=arguments.log_level,
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
@@ -111,6 +115,7 @@ async def status(arguments: argparse.Namespace) -> int:
     """List services and experiments."""
     async with connect(arguments) as client:
         services = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": 1000})).items
+        fleet = FleetView.model_validate(await client.call("GET", "/v1/fleet"))
         experiments = Page.model_validate(await client.call("GET", "/v1/experiments", params={"limit": 1000})).items
         content = {
             "gateway": {"address": client.base_url, **_fleet_process(Path(arguments.data))},
@@ -119,6 +124,7 @@ async def status(arguments: argparse.Namespace) -> int:
                 {key: each[key] for key in ("id", "name", "state", "step", "total_steps", "policy_version", "problem")}
                 for each in experiments
             ],
+            "shares": [share.model_dump(mode="json") for share in fleet.experiments],
         }
     if arguments.json:
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
@@ -142,7 +148,8 @@ def _service(service: Any) -> dict[str, Any]:
         "pid": service["pid"],
         "address": service["address"],
         "state": "draining" if service["is_draining"] else observed["state"],
-        "experiment": observed["experiment_id"],
+        "experiment": service["experiment_id"] or observed["experiment_id"],
+        "leaving": service["leaving"],
         "policy_version": observed["policy_version"],
         "lease_expires_in_seconds": service["lease_expires_in_seconds"],
         "failure": observed["failure"],
@@ -165,3 +172,25 @@ def _show(content: dict[str, Any]) -> None:
             step = f"{each['step']}/{each['total_steps']}"
             table.add_row(each["name"], each["id"], each["state"], step, str(each["policy_version"]), problem)
         console.print(table)
+    if content["shares"]:
+        console.print(_shares(content["shares"]))
+
+
+def _shares(shares: list[dict[str, Any]]) -> Table:
+    """Show what each active experiment has of the fleet, what it should have, and what it waits for."""
+    kinds = [kind.value for kind in ServiceKind if any(kind.value in share["kinds"] for share in shares)]
+    table = Table("shares of", "weight", "priority", *(f"{kind}s" for kind in kinds), "waiting for")
+    for share in shares:
+        cells = [_share(share["kinds"].get(kind)) for kind in kinds]
+        waiting = (share["waiting"] or "").removeprefix("waiting for ")
+        table.add_row(share["experiment_id"], f"{share['weight']:g}", str(share["priority"]), *cells, waiting)
+    return table
+
+
+def _share(share: dict[str, Any] | None) -> str:
+    """Such as ``2 of 3 (1 to 4)``: it has two, should have three, and asks for one to four."""
+    if share is None:
+        return ""
+    most = "any" if share["max"] is None else share["max"]
+    leaving = f", {len(share['leaving'])} leaving" if share["leaving"] else ""
+    return f"{len(share['services'])} of {share['share']} ({share['min']} to {most}){leaving}"

@@ -82,13 +82,16 @@ async def run(arguments: argparse.Namespace) -> int:
     console.print(f"run        {path}")
     try:
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+        resources = launch.spec.resources
         options = FleetOptions(
             data=path / "fleet",
-            num_rollouts=arguments.rollouts or launch.spec.rollout.num_rollouts,
+            num_rollouts=arguments.rollouts or resources.rollouts.min,
+            num_trainers=arguments.trainers or 1,
+            num_rewards=arguments.rewards or resources.rewards.min,
+            num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else 1),
             host="127.0.0.1",
             port=arguments.port,
             redis_url=arguments.redis_url,
-            sandbox=True,
             log_level=arguments.log_level,
         )
         console.print(f"prepared   after {duration(time.monotonic() - started)}; the fleet starts")

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.types import Scope
 
 from services.gateway.guard import Guard
-from services.gateway.routes import experiments, health, publications, series, services
+from services.gateway.routes import experiments, fleet, health, publications, series, services
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, OpenState, open_state
 from services.gateway.store.base import Store
@@ -30,7 +30,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     app = FastAPI(title="Flotilla gateway", description=DESCRIPTION, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_problem_handlers(app)
     app.include_router(health.router)
-    for module in (experiments, services, publications, series):
+    for module in (experiments, services, fleet, publications, series):
         app.include_router(module.router, prefix="/v1")
     app.add_middleware(Guard, token=settings.token, body_bytes=settings.body_bytes, store_of=_store_of)
     return app

@@ -19,6 +19,8 @@ class GatewaySettings:
         longest_wait_seconds: upper bound of a long poll.
         publication_seconds: what each phase of a publication may take, besides the time of its bytes.
         stall_seconds: time without progress after which a stall is named.
+        patience_seconds: how long the surplus must be shared unfairly before services move.
+        notice_seconds: how long a service that gives its experiment up may finish what it has in hand.
         ending_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
         body_bytes: largest request body.
@@ -35,6 +37,8 @@ class GatewaySettings:
     longest_wait_seconds: float = 30.0
     publication_seconds: float = 10.0
     stall_seconds: float = 30.0
+    patience_seconds: float = 5.0
+    notice_seconds: float = 35.0
     ending_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
     body_bytes: int = 8 * 1024 * 1024

@@ -16,6 +16,7 @@ from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
 from services.gateway.scheduler.conductor import Conductor
+from services.gateway.scheduler.quota import Scheduler
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
 from services.gateway.store.sql import SqlStore
@@ -51,6 +52,7 @@ class GatewayState:
     control: Control
     fleet: Fleet
     events: EventLog
+    scheduler: Scheduler
     conductor: Conductor
     ping_streams: Callable[[], Awaitable[None]]
 
@@ -147,7 +149,16 @@ def assemble(
     fleet = Fleet(registry, book, publications, control, events, clock, on_news=news.set)
 
     work = ExperimentWork(settings, store, clock, registry, book, publications, control, fleet, events)
-    conductor = Conductor(registry, book, publications, fleet, control, news, work=work.run, end=work.end)
+    scheduler = Scheduler(
+        registry,
+        book,
+        fleet,
+        control,
+        clock,
+        patience_seconds=settings.patience_seconds,
+        notice_seconds=settings.notice_seconds,
+    )
+    conductor = Conductor(registry, book, publications, fleet, control, scheduler, news, work=work.run, end=work.end)
 
     def on_change(experiment_id: str) -> None:
         fleet.wake(experiment_id)
@@ -164,6 +175,7 @@ def assemble(
         control=control,
         fleet=fleet,
         events=events,
+        scheduler=scheduler,
         conductor=conductor,
         ping_streams=ping_streams,
     )

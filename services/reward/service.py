@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 DRAIN_SECONDS = 30.0
+DRAIN_LOOK_SECONDS = 0.05
 WATCH_SECONDS = 0.5
 
 
@@ -92,7 +94,7 @@ class RewardService:
             await self._dismiss()
             self._become(WorkState.IDLE)
             return
-        if self._crew is None and self._failure is None:
+        if self._crew is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             await self._hire(assignment)
         if self._crew is None:
             return
@@ -103,8 +105,21 @@ class RewardService:
             self._crew.worker.pause()
             self._become(WorkState.PAUSED)
         elif desired.state is WorkState.DRAINING:
-            self._crew.worker.pause()
-            self._become(WorkState.DRAINING)
+            await self._drain(self._crew)
+
+    async def _drain(self, crew: Crew) -> None:
+        """Grade what is in hand; what takes too long is handed back. Other news ends the wait."""
+        self._become(WorkState.DRAINING)
+        crew.worker.pause()
+        end = time.monotonic() + DRAIN_SECONDS
+        while crew.worker.in_work and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+            if self._changed.is_set():
+                return
+        assignment = self._assignment
+        await self._dismiss()
+        self._assignment = assignment
+        self._become(WorkState.FINISHED)
 
     def _is_another(self, assignment: Assignment) -> bool:
         return self._assignment is not None and self._assignment.experiment_id != assignment.experiment_id

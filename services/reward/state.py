@@ -19,7 +19,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError
 from shared.membership import Membership
 from shared.schemas.experiment import Page
-from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind
+from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
 from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -68,7 +68,7 @@ class CrewOpener:
         """
         surroundings = Surroundings(
             experiment=assignment.experiment_id,
-            sandbox_url=await self._sandbox_url(),
+            sandbox_url=await self._sandbox_url(assignment.experiment_id),
             sandbox_token=self.settings.token,
             secrets=os.environ,
         )
@@ -81,13 +81,15 @@ class CrewOpener:
             lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
         return RewardCrew(RewardWorker(lanes, verifier, spec.reward, CONCURRENCY), verifier)
 
-    async def _sandbox_url(self) -> str | None:
+    async def _sandbox_url(self, experiment_id: str) -> str | None:
+        """Find a sandbox of the experiment, or any while it has none; several rewards spread over several."""
         try:
             page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
         except FlotillaError:
             return None
-        found = [item for item in Page.model_validate(page).items if item["kind"] == ServiceKind.SANDBOX]
-        return str(found[0]["address"]) if found else None
+        views = [ServiceView.model_validate(item) for item in Page.model_validate(page).items]
+        usable = [view for view in views if view.experiment_id == experiment_id] or views
+        return usable[os.getpid() % len(usable)].address if usable else None
 
 
 @contextlib.asynccontextmanager

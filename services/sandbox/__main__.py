@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import psutil
 from fastapi import FastAPI
@@ -18,7 +18,7 @@ from services.sandbox.state import SandboxState, open_state
 from shared.client import GatewayClient
 from shared.errors import InvalidRequest
 from shared.membership import Membership
-from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind
+from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
 from shared.service_app import at_work
 from shared.service_main import run_service
 from shared.settings import ServiceSettings
@@ -32,17 +32,24 @@ VARIABLES = {
 
 
 class Waiting:
-    """Nothing to follow: a sandbox serves whoever calls it with the token."""
+    """Little to follow: a sandbox serves whoever calls it with the token, and says for whom it is meant."""
 
     def __init__(self) -> None:
-        self.tell = lambda: None
+        self.tell: Callable[[], None] = lambda: None
+        self._desired: DesiredState | None = None
 
     def observe(self) -> ObservedState:
-        """Say that it is there."""
-        return ObservedState()
+        """Say for which experiment it is there; it never has anything to finish first."""
+        desired = self._desired
+        if desired is None or desired.assignment is None or desired.state is WorkState.IDLE:
+            return ObservedState()
+        state = WorkState.FINISHED if desired.state is WorkState.DRAINING else desired.state
+        return ObservedState(experiment_id=desired.assignment.experiment_id, state=state)
 
     async def apply(self, desired: DesiredState) -> None:
-        """Take note of nothing."""
+        """Take note of the experiment."""
+        self._desired = desired
+        self.tell()
 
     async def run(self) -> None:
         """Do nothing, for as long as the service lives."""

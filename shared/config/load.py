@@ -19,6 +19,8 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, Scalar
 
 MAX_SHOWN = 80
+MOVED = {"rollout.num_rollouts": "resources.rollouts.min"}
+"""Keys that had another place once, and where they are now."""
 
 
 def parse_document(text: str, *, source: str) -> dict[str, Any]:
@@ -48,6 +50,34 @@ def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:
         return ExperimentSpec.model_validate(document)
     except ValidationError as error:
         raise invalid_spec(error, ExperimentSpec) from None
+
+
+LIVE_SECTIONS = ("resources",)
+
+
+def changed_live(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
+    """Apply changes to the sections that an experiment at work may change; keys that are not named stay.
+
+    Raises:
+        InvalidSpec: a change is of another section, or the changed spec does not validate.
+    """
+    live = " and ".join(LIVE_SECTIONS)
+    if not changes:
+        raise InvalidSpec(f"nothing is changed; what can be changed is {live}")
+    entries: list[dict[str, Scalar]] = [
+        {"path": str(section), "value": None, "allowed": f"only {live} can be changed once an experiment was created"}
+        for section in changes
+        if section not in LIVE_SECTIONS
+    ]
+    if entries:
+        raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
+    return validate_spec(_merged(spec.model_dump(mode="json"), changes))
+
+
+def _merged(document: Any, changes: Any) -> Any:
+    if not isinstance(document, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**document, **{key: _merged(document.get(key), value) for key, value in changes.items()}}
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
@@ -137,7 +167,9 @@ def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root:
     names = sorted(section.model_fields) if section else []
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     elsewhere = _paths_named(root, key)
-    if near:
+    if moved := MOVED.get(".".join(location)):
+        hint = f"it is {moved} now"
+    elif near:
         hint = f"did you mean {'.'.join([*parents, near[0]])}?"
     elif elsewhere:
         hint = f"did you mean {elsewhere[0]}?"

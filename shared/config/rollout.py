@@ -52,8 +52,6 @@ class RolloutConfig(Config):
     """Trajectories per task."""
     sampling: SamplingConfig = SamplingConfig()
     engine: TorchEngineConfig = TorchEngineConfig()
-    num_rollouts: int = Field(1, ge=1)
-    """Rollout services that must be there before the experiment starts; more may join later."""
     task_seconds: float = Field(300.0, gt=0)
     """Longest time that sampling one group may take before it counts as failed."""
 

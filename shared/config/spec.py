@@ -13,7 +13,8 @@ from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.publication import TransportChoice
-from shared.config.reward import RewardConfig
+from shared.config.resources import ResourcesConfig
+from shared.config.reward import CodeConfig, RewardConfig
 from shared.config.rollout import RolloutConfig
 from shared.config.tracking import TrackingConfig
 
@@ -36,6 +37,12 @@ class ExperimentSpec(Config):
     """Null: never evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a reward component needs a sandbox."""
+        return any(isinstance(component, CodeConfig) for component in self.reward.components)
 
     @property
     def groups_per_step(self) -> int:
@@ -75,5 +82,14 @@ class ExperimentSpec(Config):
             raise ValueError(
                 f"evaluation.max_new_tokens {wanted} leaves no room for a prompt in rollout.engine.context_tokens "
                 f"{self.rollout.engine.context_tokens}: lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sandboxes_run_something(self) -> Self:
+        if self.resources.sandboxes is not None and not self.runs_code:
+            raise ValueError(
+                "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
+                "component of kind code to reward.components"
             )
         return self

@@ -135,4 +135,9 @@ class ServiceView(Wire):
     registered_at: str
     lease_expires_in_seconds: float
     is_draining: bool
+    """It takes nothing new: it was told to leave its experiment, or the fleet."""
+    experiment_id: str | None = None
+    """What it is assigned to, which it may not have taken up or left yet."""
+    leaving: str | None = None
+    """Why it was asked to leave this experiment."""
     observed: ObservedState

@@ -120,6 +120,13 @@ class Book:
         self.on_change(experiment.id)
         await self._store.put_experiment(experiment.record)
 
+    async def put_spec(self, experiment: Experiment, spec: ExperimentSpec) -> None:
+        """Replace the spec by one that its services need not notice: the revision stays."""
+        experiment.spec = spec
+        document = spec.model_dump(mode="json")
+        experiment.spec_digest = digest(document)
+        await self.update(experiment, spec=document)
+
     async def set_problem(self, experiment: Experiment, component: str, cause: str) -> bool:
         """Say what is wrong; True if that is news."""
         known = experiment.record.problem

@@ -13,7 +13,7 @@ from services.gateway.publications.publications import Publications
 from services.gateway.registry.services import Registry
 from services.gateway.store.records import ExperimentRecord
 from shared.clock import Clock, rfc3339
-from shared.config.load import parse_document, validate_spec
+from shared.config.load import changed_live, parse_document, validate_spec
 from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState, ExperimentView, Problem
 from shared.schemas.service import ServiceKind
@@ -91,6 +91,25 @@ class Control:
         await self._book.audit(experiment_id, action.value, before=before.value, after=state.value)
         if action is Action.STOP:
             await self._publications.close(experiment_id, "the experiment stops")
+        return experiment
+
+    async def change(self, experiment_id: str, body: str) -> Experiment:
+        """Change quotas of an experiment; the scheduler and the feeder follow at once, its services do not notice.
+
+        Raises:
+            InvalidSpec: the change names another section, or does not validate.
+            ActionNotAllowed: the experiment has ended.
+        """
+        experiment = self._book.get(experiment_id)
+        if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
+            raise ActionNotAllowed(
+                f"cannot change an experiment that is {experiment.state}", state=experiment.state.value
+            )
+        spec = changed_live(experiment.spec, parse_document(body, source="the request body"))
+        await self._book.put_spec(experiment, spec)
+        resources = spec.resources.model_dump(mode="json")
+        await self._book.audit(experiment_id, "change", resources=resources)
+        await self._events.append(experiment_id, "resources_changed", resources=resources)
         return experiment
 
     async def _delete(self, experiment: Experiment) -> None:

@@ -327,7 +327,7 @@ def can_receive(service: LiveService) -> bool:
     observed = service.observed
     has_engine = observed.policy_version is not None and observed.policy_version >= 0
     is_at_work = observed.experiment_id == service.experiment_id and observed.state in AT_WORK
-    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and not service.record.is_draining
+    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and not service.is_draining
 
 
 def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:

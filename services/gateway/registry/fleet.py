@@ -14,7 +14,7 @@ from services.gateway.experiments.control import Control
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.desired import ExperimentFacts, desired
-from services.gateway.registry.services import LiveService, Registry
+from services.gateway.registry.services import LiveService, Notice, Registry
 from services.gateway.signals import wait_for_any
 from shared.clock import Clock
 from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind, WorkState
@@ -181,6 +181,26 @@ class Fleet:
         if service.experiment_id is not None:
             await self._let_go(service, service.experiment_id, reason)
         self._on_news()
+
+    async def ask_to_leave(self, service: LiveService, reason: str, notice_seconds: float) -> None:
+        """Let a service finish what it has in hand for its experiment, and take nothing new for it."""
+        if service.experiment_id is None:
+            return
+        service.leaving = Notice(reason, self._clock.monotonic() + notice_seconds)
+        service.changed.fire()
+        await self._events.append(
+            service.experiment_id,
+            "service_asked_to_leave",
+            service_id=service.id,
+            service_kind=service.kind.value,
+            reason=reason,
+            notice_seconds=notice_seconds,
+        )
+
+    def let_stay(self, service: LiveService) -> None:
+        """Take a notice back."""
+        service.leaving = None
+        service.changed.fire()
 
     async def release(self, service: LiveService, reason: str) -> None:
         """Take a service's assignment away."""

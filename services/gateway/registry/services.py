@@ -6,7 +6,7 @@ waited keeps a short rest of it, long enough to call again.
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.gateway.registry.desired import ServiceFacts
 from services.gateway.signals import Signal
@@ -24,8 +24,20 @@ from shared.schemas.service import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """That a service was asked to leave its experiment: why, and until when it may take (monotonic seconds)."""
+
+    reason: str
+    ends_at: float
+
+
 class LiveService:
-    """A service and what the gateway knows of it now."""
+    """A service and what the gateway knows of it now.
+
+    Attributes:
+        leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
+    """
 
     def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
         self.record = record
@@ -36,6 +48,7 @@ class LiveService:
         self.lease_ends = lease_ends
         self.polls = 0
         self.changed = Signal()
+        self.leaving: Notice | None = None
 
     @property
     def id(self) -> str:
@@ -54,7 +67,12 @@ class LiveService:
 
     def facts(self) -> ServiceFacts:
         """What matters for its desired state."""
-        return ServiceFacts(self.id, self.kind, self.record.is_draining)
+        return ServiceFacts(self.id, self.kind, self.is_draining)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new: it leaves its experiment, or the fleet."""
+        return self.record.is_draining or self.leaving is not None
 
 
 class Registry:
@@ -166,6 +184,7 @@ class Registry:
     async def assign(self, service: LiveService, experiment_id: str | None) -> None:
         """Assign it to an experiment, or to none."""
         self._unindex(service)
+        service.leaving = None
         service.record = replace(service.record, experiment_id=experiment_id)
         self._index(service)
         service.changed.fire()
@@ -199,6 +218,8 @@ class Registry:
             capabilities=service.capabilities,
             registered_at=rfc3339(record.registered_at),
             lease_expires_in_seconds=round(max(0.0, service.lease_ends - self._clock.monotonic()), 3),
-            is_draining=record.is_draining,
+            is_draining=service.is_draining,
+            experiment_id=record.experiment_id,
+            leaving=service.leaving.reason if service.leaving else None,
             observed=service.observed,
         )

@@ -34,11 +34,7 @@ async def create(
         InvalidSpec: one entry per offending field (422).
         DataError, ModelError: what the spec points to is not there (422).
     """
-    try:
-        body = (await request.body()).decode()
-    except UnicodeDecodeError:
-        raise InvalidSpec("the request body is not UTF-8 text") from None
-    experiment = await gateway.control.create(body)
+    experiment = await gateway.control.create(await _text_of(request))
     if start:
         await gateway.control.act(experiment.id, Action.START)
     return gateway.control.view(experiment)
@@ -60,6 +56,29 @@ async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
     return gateway.control.view(gateway.book.get(experiment_id))
 
 
+CHANGE_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "The keys of `resources` to change, in JSON or YAML: `{resources: {rollouts: {max: 4}}}`.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "application/yaml": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
+@router.patch("/{experiment_id}", openapi_extra=CHANGE_BODY)
+async def change(experiment_id: str, request: Request, gateway: Gateway) -> ExperimentView:
+    """Change what an experiment may take of the fleet, at once; no other section can be changed.
+
+    Raises:
+        InvalidSpec: a key is unknown or its value is not allowed, or it belongs to another section (422).
+        ActionNotAllowed: the experiment has ended (409).
+    """
+    return gateway.control.view(await gateway.control.change(experiment_id, await _text_of(request)))
+
+
 @router.delete("/{experiment_id}", status_code=204)
 async def delete(experiment_id: str, gateway: Gateway) -> None:
     """Delete a draft or a finished experiment with all its series; its directory stays.
@@ -69,6 +88,13 @@ async def delete(experiment_id: str, gateway: Gateway) -> None:
         ActionNotAllowed: it is at work (409).
     """
     await gateway.control.act(experiment_id, Action.DELETE)
+
+
+async def _text_of(request: Request) -> str:
+    try:
+        return (await request.body()).decode()
+    except UnicodeDecodeError:
+        raise InvalidSpec("the request body is not UTF-8 text") from None
 
 
 async def _act(experiment_id: str, action: Action, gateway: Gateway) -> ExperimentView:

@@ -7,17 +7,17 @@ restarted gateway converges by itself. Work that takes time runs in a task per e
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from services.gateway import signals
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
 from services.gateway.experiments.lifecycle import Step
-from services.gateway.experiments.watchdog import SCHEDULER
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import LiveService, Registry
-from services.gateway.scheduler.placement import Candidate, Demand, describe_lack, needs_of, place
+from services.gateway.scheduler.placement import quotas_of
+from services.gateway.scheduler.quota import Scheduler
 from shared.errors import FlotillaError
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.service import ServiceKind, WorkState
@@ -46,6 +46,7 @@ class Conductor:
         publications: Publications,
         fleet: Fleet,
         control: Control,
+        scheduler: Scheduler,
         news: asyncio.Event,
         *,
         work: Work,
@@ -56,6 +57,7 @@ class Conductor:
         self._publications = publications
         self._fleet = fleet
         self._control = control
+        self._scheduler = scheduler
         self._work = work
         self._end = end
         self._news = news
@@ -90,37 +92,10 @@ class Conductor:
             elif self._book.find(service.experiment_id) is None:
                 await self._fleet.release(service, "its experiment was deleted")
         await self._publications.check_deadlines()
-        await self._place()
+        await self._scheduler.round()
         for experiment in self._book:
             await self._advance(experiment)
             await self._tend(experiment)
-
-    async def _place(self) -> None:
-        active = sorted((e for e in self._book if e.is_active), key=lambda e: e.record.started_at or 0.0)
-        demands = [Demand(e.id, needs_of(e.spec), e.record.trainer_epoch > 0) for e in active]
-        candidates = [Candidate(s.id, s.kind, s.experiment_id) for s in self._registry if _is_available(s)]
-        placement = place(demands, candidates)
-        for service_id, experiment_id in placement.assigned.items():
-            service = self._registry.find(service_id)
-            if service is not None:
-                await self._assign(service, self._book.get(experiment_id))
-        for experiment in active:
-            await self._say_what_lacks(experiment, placement.lacking.get(experiment.id))
-
-    async def _assign(self, service: LiveService, experiment: Experiment) -> None:
-        if service.kind is ServiceKind.TRAINER:
-            await self._book.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
-        await self._registry.assign(service, experiment.id)
-        await self._control.note(experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value)
-
-    async def _say_what_lacks(self, experiment: Experiment, lacking: Mapping[ServiceKind, int] | None) -> None:
-        problem = experiment.record.problem
-        if lacking:
-            cause = describe_lack(lacking)
-            if await self._book.set_problem(experiment, SCHEDULER, cause):
-                await self._control.note(experiment, "waiting", component=SCHEDULER, cause=cause)
-        elif problem is not None and problem["component"] == SCHEDULER:
-            await self._book.update(experiment, problem=None)
 
     async def _advance(self, experiment: Experiment) -> None:
         record = experiment.record
@@ -132,9 +107,9 @@ class Conductor:
                 await self._control.conclude(experiment, Step.TRAINED, outcome=ExperimentState.COMPLETED.value)
 
     def _is_ready(self, experiment: Experiment) -> bool:
-        needs = needs_of(experiment.spec)
         ready = [s for s in self._registry.of(experiment.id) if _is_ready(s, experiment.id)]
-        return all(sum(s.kind is kind for s in ready) >= count for kind, count in needs.items())
+        quotas = quotas_of(experiment.spec)
+        return all(sum(s.kind is kind for s in ready) >= quota.min for kind, quota in quotas.items())
 
     async def _tend(self, experiment: Experiment) -> None:
         """See to it that the right task runs for an experiment, and no other."""
@@ -180,14 +155,6 @@ def _leaves(error: Exception) -> list[Exception]:
     if isinstance(error, ExceptionGroup):
         return [leaf for each in error.exceptions for leaf in _leaves(each)]
     return [error]
-
-
-def _is_available(service: LiveService) -> bool:
-    """Whether it holds its place, or may be given one: not draining, and done with what it did before."""
-    if service.experiment_id is not None:
-        return True
-    is_busy = service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None
-    return not is_busy and not service.record.is_draining
 
 
 def _is_ready(service: LiveService, experiment_id: str) -> bool:

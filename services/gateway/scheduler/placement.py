@@ -1,117 +1,245 @@
-"""Which services serve which experiment: a pure function of what is there, first come, first served.
+"""Which services serve which experiment: a pure function of what is there.
 
 An experiment starts only when it gets everything it needs, so two half-served experiments never wait for each other.
-Once it runs, idle rollouts, rewards and sandboxes join it, and a lost trainer is replaced.
+Beyond the minimums, rollouts, rewards and sandboxes are shared by weight. A service is asked to leave only when
+another experiment will have it, or when its own has more than its maximum; a trainer, and what an experiment needs
+for its minimum, never is. The same facts give the same answer, and a placement that is as it should be moves nothing.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from shared.config.reward import CodeConfig
+from services.gateway.scheduler.sharing import Share, divide
+from shared.config.resources import QuotaConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.service import ServiceKind as Kind
+
+TRAINER = QuotaConfig(min=1, max=1)
+KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD, Kind.SANDBOX)
+
+
+class WhyLeave(StrEnum):
+    """Why a service is taken from an experiment."""
+
+    MINIMUM = "another experiment needs it for its minimum"
+    SHARE = "it is more than the experiment's fair share of the surplus"
+    MAXIMUM = "the experiment has more than its maximum"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live service that is not draining.
+    """A live service that may be given work.
 
     Attributes:
         experiment_id: what it is assigned to; None while it is idle.
+        is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
     """
 
     service_id: str
     kind: Kind
     experiment_id: str | None = None
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an active experiment needs to run, and whether it may grow.
+    """What an active experiment needs to run, and what it may have.
 
     Attributes:
-        needed: least number of services by kind.
+        quotas: bounds by kind; a kind that is not here it does not use.
         is_placed: it had all that it needs at one time, so it takes up replacements one by one.
+        is_paused: it takes no surplus, and lends what it has to those who can use it.
     """
 
     experiment_id: str
-    needed: Mapping[Kind, int]
+    quotas: Mapping[Kind, QuotaConfig]
     is_placed: bool
+    weight: float = 1.0
+    priority: int = 0
+    is_paused: bool = False
+
+    def uses(self, kind: Kind) -> bool:
+        """Whether services of this kind work for it."""
+        return kind in self.quotas
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What to change.
+    """What to change, and where it leads.
 
     Attributes:
         assigned: service id to experiment id.
-        lacking: by experiment, what it still misses by kind; an experiment that misses nothing has no entry.
+        leaving: services that should be on their way out of their experiment, and why.
+        lacking: by experiment, what it still misses by kind and nobody can give; without an entry it misses nothing.
+        coming: by experiment, what it waits for by kind that others are giving back.
+        targets: by experiment, how many of each kind it should have.
     """
 
-    assigned: Mapping[str, str]
-    lacking: Mapping[str, Mapping[Kind, int]]
+    assigned: Mapping[str, str] = field(default_factory=dict)
+    leaving: Mapping[str, WhyLeave] = field(default_factory=dict)
+    lacking: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
+    coming: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
+    targets: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
 
 
-def needs_of(spec: ExperimentSpec) -> dict[Kind, int]:
-    """Count the services that an experiment needs before it starts."""
-    needs = {Kind.TRAINER: 1, Kind.ROLLOUT: spec.rollout.num_rollouts, Kind.REWARD: 1}
-    if any(isinstance(component, CodeConfig) for component in spec.reward.components):
-        needs[Kind.SANDBOX] = 1
-    return needs
+def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
+    """Read the bounds of what an experiment needs and may have."""
+    resources = spec.resources
+    quotas = {Kind.TRAINER: TRAINER, Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
+    if spec.runs_code:
+        quotas[Kind.SANDBOX] = resources.sandboxes or QuotaConfig(min=1, max=1)
+    return quotas
 
 
 def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placement:
-    """Assign idle services to experiments.
+    """Assign idle services to experiments, and say which services should leave theirs.
 
     Args:
-        demands: active experiments, the earliest started first.
-        candidates: live services in the order in which they registered.
+        demands: active experiments, the earliest started first; a higher priority is served before a lower one.
+        candidates: live services in the order in which they registered, without those that an operator drains.
     """
-    idle: dict[Kind, list[str]] = {kind: [] for kind in Kind}
-    held: dict[str, Counter[Kind]] = {demand.experiment_id: Counter() for demand in demands}
-    for candidate in candidates:
-        if candidate.experiment_id is None:
-            idle[candidate.kind].append(candidate.service_id)
-        elif candidate.experiment_id in held:
-            held[candidate.experiment_id][candidate.kind] += 1
-    assigned: dict[str, str] = {}
+    # Those that run come first whatever their priority: nobody starts at their minimums' cost.
+    demands = sorted(demands, key=lambda demand: (not demand.is_placed, -demand.priority))
+    pools = [_Pool(kind, demands, candidates) for kind in KINDS]
     lacking: dict[str, dict[Kind, int]] = {}
+    admitted = []
     for demand in demands:
-        missing = {kind: count - held[demand.experiment_id][kind] for kind, count in demand.needed.items()}
-        missing = {kind: count for kind, count in missing.items() if count > 0}
-        short = {kind: count - len(idle[kind]) for kind, count in missing.items() if count > len(idle[kind])}
+        short = {pool.kind: count for pool in pools if (count := pool.short_of(demand)) > 0}
         if short:
             lacking[demand.experiment_id] = short
-        if not short or demand.is_placed:
-            for kind, count in missing.items():
-                taken, idle[kind] = idle[kind][:count], idle[kind][count:]
-                assigned |= dict.fromkeys(taken, demand.experiment_id)
-    _share_surplus(demands, idle, held, lacking, assigned)
-    return Placement(assigned, lacking)
+        if demand.is_placed or not short:
+            admitted.append(demand)
+            for pool in pools:
+                pool.secure(demand)
+    for pool in pools:
+        pool.share_surplus(admitted)
+    coming: dict[str, dict[Kind, int]] = {}
+    for demand in admitted:
+        awaited = {pool.kind: count for pool in pools if (count := pool.awaited_by(demand)) > 0}
+        if awaited:
+            coming[demand.experiment_id] = awaited
+        for pool in pools:
+            # What is idle already is kept for an experiment that waits for the rest, and given when all is there.
+            pool.give_minimum(demand, is_kept=bool(awaited) and not demand.is_placed)
+    for pool in pools:
+        pool.give_surplus([d for d in admitted if d.is_placed or d.experiment_id not in coming])
+    return Placement(
+        assigned={service_id: taker for pool in pools for service_id, taker in pool.assigned.items()},
+        leaving={service_id: why for pool in pools for service_id, why in pool.leaving(admitted).items()},
+        lacking=lacking,
+        coming=coming,
+        targets={
+            d.experiment_id: {p.kind: p.targets[d.experiment_id] for p in pools if d.uses(p.kind)} for d in admitted
+        },
+    )
 
 
-def _share_surplus(
-    demands: Sequence[Demand],
-    idle: Mapping[Kind, list[str]],
-    held: Mapping[str, Counter[Kind]],
-    lacking: Mapping[str, Mapping[Kind, int]],
-    assigned: dict[str, str],
-) -> None:
-    """Give idle rollouts to running experiments, the poorest first, less what those that wait will need."""
-    takers = [demand.experiment_id for demand in demands if demand.is_placed]
-    waiting = [demand for demand in demands if not demand.is_placed and demand.experiment_id in lacking]
-    kept = sum(demand.needed.get(Kind.ROLLOUT, 0) for demand in waiting)
-    if not takers:
-        return
-    shares = {taker: held[taker][Kind.ROLLOUT] for taker in takers}
-    for service_id in idle[Kind.ROLLOUT][kept:]:
-        poorest = min(takers, key=lambda taker: shares[taker])
-        assigned[service_id] = poorest
-        shares[poorest] += 1
+class _Pool:
+    """The services of one kind: who has them, how many each experiment should have, and what is given to whom."""
 
+    def __init__(self, kind: Kind, demands: Sequence[Demand], candidates: Sequence[Candidate]) -> None:
+        self.kind = kind
+        mine = [candidate for candidate in candidates if candidate.kind is kind]
+        self.held: dict[str, list[Candidate]] = {demand.experiment_id: [] for demand in demands if demand.uses(kind)}
+        for candidate in mine:
+            if candidate.experiment_id in self.held:
+                self.held[candidate.experiment_id].append(candidate)
+        self.targets: Counter[str] = Counter()
+        for demand in demands:
+            if demand.is_placed and demand.uses(kind):
+                # What it has for its minimum is nobody else's; and a trainer is never surplus.
+                held = len(self.held[demand.experiment_id])
+                self.targets[demand.experiment_id] = min(held, demand.quotas[kind].min)
+        self.assigned: dict[str, str] = {}
+        self._idle = [c.service_id for c in mine if c.experiment_id is None and not c.is_leaving]
+        self._on_their_way = sum(c.experiment_id is None and c.is_leaving for c in mine)
+        self._left = len(self._idle) + self._on_their_way
+        if kind is not Kind.TRAINER:
+            self._left += sum(map(len, self.held.values())) - self.targets.total()
+        self._needed = self._hungry = 0
 
-def describe_lack(lacking: Mapping[Kind, int]) -> str:
-    """Say what an experiment waits for, in one phrase."""
-    parts = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in lacking.items()]
-    return f"waiting for {' and '.join(parts)} to register"
+    def short_of(self, demand: Demand) -> int:
+        """Count what an experiment would lack of its minimum if it got all that there is left."""
+        return self._minimum(demand) - self.targets[demand.experiment_id] - self._left
+
+    def secure(self, demand: Demand) -> None:
+        """Set as much aside for an experiment as its minimum needs and there is."""
+        added = max(0, min(self._minimum(demand) - self.targets[demand.experiment_id], self._left))
+        self.targets[demand.experiment_id] += added
+        self._left -= added
+
+    def share_surplus(self, takers: Sequence[Demand]) -> None:
+        """Divide what is left."""
+        shares = []
+        for demand in takers:
+            if not demand.uses(self.kind):
+                continue
+            target, quota = self.targets[demand.experiment_id], demand.quotas[self.kind]
+            extra = max(0, len(self.held[demand.experiment_id]) - target)
+            room = self._left if quota.max is None else max(0, quota.max - target)
+            if demand.is_paused:
+                room = min(room, extra)
+            rank = (int(demand.is_paused), -demand.priority)
+            shares.append(Share(demand.experiment_id, rank, demand.weight, room, extra))
+        for experiment_id, count in divide(self._left, shares).items():
+            self.targets[experiment_id] += count
+            self._left -= count
+
+    def awaited_by(self, demand: Demand) -> int:
+        """Count what of an experiment's minimum others have to give back first."""
+        return max(0, self._wanted(demand) - len(self._idle))
+
+    def give_minimum(self, demand: Demand, *, is_kept: bool) -> None:
+        """Give what is idle, as far as the minimum needs it, or keep it aside."""
+        wanted = self._wanted(demand)
+        taken = self._take(wanted)
+        self._needed += wanted - len(taken)
+        if not is_kept:
+            self.assigned |= dict.fromkeys(taken, demand.experiment_id)
+
+    def give_surplus(self, takers: Sequence[Demand]) -> None:
+        """Give what is idle up to the targets."""
+        given = Counter(self.assigned.values())
+        for demand in takers:
+            held = len(self.held.get(demand.experiment_id, ())) + given[demand.experiment_id]
+            below_minimum = max(0, min(self._minimum(demand), self.targets[demand.experiment_id]) - held)
+            wanted = max(0, self.targets[demand.experiment_id] - held - below_minimum)
+            taken = self._take(wanted)
+            self._hungry += wanted - len(taken)
+            self.assigned |= dict.fromkeys(taken, demand.experiment_id)
+
+    def leaving(self, demands: Sequence[Demand]) -> dict[str, WhyLeave]:
+        """Choose who leaves: no more than others will have, besides what is above a maximum."""
+        if self.kind is Kind.TRAINER:
+            return {}
+        maximums = {d.experiment_id: d.quotas[self.kind].max for d in demands if d.uses(self.kind)}
+        chosen: dict[str, WhyLeave] = {}
+        offered: list[str] = []
+        # The last served give first; of each, those that are leaving already, then the newest.
+        for experiment_id in reversed(self.held):
+            services = self.held[experiment_id]
+            above_target = max(0, len(services) - self.targets[experiment_id])
+            newest_first = sorted(enumerate(services), key=lambda numbered: (not numbered[1].is_leaving, -numbered[0]))
+            excess = [service.service_id for _, service in newest_first[:above_target]]
+            maximum = maximums.get(experiment_id)
+            above = 0 if maximum is None else max(0, len(services) - maximum)
+            chosen |= dict.fromkeys(excess[:above], WhyLeave.MAXIMUM)
+            offered += excess[above:]
+        arriving = self._on_their_way + len(chosen)
+        needed = max(0, self._needed - arriving)
+        hungry = max(0, self._hungry - max(0, arriving - self._needed))
+        chosen |= dict.fromkeys(offered[:needed], WhyLeave.MINIMUM)
+        return chosen | dict.fromkeys(offered[needed : needed + hungry], WhyLeave.SHARE)
+
+    def _minimum(self, demand: Demand) -> int:
+        return demand.quotas[self.kind].min if demand.uses(self.kind) else 0
+
+    def _wanted(self, demand: Demand) -> int:
+        secured = min(self._minimum(demand), self.targets[demand.experiment_id])
+        return max(0, secured - len(self.held.get(demand.experiment_id, ())))
+
+    def _take(self, count: int) -> list[str]:
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken

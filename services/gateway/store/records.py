@@ -15,7 +15,7 @@ class ExperimentRecord:
         id: its name in every URL and Redis key.
         name: the spec's name.
         state: where its life stands.
-        revision: grows with each change of the spec.
+        revision: grows with each change of the spec that its services have to take up; one of ``resources`` is none.
         spec: the resolved spec as JSON.
         directory: where it keeps its files.
         created_at, updated_at, started_at: seconds since the epoch; not started is None.

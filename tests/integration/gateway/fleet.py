@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,19 @@ def a_spec(folder: Path, **changes: Any) -> dict[str, Any]:
         "name": "tiny",
         "model": {"path": str(model)},
         "data": {"path": str(folder / "train.jsonl")},
-        "rollout": {"group_size": 2, "num_rollouts": 1, "sampling": {"max_new_tokens": 8}},
+        "rollout": {"group_size": 2, "sampling": {"max_new_tokens": 8}},
         "reward": {"components": [{"kind": "numeric"}]},
         "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
         "checkpoint": {"every_steps": 1},
     }
     return spec | changes
+
+
+@asynccontextmanager
+async def a_fleet(url: str, redis_url: str, *kinds: "type[Scripted]") -> AsyncIterator[list[Any]]:
+    """Scripted services of these kinds."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(kind(url, redis_url)) for kind in kinds]
 
 
 @asynccontextmanager
@@ -108,6 +115,7 @@ class Scripted:
         self.publication: PublicationReport | None = None
         self.failure: Failure | None = None
         self.experiment_id: str | None = None
+        self.is_leaving = False
         registration = Registration(
             kind=self.kind,
             address="http://127.0.0.1:9",
@@ -143,7 +151,13 @@ class Scripted:
             self.experiment_id = assigned
             self.failure = None
             if assigned is not None and desired.assignment is not None:
+                self.is_leaving = False
                 self.begin(assigned)
+        if desired.state is WorkState.DRAINING and assigned is not None:
+            self.is_leaving = True
+            await asyncio.gather(*self._tasks)
+            self.state = WorkState.FINISHED
+            return
         self.state = WorkState.IDLE if assigned is None else desired.state
         self.take(desired)
 
@@ -219,11 +233,16 @@ class ScriptedRollout(Scripted):
 
     async def answer(self, plane: RedisDataPlane, lane: Lane) -> None:
         hop = plane.hop(HopName.TASKS, self.id)
-        while True:
+        while not self.is_leaving:
             for claim in await hop.claim(4, wait_seconds=0.2):
                 task = claim.task()
                 while self.state is not WorkState.RUNNING or (self.version or 0) < task.min_version:
+                    if self.is_leaving:
+                        break
                     await asyncio.sleep(0.01)
+                if (self.version or 0) < task.min_version:
+                    assert await hop.hand_back(claim)
+                    continue
                 if task.pinned_version is not None:
                     assert self.version == task.pinned_version
                 await hop.forward(claim, a_group(task, version=self.version))
@@ -240,7 +259,7 @@ class ScriptedReward(Scripted):
 
     async def grade(self, plane: RedisDataPlane) -> None:
         hop = plane.hop(HopName.GENERATED, self.id)
-        while True:
+        while not self.is_leaving:
             for claim in await hop.claim(4, wait_seconds=0.2):
                 group = claim.group()
                 rewards = [1.0] + [0.0] * (group.task.group_size - 1)

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,14 @@ from shared.errors import FlotillaError
 from shared.schemas.service import Failure, WorkState
 from tests.integration.gateway.fleet import (
     TOKEN,
-    Scripted,
     ScriptedReward,
     ScriptedRollout,
     ScriptedTrainer,
+    a_fleet,
     a_gateway,
     a_spec,
     until,
 )
-
-
-@asynccontextmanager
-async def a_fleet(url: str, redis_url: str, *kinds: type[Scripted]) -> AsyncIterator[list[Any]]:
-    """Scripted services of these kinds."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(kind(url, redis_url)) for kind in kinds]
 
 
 async def started(client: GatewayClient, spec: dict[str, Any]) -> str:
@@ -148,7 +139,7 @@ async def test_a_rollout_that_does_not_answer_costs_a_publication_one_deadline(
         deaf = services[1]
         deaf.is_deaf = True
         spec = a_spec(tmp_path, optimisation=optimisation(2))
-        spec["rollout"]["num_rollouts"] = 2
+        spec["resources"] = {"rollouts": {"min": 2}}
 
         path = await started(client, spec)
         view = await wait_for(client, path, "completed", "failed")

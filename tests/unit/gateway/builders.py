@@ -28,7 +28,7 @@ def spec_document(**changes: Any) -> dict[str, Any]:
         "name": "tiny",
         "model": {"path": "/nowhere/model"},
         "data": {"path": "/nowhere/train.jsonl"},
-        "rollout": {"group_size": 2, "num_rollouts": 1, "sampling": {"max_new_tokens": 8}},
+        "rollout": {"group_size": 2, "sampling": {"max_new_tokens": 8}},
         "reward": {"components": [{"kind": "numeric"}]},
         "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
     }

@@ -1,82 +1,190 @@
-from services.gateway.scheduler.placement import Candidate, Demand, describe_lack, needs_of, place
+from services.gateway.scheduler.placement import Candidate, Demand, WhyLeave, place, quotas_of
+from shared.config.resources import QuotaConfig
 from shared.schemas.service import ServiceKind as Kind
 from tests.unit.gateway.builders import a_spec
 
-NEEDS = {Kind.TRAINER: 1, Kind.ROLLOUT: 2, Kind.REWARD: 1}
+
+def quotas(rollouts: int = 2, most: int | None = None) -> dict[Kind, QuotaConfig]:
+    one = QuotaConfig(min=1, max=1)
+    return {Kind.TRAINER: one, Kind.ROLLOUT: QuotaConfig(min=rollouts, max=most), Kind.REWARD: one}
 
 
-def candidates(**counts: int) -> list[Candidate]:
+def waiting(name: str, rollouts: int = 2, **fields: object) -> Demand:
+    return Demand(name, quotas(rollouts), False, **fields)  # type: ignore[arg-type]
+
+
+def running(name: str, rollouts: int = 1, most: int | None = None, **fields: object) -> Demand:
+    return Demand(name, quotas(rollouts, most), True, **fields)  # type: ignore[arg-type]
+
+
+def idle(**counts: int) -> list[Candidate]:
     return [Candidate(f"{kind}{n}", Kind(kind)) for kind, count in counts.items() for n in range(count)]
 
 
+def held(by: str, **counts: int) -> list[Candidate]:
+    return [Candidate(f"{by}-{kind}{n}", Kind(kind), by) for kind, count in counts.items() for n in range(count)]
+
+
+def served(by: str, rollouts: int) -> list[Candidate]:
+    return held(by, trainer=1, reward=1, rollout=rollouts)
+
+
 def test_an_experiment_gets_all_that_it_needs_in_the_order_of_registration() -> None:
-    placement = place([Demand("a", NEEDS, False)], candidates(trainer=2, rollout=2, reward=1))
+    placement = place([waiting("a")], idle(trainer=2, rollout=2, reward=1))
 
     assert placement.assigned == {"trainer0": "a", "rollout0": "a", "rollout1": "a", "reward0": "a"}
     assert placement.lacking == {}
 
 
 def test_an_experiment_that_lacks_something_gets_nothing_and_is_told_what() -> None:
-    placement = place([Demand("a", NEEDS, False)], candidates(rollout=1, reward=1))
+    placement = place([waiting("a")], idle(rollout=1, reward=1))
 
     assert placement.assigned == {}
     assert placement.lacking == {"a": {Kind.TRAINER: 1, Kind.ROLLOUT: 1}}
-    assert describe_lack(placement.lacking["a"]) == "waiting for 1 trainer and 1 rollout to register"
 
 
 def test_first_come_first_served() -> None:
-    demands = [Demand("first", NEEDS, False), Demand("second", NEEDS, False)]
-
-    placement = place(demands, candidates(trainer=1, rollout=2, reward=1))
+    placement = place([waiting("first"), waiting("second")], idle(trainer=1, rollout=2, reward=1))
 
     assert set(placement.assigned.values()) == {"first"}
     assert set(placement.lacking) == {"second"}
 
 
-def test_a_later_experiment_starts_when_an_earlier_one_cannot() -> None:
-    demands = [Demand("greedy", {**NEEDS, Kind.ROLLOUT: 9}, False), Demand("modest", NEEDS, False)]
+def test_a_higher_priority_starts_first() -> None:
+    demands = [waiting("first"), waiting("urgent", priority=1)]
 
-    placement = place(demands, candidates(trainer=1, rollout=3, reward=1))
+    assert set(place(demands, idle(trainer=1, rollout=2, reward=1)).assigned.values()) == {"urgent"}
+
+
+def test_a_later_experiment_starts_when_an_earlier_one_cannot() -> None:
+    placement = place([waiting("greedy", 9), waiting("modest")], idle(trainer=1, rollout=3, reward=1))
 
     assert set(placement.assigned.values()) == {"modest"}
 
 
-def test_surplus_rollouts_join_the_poorest_running_experiment() -> None:
-    held = [Candidate("t", Kind.TRAINER, "a"), Candidate("r", Kind.ROLLOUT, "a"), Candidate("w", Kind.REWARD, "a")]
-    needs = {**NEEDS, Kind.ROLLOUT: 1}
-    others = [Candidate(f"{c.service_id}b", c.kind, "b") for c in held] + [Candidate("x", Kind.ROLLOUT, "b")]
+def test_idle_rollouts_join_those_that_run_by_weight() -> None:
+    demands = [running("a"), running("b", weight=3.0)]
 
-    placement = place([Demand("a", needs, True), Demand("b", needs, True)], [*held, *others, *candidates(rollout=3)])
+    placement = place(demands, [*served("a", 1), *served("b", 1), *idle(rollout=4)])
 
-    assert placement.assigned == {"rollout0": "a", "rollout1": "a", "rollout2": "b"}
+    assert sorted(placement.assigned.values()) == ["a", "b", "b", "b"]
+    assert placement.leaving == {}
 
 
-def test_rollouts_that_a_waiting_experiment_will_need_are_kept_for_it() -> None:
-    held = [Candidate("t", Kind.TRAINER, "a"), Candidate("r", Kind.ROLLOUT, "a"), Candidate("w", Kind.REWARD, "a")]
-    demands = [Demand("a", {**NEEDS, Kind.ROLLOUT: 1}, True), Demand("b", NEEDS, False)]
+def test_nobody_gets_more_than_its_maximum_and_others_take_the_rest() -> None:
+    demands = [running("a", most=2), running("b")]
 
-    placement = place(demands, [*held, *candidates(rollout=3)])
+    placement = place(demands, [*served("a", 1), *served("b", 1), *idle(rollout=4)])
 
-    assert placement.assigned == {"rollout2": "a"}
+    assert sorted(placement.assigned.values()) == ["a", "b", "b", "b"]
+
+
+def test_surplus_is_taken_back_for_an_experiment_that_can_start_with_it() -> None:
+    services = [*served("a", 3), *idle(trainer=1, reward=1)]
+
+    placement = place([running("a"), waiting("b")], services)
+
+    assert placement.leaving == {"a-rollout2": WhyLeave.MINIMUM, "a-rollout1": WhyLeave.MINIMUM}
+    assert placement.assigned == {}
+    assert placement.coming == {"b": {Kind.ROLLOUT: 2}}
+    assert placement.lacking == {}
+
+
+def test_nothing_is_taken_back_for_an_experiment_that_could_not_start_even_so() -> None:
+    placement = place([running("a"), waiting("b", 4)], [*served("a", 3), *idle(trainer=1, reward=1)])
+
+    assert placement.leaving == {}
+    assert placement.lacking == {"b": {Kind.ROLLOUT: 2}}
+
+
+def test_what_is_already_leaving_is_what_leaves() -> None:
+    services = [*served("a", 1), Candidate("early", Kind.ROLLOUT, "a", is_leaving=True), *held("a", sandbox=1)]
+    services += [Candidate("late", Kind.ROLLOUT, "a"), *idle(trainer=1, reward=1)]
+
+    placement = place([running("a"), waiting("b", 1)], services)
+
+    assert placement.leaving == {"early": WhyLeave.MINIMUM}
+
+
+def test_who_was_asked_to_leave_stays_when_nobody_needs_it_any_more() -> None:
+    services = [*served("a", 1), Candidate("early", Kind.ROLLOUT, "a", is_leaving=True)]
+
+    assert place([running("a")], services).leaving == {}
+
+
+def test_what_is_on_its_way_is_not_asked_for_twice() -> None:
+    services = [*served("a", 2), Candidate("coming", Kind.ROLLOUT, None, is_leaving=True), *idle(trainer=1, reward=1)]
+
+    placement = place([running("a"), waiting("b", 1)], services)
+
+    assert placement.leaving == {}
+    assert placement.coming == {"b": {Kind.ROLLOUT: 1}}
+
+
+def test_what_an_experiment_needs_and_its_trainer_are_never_taken() -> None:
+    services = [*held("a", trainer=2, reward=1, rollout=2)]
+
+    placement = place([running("a", rollouts=2), waiting("b", 1, priority=100)], services)
+
+    assert placement.leaving == {}
+    assert placement.lacking == {"b": {Kind.TRAINER: 1, Kind.ROLLOUT: 1, Kind.REWARD: 1}}
+
+
+def test_a_running_experiment_below_its_minimum_gets_the_surplus_of_another() -> None:
+    placement = place([running("a"), running("b", rollouts=2)], [*served("a", 2), *served("b", 1)])
+
+    assert placement.leaving == {"a-rollout1": WhyLeave.MINIMUM}
+
+
+def test_a_higher_priority_takes_all_the_surplus_that_it_can_use() -> None:
+    demands = [running("a"), running("urgent", most=3, priority=1)]
+
+    placement = place(demands, [*served("a", 5), *served("urgent", 1)])
+
+    assert list(placement.leaving.values()) == [WhyLeave.SHARE, WhyLeave.SHARE]
+
+
+def test_a_paused_experiment_lends_its_surplus_only_to_who_can_use_it() -> None:
+    services = [*served("paused", 3), *served("b", 1)]
+    paused = running("paused", is_paused=True)
+
+    lent = place([paused, running("b")], services).leaving
+    kept = place([paused, running("b", most=1)], services).leaving
+
+    assert len(lent) == 2
+    assert kept == {}
+
+
+def test_what_is_above_a_maximum_leaves_though_nobody_wants_it() -> None:
+    placement = place([running("a", most=2)], served("a", 4))
+
+    assert placement.leaving == dict.fromkeys(("a-rollout3", "a-rollout2"), WhyLeave.MAXIMUM)
 
 
 def test_a_lost_trainer_is_replaced_at_once_and_only_then() -> None:
-    running = Demand("a", NEEDS, True)
-    held = [Candidate("r0", Kind.ROLLOUT, "a"), Candidate("r1", Kind.ROLLOUT, "a"), Candidate("w", Kind.REWARD, "a")]
+    services = held("a", rollout=2, reward=1)
 
-    assert place([running], held).lacking == {"a": {Kind.TRAINER: 1}}
-    assert place([running], [*held, *candidates(trainer=2)]).assigned == {"trainer0": "a"}
+    assert place([running("a")], services).lacking == {"a": {Kind.TRAINER: 1}}
+    assert place([running("a")], [*services, *idle(trainer=2)]).assigned == {"trainer0": "a"}
 
 
 def test_a_running_experiment_takes_up_what_there_is_of_what_it_lost() -> None:
-    held = [Candidate("t", Kind.TRAINER, "a")]
-
-    placement = place([Demand("a", NEEDS, True)], [*held, *candidates(rollout=1)])
+    placement = place([running("a", rollouts=2)], [*held("a", trainer=1), *idle(rollout=1)])
 
     assert placement.assigned == {"rollout0": "a"}
     assert placement.lacking == {"a": {Kind.ROLLOUT: 1, Kind.REWARD: 1}}
 
 
+def test_an_experiment_that_was_only_half_served_when_the_gateway_died_is_completed() -> None:
+    placement = place([waiting("a")], [*held("a", rollout=1), *idle(trainer=1, rollout=1, reward=1)])
+
+    assert sorted(placement.assigned) == ["reward0", "rollout0", "trainer0"]
+
+
 def test_a_sandbox_is_needed_only_by_a_reward_that_runs_code() -> None:
-    assert Kind.SANDBOX not in needs_of(a_spec())
-    assert needs_of(a_spec(reward={"components": [{"kind": "code"}]}))[Kind.SANDBOX] == 1
+    assert Kind.SANDBOX not in quotas_of(a_spec())
+    code = {"components": [{"kind": "code"}]}
+    assert quotas_of(a_spec(reward=code))[Kind.SANDBOX] == QuotaConfig(min=1, max=1)
+    wanted = {"sandboxes": {"min": 2}, "rewards": {"max": 3}, "rollouts": {"min": 4}}
+    found = quotas_of(a_spec(reward=code, resources=wanted))
+    assert (found[Kind.SANDBOX].min, found[Kind.REWARD].max, found[Kind.ROLLOUT].min) == (2, 3, 4)

@@ -82,7 +82,7 @@ SAMPLING: tuple[Parameter, ...] = (
             default=1.0, aliases=("--rollout.top_p",)),
     translated("--top_k", "rollout.sampling.top_k", integer, "-1, all tokens, is 0 here", example=50, default=-1,
                translate=lambda value: max(value or 0, 0)),
-    translated("--vllm_num_engines", "rollout.num_rollouts", integer, "rollout services that must be there",
+    translated("--vllm_num_engines", "resources.rollouts.min", integer, "rollout services that must be there",
                example=4, translate=lambda value: max(value or 1, 1), aliases=("--vllm.num_engines",)),
     refused("--agent_func_path", "episodes are single turns; an agent of your own would have to call the model itself",
             default=None, aliases=("--train.agent_func_path",)),

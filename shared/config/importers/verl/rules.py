@@ -202,7 +202,7 @@ def placement(source: Source) -> Fields:
             fields |= {"optimisation.device": device, "rollout.engine.device": device}
     if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
-        fields["rollout.num_rollouts"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
+        fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
     return fields
 
 

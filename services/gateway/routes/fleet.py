@@ -1,0 +1,14 @@
+"""Who serves whom."""
+
+from fastapi import APIRouter
+
+from services.gateway.routes.access import Gateway
+from shared.schemas.fleet import FleetView
+
+router = APIRouter(prefix="/fleet", tags=["services"])
+
+
+@router.get("")
+async def show(gateway: Gateway) -> FleetView:
+    """Show what each active experiment has of the fleet, what it should have, and what it waits for."""
+    return gateway.scheduler.view()

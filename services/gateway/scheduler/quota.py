@@ -1,0 +1,164 @@
+"""Quotas at work: what the placement says is done, and who serves whom is shown.
+
+A service that an experiment gives up is asked to leave first: it takes nothing new and finishes what it has in hand,
+until it says that it is done or its notice is over. Only then is it released, and given to another.
+"""
+
+import logging
+
+from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.control import Control
+from services.gateway.experiments.watchdog import SCHEDULER
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import LiveService, Registry
+from services.gateway.scheduler.explanation import why_waiting
+from services.gateway.scheduler.placement import Candidate, Demand, Placement, WhyLeave, place, quotas_of
+from shared.clock import Clock
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.fleet import ExperimentShare, FleetView, KindShare
+from shared.schemas.service import ServiceKind, WorkState
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Gives services to experiments.
+
+    Args:
+        patience_seconds: how long a share must be unfair before services move: a process that dies and comes back
+            within it moves nobody.
+        notice_seconds: how long a service that is asked to leave may take.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        book: Book,
+        fleet: Fleet,
+        control: Control,
+        clock: Clock,
+        *,
+        patience_seconds: float,
+        notice_seconds: float,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._fleet = fleet
+        self._control = control
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._notice_seconds = notice_seconds
+        self._unfair_since: float | None = None
+
+    async def round(self) -> None:
+        """Release who has left, ask those to leave who should, and assign what is idle."""
+        for service in self._registry:
+            if service.leaving is not None and service.experiment_id is not None:
+                is_done = service.is_observed and not service.works_for(service.experiment_id)
+                if is_done or service.leaving.ends_at <= self._clock.monotonic():
+                    await self._fleet.release(service, service.leaving.reason)
+        demands, candidates = self._demands(), self._candidates()
+        placement = place(demands, candidates)
+        await self._let_go(placement)
+        # Sandboxes first: a reward looks for its experiment's when it starts.
+        chosen = [service for service in self._registry if service.id in placement.assigned]
+        for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
+            await self._assign(service, self._book.get(placement.assigned[service.id]))
+        for demand in demands:
+            cause = why_waiting(demand.experiment_id, placement, demands, candidates)
+            await self._say_what_lacks(self._book.get(demand.experiment_id), cause)
+
+    def view(self) -> FleetView:
+        """Show who serves whom, and why."""
+        demands, candidates = self._demands(), self._candidates()
+        placement = place(demands, candidates)
+        return FleetView(
+            experiments=tuple(self._share(demand, placement, demands, candidates) for demand in demands),
+            idle={
+                kind.value: tuple(s.id for s in self._registry if s.kind is kind and s.experiment_id is None)
+                for kind in ServiceKind
+            },
+        )
+
+    def _demands(self) -> list[Demand]:
+        active = sorted((e for e in self._book if e.is_active), key=lambda e: e.record.started_at or 0.0)
+        return [
+            Demand(
+                experiment_id=experiment.id,
+                quotas=quotas_of(experiment.spec),
+                is_placed=experiment.record.trainer_epoch > 0,
+                weight=experiment.spec.resources.weight,
+                priority=experiment.spec.resources.priority,
+                is_paused=experiment.state is ExperimentState.PAUSED,
+            )
+            for experiment in active
+        ]
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(service.id, service.kind, service.experiment_id, service.leaving is not None or _is_busy(service))
+            for service in self._registry
+            # A draining trainer keeps its place until it is idle: an experiment never has two.
+            if not service.record.is_draining
+            or (service.kind is ServiceKind.TRAINER and service.experiment_id is not None)
+        ]
+
+    async def _let_go(self, placement: Placement) -> None:
+        now = self._clock.monotonic()
+        if WhyLeave.SHARE not in placement.leaving.values():
+            self._unfair_since = None
+        elif self._unfair_since is None:
+            self._unfair_since = now
+        is_patient = self._unfair_since is not None and now - self._unfair_since < self._patience_seconds
+        for service in self._registry:
+            why = placement.leaving.get(service.id)
+            if service.leaving is not None and why is None:
+                self._fleet.let_stay(service)
+            elif service.leaving is None and why is not None and not (why is WhyLeave.SHARE and is_patient):
+                await self._fleet.ask_to_leave(service, why.value, self._notice_seconds)
+
+    async def _assign(self, service: LiveService, experiment: Experiment) -> None:
+        if service.kind is ServiceKind.TRAINER:
+            await self._book.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
+        await self._registry.assign(service, experiment.id)
+        await self._control.note(experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value)
+
+    async def _say_what_lacks(self, experiment: Experiment, cause: str | None) -> None:
+        problem = experiment.record.problem
+        if cause is not None:
+            if await self._book.set_problem(experiment, SCHEDULER, cause):
+                await self._control.note(experiment, "waiting", component=SCHEDULER, cause=cause)
+        elif problem is not None and problem["component"] == SCHEDULER:
+            await self._book.update(experiment, problem=None)
+
+    def _share(
+        self, demand: Demand, placement: Placement, demands: list[Demand], candidates: list[Candidate]
+    ) -> ExperimentShare:
+        experiment = self._book.get(demand.experiment_id)
+        targets = placement.targets.get(experiment.id, {})
+        kinds = {}
+        for kind, quota in demand.quotas.items():
+            services = self._registry.of(experiment.id, kind)
+            kinds[kind.value] = KindShare(
+                min=quota.min,
+                max=quota.max,
+                share=targets.get(kind, 0),
+                services=tuple(service.id for service in services),
+                leaving={service.id: service.leaving.reason for service in services if service.leaving is not None},
+            )
+        return ExperimentShare(
+            experiment_id=experiment.id,
+            name=experiment.record.name,
+            state=experiment.state,
+            weight=demand.weight,
+            priority=demand.priority,
+            kinds=kinds,
+            waiting=why_waiting(experiment.id, placement, demands, candidates),
+        )
+
+
+def _is_busy(service: LiveService) -> bool:
+    """Whether it has no experiment any more, but is not yet done with the one it had."""
+    if service.experiment_id is not None:
+        return False
+    return service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None

@@ -1,0 +1,63 @@
+"""What an experiment may take of a fleet that it shares with others."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from shared.config.base import Config
+
+MEBIBYTE = 1024**2
+GIBIBYTE = 1024**3
+
+
+class QuotaConfig(Config):
+    """How many services of one kind work for the experiment."""
+
+    min: int = Field(1, ge=1)
+    """The experiment starts when it can have this many, and other experiments never take these away."""
+    max: int | None = Field(None, ge=1)
+    """It never has more than this many. Null: no bound."""
+
+    @model_validator(mode="after")
+    def _max_is_not_below_min(self) -> Self:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}: raise max, set it to null, or lower min")
+        return self
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no surplus can ever join."""
+        return self.max == self.min
+
+
+class ResourcesConfig(Config):
+    """Quotas. The trainer is always one, and always stays.
+
+    Beyond the minimums of all experiments, services of each kind are surplus: they are shared among the experiments
+    that run, by weight, and given back (drained, with a notice) when an experiment needs them for its minimum.
+    """
+
+    rollouts: QuotaConfig = QuotaConfig()
+    """Rollout services."""
+    rewards: QuotaConfig = QuotaConfig()
+    """Reward services."""
+    sandboxes: QuotaConfig | None = None
+    """Sandbox services. Null: exactly one where a reward component runs code, else none."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """Share of the surplus: an experiment of weight 2 gets twice as much of it as one of weight 1."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Experiments of a higher priority start first, and get all the surplus that they can use before lower ones get
+    any. Minimums of running experiments are never touched."""
+    stream_bytes: int = Field(4 * GIBIBYTE, ge=MEBIBYTE)
+    """Bound on each of the experiment's streams in the Redis server's memory, by its own estimate: while a stream
+    takes more, nothing is issued, and nothing is claimed that would be forwarded to it."""
+
+    @model_validator(mode="after")
+    def _weight_has_something_to_share(self) -> Self:
+        is_fixed = self.rollouts.is_fixed and self.rewards.is_fixed and (not self.sandboxes or self.sandboxes.is_fixed)
+        if self.weight != 1.0 and is_fixed:
+            raise ValueError(
+                f"resources.weight {self.weight:g} has no effect while every max equals its min, since there is no "
+                "surplus to share: raise resources.rollouts.max, or leave weight at 1"
+            )
+        return self

@@ -1,0 +1,210 @@
+"""What the scheduler does about a placement: notices, releases, patience, and what it shows."""
+
+import asyncio
+
+import pytest
+
+from services.gateway.experiments.book import Experiment
+from services.gateway.state import GatewayState
+from shared.clock import ManualClock
+from shared.errors import ActionNotAllowed, InvalidSpec
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ObservedState, ServiceKind, WorkState
+from tests.unit.gateway.builders import a_gateway, a_record, a_spec, add_experiment, add_service, say, stop
+
+ROLLOUT = ServiceKind.ROLLOUT
+EVERY_KIND = (ServiceKind.TRAINER, ServiceKind.REWARD, ROLLOUT)
+
+
+async def add(
+    gateway: GatewayState, experiment_id: str, state: ExperimentState, started_at: float = 1.0, **resources: object
+) -> Experiment:
+    spec = a_spec(resources=resources).model_dump(mode="json")
+    epoch = 0 if state is ExperimentState.STARTING else 1
+    return await add_experiment(
+        gateway, experiment_id, state=state, spec=spec, started_at=started_at, trainer_epoch=epoch
+    )
+
+
+async def run_alone(gateway: GatewayState, num_rollouts: int, **resources: object) -> tuple[Experiment, list[str]]:
+    experiment = await add(gateway, "first", ExperimentState.RUNNING, **resources)
+    for kind in (ServiceKind.TRAINER, ServiceKind.REWARD):
+        await add_service(gateway, kind, f"first {kind}", experiment.id)
+    return experiment, [await add_service(gateway, ROLLOUT, f"r{n}", experiment.id) for n in range(num_rollouts)]
+
+
+async def add_spares(gateway: GatewayState) -> None:
+    for kind in (ServiceKind.TRAINER, ServiceKind.REWARD):
+        await add_service(gateway, kind, f"spare {kind}")
+
+
+def of(gateway: GatewayState, experiment_id: str) -> list[str]:
+    return [service.id for service in gateway.registry.of(experiment_id, ROLLOUT)]
+
+
+async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_finished() -> None:
+    gateway = a_gateway()
+    first, rollouts = await run_alone(gateway, 2)
+    await add_spares(gateway)
+    second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
+
+    await gateway.conductor.round()
+
+    # Told to leave, and working still: nobody has got anything yet, and the second says why.
+    told = gateway.registry.get(rollouts[1])
+    assert gateway.fleet.desired(told).state is WorkState.DRAINING
+    assert gateway.fleet.desired(gateway.registry.get(rollouts[0])).state is WorkState.RUNNING
+    assert gateway.registry.of(second.id) == []
+    problem = gateway.control.view(second).problem
+    assert problem is not None
+    assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 rollout, which first gives back")
+    view = gateway.registry.view(told)
+    assert (view.experiment_id, view.leaving) == ("first", "another experiment needs it for its minimum")
+
+    await say(gateway, told.id, ObservedState(experiment_id=first.id, state=WorkState.FINISHED))
+    await gateway.conductor.round()
+    assert told.experiment_id is None
+    await say(gateway, told.id, ObservedState())
+    await gateway.conductor.round()
+
+    assert of(gateway, second.id) == [told.id]
+    assert gateway.control.view(second).problem is None
+    assert {service.kind for service in gateway.registry.of(second.id)} == set(EVERY_KIND)
+    assert of(gateway, first.id) == [rollouts[0]]
+    kinds = [event.type for event in await gateway.store.events(first.id, after=0, limit=100)]
+    assert kinds == ["service_asked_to_leave", "service_left"]
+    await stop(gateway)
+
+
+async def test_a_service_that_does_not_leave_in_time_is_released() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, notice_seconds=8.0)
+    _, rollouts = await run_alone(gateway, 2)
+    await add_spares(gateway)
+    await add(gateway, "second", ExperimentState.STARTING, 2.0)
+
+    await gateway.conductor.round()
+    clock.advance(7.9)
+    await gateway.conductor.round()
+    assert gateway.registry.get(rollouts[1]).experiment_id == "first"
+
+    clock.advance(0.2)
+    await gateway.conductor.round()
+    # Released, but not given away before it says that it is idle.
+    assert gateway.registry.get(rollouts[1]).experiment_id is None
+    await gateway.conductor.round()
+    assert of(gateway, "second") == []
+    await stop(gateway)
+
+
+async def test_a_notice_is_taken_back_when_nobody_needs_the_service_any_more() -> None:
+    gateway = a_gateway()
+    _, rollouts = await run_alone(gateway, 2)
+    await add_spares(gateway)
+    second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
+    await gateway.conductor.round()
+
+    await gateway.book.update(second, state=ExperimentState.STOPPED)
+    await gateway.conductor.round()
+
+    service = gateway.registry.get(rollouts[1])
+    assert service.leaving is None
+    assert gateway.fleet.desired(service).state is WorkState.RUNNING
+    await stop(gateway)
+
+
+async def test_an_unfair_share_moves_services_only_when_it_lasts() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, patience_seconds=5.0)
+    await run_alone(gateway, 3)
+    second = await add(gateway, "second", ExperimentState.RUNNING, 2.0)
+    for kind in EVERY_KIND:
+        await add_service(gateway, kind, f"second {kind}", second.id)
+
+    await gateway.conductor.round()
+    clock.advance(4.9)
+    await gateway.conductor.round()
+    assert [service.leaving for service in gateway.registry] == [None] * 8
+
+    clock.advance(0.2)
+    await gateway.conductor.round()
+    asked = [service.id for service in gateway.registry if service.leaving is not None]
+    assert len(asked) == 1 and asked[0] in of(gateway, "first")
+    await stop(gateway)
+
+
+async def test_a_drained_rollout_is_replaced_at_once() -> None:
+    gateway = a_gateway()
+    first, rollouts = await run_alone(gateway, 1)
+    spare = await add_service(gateway, ROLLOUT, "spare")
+
+    await gateway.fleet.drain(rollouts[0])
+    await gateway.conductor.round()
+
+    assert of(gateway, first.id) == [rollouts[0], spare]
+    await stop(gateway)
+
+
+async def test_the_fleet_is_shown_with_shares_and_what_is_waited_for() -> None:
+    gateway = a_gateway()
+    first, rollouts = await run_alone(gateway, 2, rollouts={"min": 2, "max": 5}, weight=2.0, priority=3)
+    await add(gateway, "second", ExperimentState.STARTING, 2.0)
+    await add_service(gateway, ServiceKind.REWARD, "idle one")
+
+    shown = gateway.scheduler.view()
+
+    mine, other = shown.experiments
+    assert (mine.experiment_id, mine.weight, mine.priority, mine.waiting) == (first.id, 2.0, 3, None)
+    share = mine.kinds["rollout"]
+    assert (share.min, share.max, share.share, share.services) == (2, 5, 2, tuple(rollouts))
+    assert mine.kinds["reward"].share == 2
+    assert other.kinds["rollout"].share == 0
+    assert other.waiting == (
+        "waiting for 1 trainer and 1 rollout to register or to fall free: first has 1 trainer; "
+        "first has 2 rollouts and needs 2"
+    )
+    assert [len(shown.idle[kind]) for kind in ("trainer", "rollout", "reward", "sandbox")] == [0, 0, 1, 0]
+
+
+async def test_a_change_of_quotas_takes_effect_and_no_service_notices() -> None:
+    gateway = a_gateway()
+    first, _ = await run_alone(gateway, 3)
+
+    await gateway.control.change(first.id, "{resources: {rollouts: {max: 1}, priority: 4}}")
+    await gateway.conductor.round()
+
+    assert (first.spec.resources.rollouts.max, first.spec.resources.priority) == (1, 4)
+    assert first.record.spec["resources"]["rollouts"] == {"min": 1, "max": 1}
+    assert first.record.revision == 1
+    assert sum(service.leaving is not None for service in gateway.registry.of(first.id)) == 2
+    assert [record.action for record in await gateway.store.audit(f"experiments/{first.id}", limit=1)] == ["change"]
+    await stop(gateway)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{optimisation: {steps: 9}}", "only resources can be changed"),
+        ("{resources: {rollouts: {min: 3, max: 2}}}", "max 2 is below min 3"),
+        ("{resources: {rolouts: {max: 2}}}", "did you mean resources.rollouts"),
+        ("{resources: 3}", "resources"),
+        ("{}", "what can be changed is resources"),
+    ],
+)
+async def test_a_change_that_is_not_possible_says_what_is(body: str, words: str) -> None:
+    gateway = a_gateway()
+    first = await add(gateway, "first", ExperimentState.RUNNING)
+
+    with pytest.raises(InvalidSpec, match=words):
+        await gateway.control.change(first.id, body)
+
+    assert first.spec == a_spec()
+
+
+async def test_an_experiment_that_has_ended_is_not_changed() -> None:
+    gateway = a_gateway()
+    await gateway.book.add(a_record("over", state=ExperimentState.COMPLETED), a_spec())
+
+    with pytest.raises(ActionNotAllowed, match="completed"):
+        await gateway.control.change("over", "{resources: {priority: 1}}")
+    await asyncio.sleep(0)

@@ -1,0 +1,28 @@
+"""A sandbox says for which experiment it is there: without that an experiment that runs code never starts."""
+
+from services.sandbox.__main__ import Waiting
+from shared.schemas.service import Assignment, DesiredState, ObservedState, WorkState
+
+
+async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None:
+    told: list[None] = []
+    waiting = Waiting()
+    waiting.tell = lambda: told.append(None)
+    assignment = Assignment(experiment_id="a", revision=1, spec={}, directory="/nowhere")
+    seen = [waiting.observe()]
+
+    for state, given in (
+        (WorkState.RUNNING, assignment),
+        (WorkState.DRAINING, assignment),
+        (WorkState.IDLE, None),
+    ):
+        await waiting.apply(DesiredState(tag=state.value, state=state, assignment=given))
+        seen.append(waiting.observe())
+
+    assert seen == [
+        ObservedState(),
+        ObservedState(experiment_id="a", state=WorkState.RUNNING),
+        ObservedState(experiment_id="a", state=WorkState.FINISHED),
+        ObservedState(),
+    ]
+    assert len(told) == 3

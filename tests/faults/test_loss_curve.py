@@ -66,7 +66,8 @@ async def kill_in_turn(fleet: RunningFleet, client: GatewayClient, experiment_id
 async def test_faults_do_not_change_the_losses(tmp_path: Path) -> None:
     spec = make_experiment(
         tmp_path,
-        rollout={"engine": {"slots": 16, "context_tokens": 128, "batch_invariant": True}, "num_rollouts": 2},
+        rollout={"engine": {"slots": 16, "context_tokens": 128, "batch_invariant": True}},
+        resources={"rollouts": {"min": 2}},
         optimisation={"steps": STEPS, "learning_rate": 1e-3},
         asynchrony={"staleness_threshold": 0.0, "on_weight_update": "drain"},
     )

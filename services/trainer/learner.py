@@ -28,18 +28,12 @@ from services.trainer.models.versions import VersionedWeights
 from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, InvalidSpec
+from shared.errors import DataError
 from shared.schemas.trajectory import Group
 from shared.weights.flat_parameters import FlatParameters
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
 """Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
-
-UNSUPPORTED_ADVANTAGES: Mapping[str, str] = {
-    "remax": "greedy answers beside the sampled ones, which the rollouts do not make",
-    "gigpo": "the states of an environment's steps, which trajectories do not carry",
-    "step_reinforce": "the states of an environment's steps, which trajectories do not carry",
-}
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,6 @@ class _Prepared:
     sequence_weights: Tensor | None
 
 
-def check_supported(spec: ExperimentSpec) -> None:
-    """Refuse what the trainer cannot do.
-
-    Raises:
-        InvalidSpec: the advantage estimator needs an input that nobody makes.
-    """
-    missing = UNSUPPORTED_ADVANTAGES.get(spec.algorithm.advantage.kind)
-    if missing is not None:
-        raise InvalidSpec(f"algorithm.advantage.kind {spec.algorithm.advantage.kind} needs {missing}")
-
-
 class Learner:
     """Owns the policy's weights and their optimiser.
 
@@ -88,12 +71,10 @@ class Learner:
         reference: the policy that the KL is measured from; needed if the spec has a KL.
 
     Raises:
-        InvalidSpec: see ``check_supported``.
         ModelError: packing was asked for and the model cannot be packed.
     """
 
     def __init__(self, spec: ExperimentSpec, loaded: LoadedModel, reference: LoadedModel | None = None) -> None:
-        check_supported(spec)
         self.spec = spec
         self.loaded = loaded
         wire_dtype = spec.asynchrony.publication.wire_dtype

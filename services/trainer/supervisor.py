@@ -187,7 +187,7 @@ class Supervisor:
         self._become(WorkState.STARTING)
         self._is_leaving = False
         try:
-            self._worker = await self._start_worker(launch, spec.optimisation.threads, self._hear)
+            self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
         except OSError as error:
             self._fail(Failure(component=COMPONENT, cause=f"no process can be started: {error}"), is_hopeless=True)
             return

@@ -6,6 +6,7 @@ name.
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -19,8 +20,13 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, Scalar
 
 MAX_SHOWN = 80
-MOVED = {"rollout.num_rollouts": "resources.rollouts.min"}
+MOVED = {
+    "rollout.num_rollouts": "resources.rollouts.min",
+    "optimisation.device": "parallelism.device",
+    "optimisation.threads": "parallelism.threads",
+}
 """Keys that had another place once, and where they are now."""
+DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
 def parse_document(text: str, *, source: str) -> dict[str, Any]:
@@ -158,8 +164,24 @@ def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
     if item["type"] == "missing":
         return {"path": path, "value": None, "allowed": "this key is required"}
     message = str(item["msg"]).removeprefix("Value error, ")
-    says_value = bool(path) and not isinstance(value, Mapping | BaseModel)
+    if not path:
+        return {"path": _first_field(message, root), "value": None, "allowed": message}
+    says_value = not isinstance(value, Mapping | BaseModel)
     return {"path": path, "value": shown, "allowed": f"{message}, got {shown!r}" if says_value else message}
+
+
+def _first_field(message: str, root: type[BaseModel]) -> str:
+    """Find the field that a rule across sections names first."""
+    for match in DOTTED.finditer(message):
+        candidates = [root]
+        for part in match[0].split("."):
+            fields = [field for model in candidates for name, field in model.model_fields.items() if name == part]
+            candidates = [model for field in fields for model in _models(field.annotation)]
+            if not fields:
+                break
+        else:
+            return match[0]
+    return ""
 
 
 def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:

@@ -38,10 +38,6 @@ class OptimisationConfig(Config):
     """packed: several sequences per row without padding between them; padded: one sequence per row;
     auto: whichever costs less for the mini-batch, a packed position counting a quarter more for its attention mask.
     A model whose layers are not all plain attention is always padded."""
-    threads: int = Field(1, ge=1)
-    """Compute threads of the trainer's process on a CPU."""
-    device: str = "cpu"
-    """Torch device, such as cpu or cuda:0."""
 
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "OptimisationConfig":

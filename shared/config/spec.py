@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from shared.config.agreement import check_agreement
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.base import Config
@@ -12,6 +13,7 @@ from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
+from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
 from shared.config.reward import CodeConfig, RewardConfig
@@ -33,6 +35,7 @@ class ExperimentSpec(Config):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimisation: OptimisationConfig
     asynchrony: AsynchronyConfig = AsynchronyConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
     evaluation: EvaluationConfig | None = None
     """Null: never evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -57,15 +60,15 @@ class ExperimentSpec(Config):
     @property
     def is_on_gpus(self) -> bool:
         """Whether trainer and engines compute on GPUs."""
-        return self.optimisation.device.startswith("cuda") and self.rollout.engine.device.startswith("cuda")
+        return self.parallelism.device.startswith("cuda") and self.rollout.engine.device.startswith("cuda")
 
     @model_validator(mode="after")
     def _weights_can_travel(self) -> Self:
         publication = self.asynchrony.publication
         if publication.transport is TransportChoice.NCCL and not self.is_on_gpus:
             raise ValueError(
-                f"asynchrony.publication.transport nccl needs GPUs, but optimisation.device is "
-                f"{self.optimisation.device} and rollout.engine.device {self.rollout.engine.device}: set both to "
+                f"asynchrony.publication.transport nccl needs GPUs, but parallelism.device is "
+                f"{self.parallelism.device} and rollout.engine.device {self.rollout.engine.device}: set both to "
                 "cuda devices, or transport to auto"
             )
         if publication.wire_dtype is not None and publication.wire_dtype == self.model.dtype:
@@ -76,13 +79,8 @@ class ExperimentSpec(Config):
         return self
 
     @model_validator(mode="after")
-    def _sampling_fits_evaluation(self) -> Self:
-        wanted = self.evaluation.max_new_tokens if self.evaluation else None
-        if wanted is not None and wanted >= self.rollout.engine.context_tokens:
-            raise ValueError(
-                f"evaluation.max_new_tokens {wanted} leaves no room for a prompt in rollout.engine.context_tokens "
-                f"{self.rollout.engine.context_tokens}: lower the first or raise the second"
-            )
+    def _sections_agree(self) -> Self:
+        check_agreement(self)
         return self
 
     @model_validator(mode="after")

@@ -109,7 +109,7 @@ class CheckpointManager:
             ModelError: model or checkpoint cannot be used; one sentence says why.
         """
         self._storage.sweep()
-        device = check_device(spec.optimisation.device)
+        device = check_device(spec.parallelism.device)
         stored = self._storage.newest()
         if stored is not None:
             check_same_lineage(stored.state, spec)

@@ -18,7 +18,7 @@ from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
 from services.trainer.durability import Durability
 from services.trainer.images import ImagePool
-from services.trainer.learner import Learner, check_supported
+from services.trainer.learner import Learner
 from services.trainer.loop import TrainingLoop
 from services.trainer.publisher import Gateway, Publisher
 from services.trainer.reporter import Reporter
@@ -99,13 +99,12 @@ async def open_session(spec: ExperimentSpec, around: Surroundings, control: Cont
     Raises:
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
     """
-    check_supported(spec)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
     await queue.take_over(around.incarnation)
     storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
     manager = CheckpointManager(around.experiment_id, storage)
-    with compute_thread(spec.optimisation.threads) as compute:
+    with compute_thread(spec.parallelism.threads) as compute:
         loop = asyncio.get_running_loop()
         learner, progress = await loop.run_in_executor(compute, partial(manager.restore, spec))
         slice_bytes = spec.asynchrony.publication.slice_bytes

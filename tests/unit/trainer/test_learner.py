@@ -8,7 +8,6 @@ import torch
 
 from services.trainer.learner import Learner
 from services.trainer.models.loading import LoadedModel
-from shared.errors import InvalidSpec
 from shared.schemas.trajectory import Group
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
@@ -114,14 +113,6 @@ def test_recompute_at_version_uses_the_weights_that_sampled() -> None:
     assert abs(under_version_0["ratio/approx_kl"]) > 1e-4
     assert learner.versions is not None
     assert learner.versions.versions == (0, 1)
-
-
-@pytest.mark.parametrize("kind", ["remax", "gigpo", "step_reinforce"])
-def test_an_estimator_whose_inputs_nobody_makes_is_refused(kind: str) -> None:
-    spec = a_spec(algorithm={"advantage": {"kind": kind}})
-
-    with pytest.raises(InvalidSpec, match=f"{kind} needs"):
-        Learner(spec, LoadedModel(a_model(), Path()))
 
 
 def test_bfloat16_weights_follow_float32_masters() -> None:

@@ -199,7 +199,7 @@ def placement(source: Source) -> Fields:
     if source.has("trainer.device"):
         device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
         if device is not None:
-            fields |= {"optimisation.device": device, "rollout.engine.device": device}
+            fields |= {"parallelism.device": device, "rollout.engine.device": device}
     if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)

@@ -27,7 +27,7 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                example=3, default=None, context={"trainer.save_freq": 2}),
     applied("trainer.critic_warmup", "algorithm.value_loss.warmup_steps", integer, "steps of the critic alone",
             example=5, default=0, context={"algorithm.adv_estimator": "gae"}),
-    translated("trainer.device", ("optimisation.device", "rollout.engine.device"), text,
+    translated("trainer.device", ("parallelism.device", "rollout.engine.device"), text,
                "cuda is cuda:0, npu is refused; where it is silent, our own default: where to run is not what to run",
                example="cuda"),
     translated("trainer.logger", "tracking.trackers", texts,

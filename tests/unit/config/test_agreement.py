@@ -1,0 +1,55 @@
+"""Rules across sections: each names both fields, and the entry has the path of one of them."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.load import validate_spec
+from shared.errors import InvalidSpec
+from tests.unit.config.test_load import a_document
+
+SHORT = {"sampling": {"max_new_tokens": 16}, "engine": {"context_tokens": 64}}
+CUSTOM = {"kind": "gdpo", "components": ["style"]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "words"),
+    [
+        ({"algorithm": {"advantage": {"kind": "remax"}}}, "algorithm.advantage.kind", "use rloo"),
+        ({"algorithm": {"advantage": {"kind": "gigpo"}}}, "algorithm.advantage.kind", "use grpo"),
+        ({"algorithm": {"advantage": {"kind": "step_reinforce"}}}, "algorithm.advantage.kind", "use reinforce"),
+        ({"algorithm": {"advantage": CUSTOM}}, "algorithm.advantage.components", "reward.components"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size", "algorithm.advantage.kind grpo"),
+        ({"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo_passk"}}}, "rollout.group_size",
+         "algorithm.advantage.kind grpo_passk"),
+        ({"rollout": SHORT, "evaluation": {"path": "x", "max_new_tokens": 64}}, "evaluation.max_new_tokens",
+         "rollout.engine.context_tokens 64"),
+        ({"rollout": SHORT, "reward": {"shaping": {"overlong": {"max_length": 64, "buffer": 8}}}},
+         "reward.shaping.overlong", "rollout.sampling.max_new_tokens 16"),
+        ({"rollout": SHORT, "reward": {"sample_mask": {"truncated": True, "max_length": 17}}},
+         "reward.sample_mask.max_length", "rollout.sampling.max_new_tokens 16"),
+        ({"parallelism": {"tensor_parallel_size": 2}}, "parallelism", "raise resources.rollouts.min"),
+        ({"parallelism": {"ranks": 4}}, "parallelism", "parallelism.ranks asks for several training processes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str, words: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(a_document(**sections))
+
+    assert [entry["path"] for entry in caught.value.errors] == [path]
+    assert words in str(caught.value.errors[0]["allowed"])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo", "group_of_one": "raw"}}},
+        {"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "reinforce_plus_plus"}}},
+        {"rollout": SHORT, "reward": {"shaping": {"overlong": {"max_length": 20, "buffer": 8}}}},
+        {"rollout": SHORT, "reward": {"sample_mask": {"truncated": True, "max_length": 16}}},
+        {"reward": {"components": [{"kind": "exact", "name": "style"}]}, "algorithm": {"advantage": CUSTOM}},
+        {"parallelism": {"threads": 2, "device": "cuda:0"}},
+    ],
+)
+def test_what_goes_together_is_valid(sections: dict[str, Any]) -> None:
+    validate_spec(a_document(**sections))

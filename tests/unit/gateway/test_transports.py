@@ -16,7 +16,7 @@ BLIND = Capabilities(transports=EVERY)
 PULLING = Capabilities(transports=("pull",))
 CUDA = {
     "rollout": spec_document()["rollout"] | {"engine": {"device": "cuda:1"}},
-    "optimisation": spec_document()["optimisation"] | {"device": "cuda:0"},
+    "parallelism": {"device": "cuda:0"},
 }
 
 

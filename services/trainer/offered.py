@@ -23,7 +23,7 @@ class OfferedImages:
         self._published = published
         self._held: dict[int, WeightImage] = {}
 
-    def offer(self, version: int, path: Path) -> None:
+    def offer(self, version: int, path: Path, checksum: str) -> None:
         """Offer a version; the oldest one is let go."""
         try:
             image = WeightImage.attach(path)
@@ -32,7 +32,7 @@ class OfferedImages:
             return
         replaced = self._held.pop(version, None)
         self._held[version] = image
-        self._published.publish(version, path)
+        self._published.publish(version, path, checksum)
         if replaced is not None:
             replaced.close()
         for old in [each for each in self._held if each not in self._published.versions]:

@@ -50,7 +50,8 @@ class Publisher:
         images: where snapshots are kept.
         experiment_id: whose versions these are.
         service_id: the trainer service that sends.
-        on_image: offers the image of a version to be pulled; its version is announced when this has returned.
+        on_image: offers the image of a version to be pulled, with its checksum; the version is announced when this has
+            returned.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Publisher:
         *,
         experiment_id: str,
         service_id: str,
-        on_image: Callable[[int, Path], Awaitable[None]],
+        on_image: Callable[[int, Path, str], Awaitable[None]],
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
@@ -129,7 +130,7 @@ class Publisher:
         started = time.monotonic()
         manifest = await asyncio.to_thread(self._images.manifest, path, version)
         # Without a member the version is current at once, and rollouts pull it.
-        await self._on_image(version, path)
+        await self._on_image(version, path, manifest.checksum)
         while True:
             try:
                 outcome = await self._negotiate(manifest, path, step)

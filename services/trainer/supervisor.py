@@ -203,7 +203,7 @@ class Supervisor:
         if self._is_leaving:
             return
         if isinstance(message, ImageReady):
-            self._images.offer(message.version, Path(message.path))
+            self._images.offer(message.version, Path(message.path), message.checksum)
             if self._worker is not None:
                 self._worker.tell(Offered(version=message.version))
         elif isinstance(message, Failed):

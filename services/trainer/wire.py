@@ -70,6 +70,8 @@ class ImageReady(Line):
     kind: Literal["image"] = "image"
     version: int
     path: str
+    checksum: str
+    """Of the snapshot: who pulls holds what arrives against it."""
 
 
 class Failed(Line):

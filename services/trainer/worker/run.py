@@ -127,9 +127,9 @@ class WorkerProcess:
             else:
                 self._control.stop()
 
-    async def _offer(self, version: int, path: Path) -> None:
+    async def _offer(self, version: int, path: Path, checksum: str) -> None:
         """Let the supervisor serve an image, and wait until it does."""
-        self._say(ImageReady(version=version, path=str(path)))
+        self._say(ImageReady(version=version, path=str(path), checksum=checksum))
         try:
             async with asyncio.timeout(OFFER_SECONDS):
                 while await self._offered.get() != version:

@@ -58,7 +58,7 @@ class Surroundings:
     gateway: Gateway
     endpoint: WeightSender
     plane: DataPlane
-    on_image: Callable[[int, Path], Awaitable[None]]
+    on_image: Callable[[int, Path, str], Awaitable[None]]
     on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
 

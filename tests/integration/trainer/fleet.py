@@ -168,7 +168,7 @@ class YesGateway:
             deadline_seconds=5.0,
         ).model_dump(mode="json")
 
-    async def on_image(self, version: int, path: Path) -> None:
+    async def on_image(self, version: int, path: Path, checksum: str) -> None:
         """Pull a version as soon as it can be pulled."""
         self.images[version] = path.read_bytes()
 

@@ -116,7 +116,7 @@ class Rig:
             on_image=self._offer,
         )
 
-    async def _offer(self, version: int, path: Path) -> None:
+    async def _offer(self, version: int, path: Path, checksum: str) -> None:
         self.offered.append(version)
 
     async def publish(self, version: int) -> None:

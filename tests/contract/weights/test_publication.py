@@ -1,0 +1,175 @@
+"""One suite over every way that a version takes: whole, checked and committed, or not served at all."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config.publication import PublicationConfig
+from shared.schemas.publication import ReceiveState
+from shared.weights.endpoint_client import EndpointClient
+from tests.contract.weights.fleet import PHASE_SECONDS, Fleet, a_fleet, a_rollout
+from tests.integration.weights.processes import images_of_this_process
+
+WAYS: dict[str, dict[str, Any]] = {
+    "gloo": {"transport": "gloo"},
+    "gloo bfloat16": {"transport": "gloo", "wire_dtype": "bfloat16"},
+    "shared_memory": {"transport": "shared_memory"},
+    "shared_memory bfloat16": {"transport": "shared_memory", "wire_dtype": "bfloat16"},
+    "pull": {"transport": "pull"},
+}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def endpoints() -> AsyncIterator[list[EndpointClient]]:
+    """The trainer's endpoint and those of three rollouts, for all tests: one takes seconds to start."""
+    made = [EndpointClient() for _ in range(4)]
+    await asyncio.gather(*(endpoint.start() for endpoint in made))
+    yield made
+    for endpoint in made:
+        await endpoint.close()
+
+
+@pytest.fixture(params=list(WAYS))
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return WAYS[request.param]
+
+
+@asynccontextmanager
+async def running(way: dict[str, Any], endpoints: list[EndpointClient], num_rollouts: int = 2) -> AsyncIterator[Fleet]:
+    before = images_of_this_process()
+    async with a_fleet(PublicationConfig(**way), endpoints, num_rollouts) as fleet:
+        yield fleet
+    assert images_of_this_process() == before
+
+
+async def test_every_rollout_serves_the_very_bytes_of_each_version(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        for version in (1, 2, 3, 4):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+        assert fleet.transports() == ({way["transport"]} - {"pull"})
+        assert {rollout.pulls for rollout in fleet.rollouts} == ({4} if way["transport"] == "pull" else {0})
+
+
+async def test_a_rollout_that_dies_before_is_not_waited_for(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        await fleet.train_and_publish(1)
+        await fleet.everybody_serves(1)
+        await fleet.rollouts.pop().die()
+        started = time.monotonic()
+
+        await fleet.train_and_publish(2)
+
+        await fleet.everybody_serves(2)
+        assert time.monotonic() - started < PHASE_SECONDS
+
+
+async def test_a_rollout_that_dies_during_the_transfer_costs_at_most_a_deadline(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        dying = fleet.rollouts.pop()
+        dying.is_stalled = True
+        started = time.monotonic()
+        publishing = asyncio.create_task(fleet.train_and_publish(1))
+        await asyncio.sleep(0.2)
+        await dying.die()
+
+        await publishing
+
+        await fleet.everybody_serves(1)
+        assert time.monotonic() - started < 10
+
+
+async def test_a_rollout_that_dies_after_the_transfer_changes_nothing(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        await fleet.train_and_publish(1)
+        await fleet.rollouts.pop().die()
+
+        await fleet.everybody_serves(1)
+        await fleet.train_and_publish(2)
+        await fleet.everybody_serves(2)
+
+
+async def test_a_rollout_that_hears_nothing_costs_one_deadline_and_catches_up(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        fleet.rollouts[0].is_stalled = True
+        started = time.monotonic()
+
+        await fleet.train_and_publish(1)
+
+        assert time.monotonic() - started < 2.5 * PHASE_SECONDS
+        fleet.rollouts[0].is_stalled = False
+        await fleet.everybody_serves(1)
+        await fleet.train_and_publish(2)
+        await fleet.everybody_serves(2)
+
+
+async def test_bytes_that_are_not_those_announced_are_never_served(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    def corrupt(version: int, path: Path) -> None:
+        if version == 1:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+
+    async with running(way, endpoints) as fleet:
+        fleet.before_announcing = corrupt
+
+        await fleet.train_and_publish(1)
+        await fleet.train_and_publish(2)
+
+        await fleet.everybody_serves(2)
+        states = {report.state for rollout in fleet.rollouts for report in rollout.reports if report.version == 1}
+        assert ReceiveState.RECEIVED not in states
+        assert all(list(rollout.engine.served) == [2] for rollout in fleet.rollouts)
+
+
+async def test_a_rollout_that_joins_late_begins_with_the_current_version(
+    way: dict[str, Any], endpoints: list[EndpointClient]
+) -> None:
+    async with running(way, endpoints) as fleet:
+        await fleet.train_and_publish(1)
+        await fleet.train_and_publish(2)
+
+        late = await a_rollout(fleet, "late", endpoints[3])
+
+        assert (late.gate.version, list(late.engine.served), late.pulls) == (2, [2], 1)
+        await fleet.train_and_publish(3)
+        await fleet.everybody_serves(3)
+        assert late.pulls == (2 if way["transport"] == "pull" else 1)
+
+
+async def test_rollouts_on_the_host_map_while_others_take_part_in_the_broadcast(
+    endpoints: list[EndpointClient],
+) -> None:
+    async with running({"transport": "auto"}, endpoints) as fleet:
+        registry = fleet.gateway.registry
+        elsewhere = registry.get(fleet.rollouts[0].service_id)
+        elsewhere.capabilities = elsewhere.capabilities.model_copy(update={"shared_memory": "elsewhere"})
+
+        for version in (1, 2):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+        assert fleet.transports() == {"gloo", "shared_memory"}

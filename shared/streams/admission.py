@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from shared.schemas.task import Task
+from shared.streams.keys import HopName
 
 
 class IssueOutcome(StrEnum):
@@ -40,7 +41,7 @@ class Admission(Protocol):
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
         """Issue one task while outstanding + consumed since the last publication < ``limit``.
 
-        Nothing is issued while a stream takes more memory than ``StreamsConfig.max_stream_bytes``.
+        Nothing is issued while a stream takes more memory than its bound.
         """
         ...
 
@@ -65,6 +66,20 @@ class Admission(Protocol):
 
     async def published_version(self) -> int | None:
         """Read the newest recorded version."""
+        ...
+
+    async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
+        """Bound the server's memory that each stream may take, or lift the bound, and measure the streams.
+
+        While a stream takes more, nothing is issued, and nothing is claimed that would be forwarded to it.
+
+        Returns:
+            The bytes that each stream takes, by the server's own estimate.
+        """
+        ...
+
+    async def forget_consumers(self, idle_seconds: float) -> int:
+        """Forget consumers that hold nothing and were silent for so long; returns how many."""
         ...
 
     async def oldest_outstanding_version(self) -> int | None:

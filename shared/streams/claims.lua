@@ -27,3 +27,15 @@ local function put_aside(stream, consumer, entry, deliveries)
   redis.call('XCLAIM', stream, GROUP, consumer, 0, entry,
     'RETRYCOUNT', math.max(0, tonumber(deliveries) - 1), 'JUSTID')
 end
+
+-- A stream's memory, estimated from a few of its nodes; without entries there is nothing to estimate.
+local function bytes_of(stream)
+  if redis.call('XLEN', stream) == 0 then return 0 end
+  return redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', 16)
+end
+
+-- Does the stream take more memory than the experiment allows?
+local function is_full(state, stream)
+  local bound = redis.call('HGET', state, 'stream_bytes')
+  return bound and bytes_of(stream) > tonumber(bound)
+end

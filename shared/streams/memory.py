@@ -129,6 +129,8 @@ class MemoryHop:
         self._store.wake()
 
     def _claim_now(self, count: int) -> list[Claim]:
+        if self.name.next is not None and self._store.is_full(self.name.next):
+            return []
         claims: list[Claim] = []
         for entry_id in self._free_again():
             if len(claims) == count:
@@ -180,9 +182,8 @@ class MemoryTrainerHop(MemoryHop):
 class MemoryAdmission:
     """Issues tasks; see ``Admission``."""
 
-    def __init__(self, store: MemoryStore, *, max_stream_bytes: int) -> None:
+    def __init__(self, store: MemoryStore) -> None:
         self._store = store
-        self._max_stream_bytes = max_stream_bytes
 
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
         """See ``Admission.issue``."""
@@ -194,7 +195,7 @@ class MemoryAdmission:
         store = self._store
         if tasks and tasks[0].group_id != store.next_group_id:
             return IssueResult(IssueOutcome.CURSOR_MOVED, 0, store.next_group_id)
-        if any(stream.size_bytes() > self._max_stream_bytes for stream in store.streams.values()):
+        if any(map(store.is_full, HopName)):
             return IssueResult(IssueOutcome.STREAM_FULL, 0, store.next_group_id)
         admitted = tasks[: max(0, limit - store.used())]
         for task in admitted:
@@ -224,6 +225,15 @@ class MemoryAdmission:
         """See ``Admission.published_version``."""
         return self._store.published_version
 
+    async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
+        """See ``Admission.bound``."""
+        self._store.stream_bytes = stream_bytes
+        return {hop: stream.size_bytes() for hop, stream in self._store.streams.items()}
+
+    async def forget_consumers(self, idle_seconds: float) -> int:
+        """See ``Admission.forget_consumers``: here a consumer that holds nothing leaves nothing behind."""
+        return 0
+
     async def oldest_outstanding_version(self) -> int | None:
         """See ``Admission.oldest_outstanding_version``."""
         return min(self._store.outstanding.values(), default=None)
@@ -242,7 +252,7 @@ class MemoryDataPlane:
         self._lane = lane
         self._config = config or StreamsConfig()
         self._store = MemoryStore(clock)
-        self.admission = MemoryAdmission(self._store, max_stream_bytes=self._config.max_stream_bytes)
+        self.admission = MemoryAdmission(self._store)
 
     def hop(self, name: HopName, service_id: str) -> MemoryHop:
         """See ``DataPlane.hop``."""

@@ -117,6 +117,7 @@ class MemoryStore:
     done: dict[str, str] = field(default_factory=dict)
     next_group_id: int = 0
     published_version: int | None = None
+    stream_bytes: int | None = None
     trainer_incarnation: int = 0
     trainer_owner: str | None = None
     streams: dict[HopName, MemoryStream] = field(default_factory=dict)
@@ -132,6 +133,10 @@ class MemoryStore:
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         return self._changed
+
+    def is_full(self, hop: HopName) -> bool:
+        """Whether a stream takes more memory than it may."""
+        return self.stream_bytes is not None and self.streams[hop].size_bytes() > self.stream_bytes
 
     def wake(self) -> None:
         """End ``changed``."""

@@ -70,6 +70,7 @@ class RedisHop:
         self._max_partial_bytes = config.max_partial_bytes
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
+        self._is_next_full = False
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
@@ -83,11 +84,15 @@ class RedisHop:
         while True:
             if clock() >= self._next_sweep:
                 self._next_sweep = clock() + self._sweep_seconds
-                if claims := await self._sweep(count):
+                claims = await self._sweep(count)
+                if claims:
                     # There may be more: do not wait for the next time.
                     self._next_sweep = clock()
                     return claims
-            claims = await self._read(count, min(deadline, self._next_sweep) - clock())
+            pause = min(deadline, self._next_sweep) - clock()
+            claims = [] if self._is_next_full else await self._read(count, pause)
+            if self._is_next_full:
+                await asyncio.sleep(max(0.0, pause))
             if claims or clock() >= deadline:
                 return claims
 
@@ -154,9 +159,14 @@ class RedisHop:
 
     async def _run_sweep(self, count: int, *mode: str) -> list[Claim]:
         keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state]
+        if self.name.next is not None:
+            keys.append(self._keys.stream(self.name.next))
         answer = await self._runner.run("sweep", keys, [self.consumer, count, self._max_deliveries, *mode])
         if answer == b"fenced":
             raise ClaimLost(FENCED)
+        self._is_next_full = answer == b"full"
+        if self._is_next_full:
+            return []
         taken, given_up = answer
         if given_up:
             log.warning("entries given up after too many deliveries", extra={"hop": self.name.value, "count": given_up})

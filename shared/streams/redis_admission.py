@@ -12,10 +12,9 @@ from shared.streams.scripts import Argument, ScriptRunner
 class RedisAdmission:
     """Issues tasks in one script; see ``Admission``."""
 
-    def __init__(self, runner: ScriptRunner, keys: StreamKeys, *, max_stream_bytes: int) -> None:
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
         self._runner = runner
         self._keys = keys
-        self._max_stream_bytes = max_stream_bytes
 
     async def issue(self, task: Task, *, limit: int) -> IssueResult:
         """See ``Admission.issue``."""
@@ -28,7 +27,7 @@ class RedisAdmission:
             return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
         keys = self._keys
         tasks_stream, *later_streams = map(keys.stream, HopName)
-        arguments: list[Argument] = [tasks[0].group_id, limit, self._max_stream_bytes]
+        arguments: list[Argument] = [tasks[0].group_id, limit]
         for task in tasks:
             arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
         names = [tasks_stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, *later_streams]
@@ -65,6 +64,16 @@ class RedisAdmission:
         return sorted(
             map(int, await self._runner.command("ZRANGEBYSCORE", self._keys.outstanding, "-inf", f"({version}"))
         )
+
+    async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
+        """See ``Admission.bound``."""
+        keys = [self._keys.state, *map(self._keys.stream, HopName)]
+        sizes = await self._runner.run("bound", keys, ["" if stream_bytes is None else stream_bytes])
+        return dict(zip(HopName, sizes, strict=True))
+
+    async def forget_consumers(self, idle_seconds: float) -> int:
+        """See ``Admission.forget_consumers``."""
+        return int(await self._runner.run("tidy", list(map(self._keys.stream, HopName)), [round(idle_seconds * 1000)]))
 
     async def _state(self, field: str) -> bytes | None:
         value: bytes | None = await self._runner.command("HGET", self._keys.state, field)

@@ -22,7 +22,7 @@ class RedisDataPlane:
         self._config = config or StreamsConfig()
         self._keys = StreamKeys(experiment_id, lane)
         self._runner = ScriptRunner(redis, deadline_seconds=self._config.deadline_seconds)
-        self.admission = RedisAdmission(self._runner, self._keys, max_stream_bytes=self._config.max_stream_bytes)
+        self.admission = RedisAdmission(self._runner, self._keys)
 
     def hop(self, name: HopName, service_id: str) -> RedisHop:
         """See ``DataPlane.hop``."""

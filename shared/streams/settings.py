@@ -16,5 +16,3 @@ class StreamsConfig(Config):
     """How long a call keeps trying while the server does not answer, before it raises Unavailable."""
     max_partial_bytes: int = Field(16 * 1024**2, ge=0)
     """Most tokens, in bytes, that a task is handed over with; members beyond are sampled afresh."""
-    max_stream_bytes: int = Field(4 * 1024**3, ge=1)
-    """No task is issued while one of the streams takes more of the server's memory than this, by its own estimate."""

@@ -1,9 +1,10 @@
 -- Claim entries that were delivered before and are free again.
--- KEYS: stream, ledger, outstanding, state
+-- KEYS: stream, ledger, outstanding, state [, the stream that claims are forwarded to]
 -- ARGV: consumer, count, most deliveries, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
 --   lease: entries handed back, then entries idle for longer than the lease.
 --   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
--- Returns {entries as {id, deliveries, fields}, number of entries given up}, or 'fenced'.
+-- Returns {entries as {id, deliveries, fields}, number of entries given up}; 'full' if what is claimed could not be
+-- forwarded, since the next stream has all the memory that it may; or 'fenced'.
 local stream, ledger, outstanding, state = unpack(KEYS)
 local consumer, count, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local taken, given_up = {}, 0
@@ -36,6 +37,7 @@ local function take(rows)
 end
 
 if lease ~= 'trainer' then
+  if KEYS[5] and is_full(state, KEYS[5]) then return 'full' end
   local rows = redis.pcall('XPENDING', stream, GROUP, '-', '+', count, HANDED_BACK)
   if is_no_group(rows) then return {taken, given_up} end
   take(rows)

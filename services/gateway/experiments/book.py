@@ -5,7 +5,7 @@ restarted gateway finds the newest.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from services.gateway.registry.desired import digest
@@ -18,8 +18,15 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import NotFound
 from shared.schemas.experiment import ExperimentState, Problem
 from shared.schemas.task import Lane
+from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.plane import DataPlane
+
+MIB = 1024**2
+HINTS = {
+    HopName.SCORED: "; groups that are planned leave it with the next checkpoint: raise the bound, or lower "
+    "checkpoint.every_steps, if a step cannot be filled"
+}
 
 
 class OpenPlane(Protocol):
@@ -29,12 +36,29 @@ class OpenPlane(Protocol):
         """Open it; ``lease_seconds`` is how long another's claim must be idle before it is taken over."""
 
 
+@dataclass(frozen=True, slots=True)
+class FullStream:
+    """A stream that takes as much of the server's memory as it may, in bytes."""
+
+    hop: HopName
+    bound: int
+
+    @property
+    def cause(self) -> str:
+        """What this means for the experiment, in one sentence."""
+        return (
+            f"stream {self.hop.value} has reached resources.stream_bytes ({self.bound / MIB:g} MiB): nothing is "
+            f"issued, and nothing that would go there is claimed, until it is emptied{HINTS.get(self.hop, '')}"
+        )
+
+
 class Experiment:
     """An experiment, its validated spec and its data plane.
 
     Attributes:
         changed: fires after each change of the record.
         ledger: the train lane as last seen; None until it was read.
+        full_stream: the first stream of the train lane that has reached its bound, if any.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -46,6 +70,7 @@ class Experiment:
         self.evaluation = open_plane(record.id, Lane.EVALUATION)
         self.changed = Signal()
         self.ledger: Ledger | None = None
+        self.full_stream: FullStream | None = None
 
     @property
     def id(self) -> str:

@@ -30,6 +30,8 @@ async def resolve_leftovers(experiment: Experiment, lane: Lane, reason: str) -> 
     ledger = await plane.ledger()
     if ledger.outstanding == 0:
         return ledger
+    # What is resolved here goes to no other stream, so a full one is no reason to wait.
+    await plane.admission.bound(None)
     hops: list[Hop] = [plane.hop(HopName.TASKS, GATEWAY), plane.hop(HopName.GENERATED, GATEWAY)]
     if lane is Lane.TRAIN:
         trainer = plane.trainer(GATEWAY)

@@ -15,6 +15,8 @@ from shared.streams.ledger import Ledger
 
 LOOK_SECONDS = 1.0
 LEDGER_SECONDS = 5.0
+STREAMS = "streams"
+"""Component of a stream that has all the memory that it may: that is named at once, not only when all stands still."""
 SCHEDULER = "scheduler"
 """Problems of this component are the conductor's: it sets and clears them."""
 
@@ -66,6 +68,9 @@ class Watchdog:
         if train is not None and progress != self._progress:
             self._progress, self._progress_at = progress, now
         is_paused = experiment.state is ExperimentState.PAUSED
+        if experiment.full_stream is not None and not is_paused:
+            await self._name(STREAMS, experiment.full_stream.cause)
+            return
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
             return

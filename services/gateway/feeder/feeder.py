@@ -7,7 +7,7 @@ publication frees is never filled with tasks of the version before.
 import asyncio
 import logging
 
-from services.gateway.experiments.book import Experiment
+from services.gateway.experiments.book import Experiment, FullStream
 from services.gateway.feeder.admission import admitted
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.signals import wait_for_any
@@ -23,6 +23,11 @@ BLOCKED_SECONDS = 0.03
 IDLE_SECONDS = 0.5
 AWAY_SECONDS = 1.0
 RECORD_SECONDS = 1.0
+ROOMY = 0.7
+"""A stream that was full is so until it takes less than this part of its bound."""
+TIDY_SECONDS = 60.0
+SILENT_SECONDS = 600.0
+"""A consumer that holds nothing and was silent for so long is forgotten: every process leaves one behind."""
 
 
 class Feeder:
@@ -35,6 +40,7 @@ class Feeder:
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
+        self._tidied_at = clock.monotonic()
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is away, nothing is issued and nothing is lost."""
@@ -57,7 +63,12 @@ class Feeder:
         # Recorded again now and then: a server that came back from its log may have forgotten it.
         if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
             await self._admission.published(version)
+            await self._measure()
             self._recorded_version, self._recorded_at = version, now
+        if now - self._tidied_at > TIDY_SECONDS:
+            self._tidied_at = now
+            for plane in (self._experiment.train, self._experiment.evaluation):
+                await plane.admission.forget_consumers(SILENT_SECONDS)
         ledger = await self._experiment.train.ledger()
         self._experiment.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:
@@ -75,6 +86,15 @@ class Feeder:
         tasks = [self._task(group_id, version) for group_id in range(first, first + min(room, BATCH))]
         result = await self._admission.issue_many(tasks, limit=spec.admission_budget)
         return 0.0 if result.count else BLOCKED_SECONDS
+
+    async def _measure(self) -> None:
+        """Set the bound on the streams' memory, which may have changed, and note which stream has reached it."""
+        bound = self._experiment.spec.resources.stream_bytes
+        sizes = await self._admission.bound(bound)
+        # Said until there is real room again, so that a stream that is kept full by its claimers is one piece of news.
+        limit = bound if self._experiment.full_stream is None else ROOMY * bound
+        full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
+        self._experiment.full_stream = full[0] if full else None
 
     def _task(self, group_id: int, version: int) -> Task:
         return self._dataset.task(

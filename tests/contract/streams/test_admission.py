@@ -7,7 +7,7 @@ from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
 from shared.testing.builders import a_group, a_task
-from tests.contract.streams.conftest import World, a_trainer, issue, ledger_of, move_to_scored
+from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
 
 
 async def test_tasks_are_issued_up_to_the_budget(plane: DataPlane) -> None:
@@ -48,8 +48,8 @@ async def test_a_resolved_group_makes_room(plane: DataPlane) -> None:
     assert (await plane.admission.issue(a_task(1), limit=1)).outcome is IssueOutcome.ISSUED
 
 
-async def test_nothing_is_issued_while_a_stream_is_full(world: World) -> None:
-    plane = world.open(max_stream_bytes=200_000)
+async def test_nothing_is_issued_while_a_stream_is_full(plane: DataPlane) -> None:
+    await plane.admission.bound(200_000)
     await issue(plane, 3)
     rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
     for claim in await rollout.claim(3, wait_seconds=0):
@@ -60,6 +60,38 @@ async def test_nothing_is_issued_while_a_stream_is_full(world: World) -> None:
         assert await reward.resolve(claim, Resolution.FILTERED, "zero variance")
 
     assert (await plane.admission.issue(a_task(3), limit=100)).outcome is IssueOutcome.ISSUED
+
+
+async def test_nothing_is_claimed_that_a_full_stream_would_have_to_take(plane: DataPlane) -> None:
+    await plane.admission.bound(100_000)
+    await issue(plane, 8)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    first = await rollout.claim(3, wait_seconds=0)
+    for claim in first:
+        assert await rollout.forward(claim, a_group(claim.task(), sampled_tokens=5000))
+
+    # Another claimer, since this one may look only now and then.
+    other = plane.hop(HopName.TASKS, "other")
+    assert await other.claim(3, wait_seconds=0.05) == []
+    sizes = await plane.admission.bound(100_000)
+    assert sizes[HopName.GENERATED] > 100_000 and sizes[HopName.SCORED] == 0
+    assert (await ledger_of(plane)).waiting.tasks == 5
+    # What empties the stream goes on, and then what fills it.
+    for claim in await reward.claim(3, wait_seconds=0):
+        assert await reward.resolve(claim, Resolution.FILTERED, "zero variance")
+    assert len(await other.claim(3, wait_seconds=2)) == 3
+    assert (await ledger_of(plane)).balanced
+
+
+async def test_a_lifted_bound_bounds_nothing(plane: DataPlane) -> None:
+    await plane.admission.bound(1)
+    await issue(plane, 0)
+    assert (await plane.admission.issue(a_task(0), limit=9)).outcome is IssueOutcome.ISSUED
+    assert (await plane.admission.issue(a_task(1), limit=9)).outcome is IssueOutcome.STREAM_FULL
+
+    await plane.admission.bound(None)
+
+    assert (await plane.admission.issue(a_task(1), limit=9)).outcome is IssueOutcome.ISSUED
 
 
 async def test_a_planned_group_takes_room_until_the_next_publication(plane: DataPlane) -> None:

@@ -116,3 +116,27 @@ async def test_a_full_server_refuses_new_work_and_lets_work_end(
     assert await rollout.forward(one, a_group(one.task()))
     ledger = await ledger_of(plane)
     assert (ledger.issued, ledger.failed, ledger.waiting.generated) == (2, {"timeout": 1}, 1)
+
+
+async def test_consumers_that_are_gone_are_forgotten_and_those_that_hold_something_are_not(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await issue(plane, 3)
+    stream = StreamKeys(experiment_id).stream(HopName.TASKS)
+    gone, holder, back = (plane.hop(HopName.TASKS, name) for name in ("gone", "holder", "back"))
+    (done,) = await gone.claim(wait_seconds=0)
+    await gone.resolve(done, Resolution.FAILED, "timeout")
+    (held,) = await holder.claim(wait_seconds=0)
+    (returned,) = await back.claim(wait_seconds=0)
+    assert await back.hand_back(returned)
+
+    assert await plane.admission.forget_consumers(60) == 0, "they spoke a moment ago"
+    await asyncio.sleep(0.02)
+    assert await plane.admission.forget_consumers(0.01) == 2
+
+    names = {consumer["name"].decode() for consumer in await redis.xinfo_consumers(stream, CONSUMER_GROUP)}
+    assert names == {holder.consumer, "handed-back"}
+    # Who speaks again is made anew.
+    assert await claim_ids(gone, wait_seconds=1) == [returned.header.group_id]
+    assert await holder.renew([held]) == []
+    await ledger_of(plane)

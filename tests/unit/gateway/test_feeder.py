@@ -150,3 +150,53 @@ async def test_leftovers_of_every_hop_are_resolved_as_dropped(lane: Lane) -> Non
     assert ledger.dropped == {"experiment_ended": 4}
     assert (ledger.outstanding, ledger.balanced) == (0, True)
     assert not await rollout.forward(held, a_group(held.task())), "the late rollout has lost its claim"
+
+
+async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again() -> None:
+    clock = ManualClock()
+    long = [{"prompt": "p" * 100_000, "label": "1"}]
+    feeder = await a_feeder(
+        clock,
+        optimisation={"steps": 10_000, "groups_per_mini_batch": 2},
+        asynchrony={"staleness_threshold": 10_000},
+        resources={"stream_bytes": 1024**2},
+    )
+    experiment = feeder._experiment
+    feeder._dataset = Dataset(long, experiment.spec.data, 0)
+
+    for _ in range(5):
+        await feeder.feed()
+        clock.advance(1.1)
+    full = experiment.full_stream
+    issued = (await experiment.train.ledger()).issued
+
+    assert issued == 64, "one batch, issued before the stream was full"
+    assert full is not None
+    assert full.cause == (
+        "stream tasks has reached resources.stream_bytes (1 MiB): nothing is issued, and nothing that would go there "
+        "is claimed, until it is emptied"
+    )
+    hop = experiment.train.hop(HopName.TASKS, "r")
+    claims = await hop.claim(100, wait_seconds=0)
+    for claim in claims[8:]:
+        await hop.resolve(claim, Resolution.FAILED, "timeout")
+    await feeder._measure()
+    assert experiment.full_stream is full, "8 of 10 entries that fit are no real room"
+    for claim in claims[:8]:
+        await hop.resolve(claim, Resolution.FAILED, "timeout")
+    await feeder._measure()
+    assert experiment.full_stream is None
+
+
+async def test_leftovers_of_a_full_lane_are_resolved() -> None:
+    feeder = await a_feeder(resources={"stream_bytes": 1024**2})
+    experiment = feeder._experiment
+    await feeder.feed()
+    rollout = experiment.train.hop(HopName.TASKS, "r")
+    for claim in await rollout.claim(2, wait_seconds=0):
+        await rollout.forward(claim, a_group(claim.task(), sampled_tokens=100_000))
+    assert (await experiment.train.admission.bound(1024**2))[HopName.GENERATED] > 1024**2
+
+    ledger = await resolve_leftovers(experiment, Lane.TRAIN, "experiment_ended")
+
+    assert (ledger.outstanding, ledger.dropped["experiment_ended"]) == (0, ledger.issued)

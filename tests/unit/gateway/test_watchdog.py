@@ -1,8 +1,10 @@
+from services.gateway.experiments.book import FullStream
 from services.gateway.experiments.watchdog import Watchdog
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.service import ServiceKind
+from shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
 
@@ -39,6 +41,24 @@ async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_re
     assert gateway.control.view(experiment).problem is None
     events = [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
     assert events.count("stalled") == events.count("progress_resumed") == 1
+
+
+async def test_a_full_stream_is_named_at_once() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    experiment.full_stream = FullStream(HopName.SCORED, 2 * 1024**2)
+    watchdog = a_watchdog(gateway, ManualClock())
+
+    await watchdog.look()
+    problem = gateway.control.view(experiment).problem
+    assert problem is not None
+    assert problem.component == "streams"
+    assert problem.cause.startswith("stream scored has reached resources.stream_bytes (2 MiB)")
+    assert "checkpoint.every_steps" in problem.cause
+
+    experiment.full_stream = None
+    await watchdog.look()
+    assert gateway.control.view(experiment).problem is None
 
 
 async def test_what_the_scheduler_waits_for_is_not_overwritten() -> None:

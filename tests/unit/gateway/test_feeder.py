@@ -181,7 +181,7 @@ async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again(
     for claim in claims[8:]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
     await feeder._measure()
-    assert experiment.full_stream is full, "8 of 10 entries that fit are no real room"
+    assert experiment.full_stream == full, "8 of 10 entries that fit are no real room"
     for claim in claims[:8]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
     await feeder._measure()

@@ -91,7 +91,14 @@ class CrewOpener:
             raise
         gate = VersionGate()
         receiver = WeightReceiver(
-            engine, gate, endpoint, self.pull, spec.asynchrony.on_weight_update, tell, on_engine_death
+            engine,
+            gate,
+            endpoint,
+            self.pull,
+            spec.asynchrony.on_weight_update,
+            tell,
+            on_engine_death,
+            keeps_pulled=spec.asynchrony.publication.delta is not None,
         )
         limits = TurnLimits(
             train=spec.rollout.sampling.max_new_tokens,

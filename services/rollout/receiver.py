@@ -7,9 +7,9 @@ committed it. A member that cannot follow a publication says so and catches up b
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.rollout.engines.base import Engine
 from services.rollout.spares import Spare, SpareImages
@@ -17,6 +17,7 @@ from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
+    DeltaManifest,
     PublicationOrder,
     PublicationPhase,
     PublicationReport,
@@ -25,6 +26,7 @@ from shared.schemas.publication import (
     Transport,
 )
 from shared.schemas.service import DesiredState
+from shared.weights.delta import apply_patch
 from shared.weights.image import WeightImage
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class WeightReceiver:
         on_update: what happens to samples in flight.
         tell: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
+        keeps_pulled: whether a pulled image stays in memory, to be patched.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class WeightReceiver:
         on_update: OnWeightUpdate,
         tell: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
+        *,
+        keeps_pulled: bool = False,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -89,6 +94,7 @@ class WeightReceiver:
         self._on_update = on_update
         self._tell = tell
         self._on_engine_death = on_engine_death
+        self._keeps_pulled = keeps_pulled
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._switch_due = asyncio.Event()
@@ -96,6 +102,12 @@ class WeightReceiver:
         self._receiving: tuple[PublicationOrder, asyncio.Task[None]] | None = None
         self.report: PublicationReport | None = None
         self.switches = 0
+
+    @property
+    def held_image(self) -> str | None:
+        """Checksum of the image that a patch can be applied to."""
+        spare = self._images.spare
+        return spare.checksum if spare is not None and spare.image.is_owner else None
 
     def take(self, desired: DesiredState) -> None:
         """Learn what is wanted now."""
@@ -164,10 +176,27 @@ class WeightReceiver:
         self._say(order, ReceiveState.JOINED)
         manifest = order.manifest
         with self._images.own(manifest.image_bytes) as image:
-            checksum = await self._endpoint.receive(
-                order.epoch, image.path, manifest.image_bytes, manifest.slice_bytes, 2 * order.deadline_seconds
-            )
-            self._keep(order, image, checksum)
+            if manifest.delta is not None:
+                self._keep(order, image, await self._receive_patched(order, manifest.delta, image))
+            else:
+                self._keep(order, image, await self._receive_into(order, image))
+
+    async def _receive_into(self, order: PublicationOrder, image: WeightImage) -> str:
+        return await self._endpoint.receive(
+            order.epoch, image.path, image.image_bytes, order.manifest.slice_bytes, 2 * order.deadline_seconds
+        )
+
+    async def _receive_patched(self, order: PublicationOrder, delta: DeltaManifest, image: WeightImage) -> str:
+        """Receive a patch and make the image of it and the one that is held."""
+        base = self._images.spare
+        if base is None or base.checksum != delta.base_checksum:
+            raise WeightTransferFailed("the patch is for another image than the one that is held")
+        with self._images.using(base.image), WeightImage.create(delta.patch_bytes) as patch:
+            checksum = await self._receive_into(order, patch)
+            if checksum != delta.checksum:
+                raise WeightTransferFailed(f"checksum of the patch is {checksum}, the manifest says {delta.checksum}")
+            work = (patch.view, base.image.view, image.view, delta.block_bytes)
+            return await _to_the_end(asyncio.to_thread(apply_patch, *work))
 
     def _keep(self, order: PublicationOrder, image: WeightImage, checksum: str) -> None:
         if checksum != order.manifest.checksum:
@@ -249,6 +278,13 @@ class WeightReceiver:
         if url is None:
             raise NotFound(f"nobody serves version {version} now")
         path = await self._pull(url, version, None, PULL_SECONDS)
+        if self._keeps_pulled:
+            # The next version may come as a patch for this one.
+            image = self._images.adopt(path)
+            with self._images.using(image):
+                self._images.keep(Spare(version, await asyncio.to_thread(image.checksum), image))
+                await self._engine.load_weights(path, version, self._on_update)
+            return
         try:
             await self._engine.load_weights(path, version, self._on_update)
         finally:
@@ -257,3 +293,13 @@ class WeightReceiver:
     async def _again_later(self) -> None:
         await asyncio.sleep(PULL_PAUSE_SECONDS)
         self._switch_due.set()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, str]) -> str:
+    """Await work of a thread, also when cancelled: what it writes to must not be used for anything else meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -75,6 +75,7 @@ class RolloutService:
             state=self._state,
             policy_version=crew.gate.version if crew else None,
             publication=crew.receiver.report if crew else None,
+            held_image=crew.receiver.held_image if crew else None,
             load=self._load,
             failure=self._failure,
         )

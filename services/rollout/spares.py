@@ -12,8 +12,8 @@ from pathlib import Path
 from shared.errors import WeightTransferFailed
 from shared.weights.image import WeightImage
 
-NUM_IMAGES = 3
-"""One that is being received, one that waits to be served, and one that is being loaded."""
+NUM_IMAGES = 4
+"""One that is being received, the one that it is a patch for, one that waits to be served, one that is being loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,17 @@ class SpareImages:
         replaced, self.spare = self.spare, spare
         if replaced is not None:
             self._release(replaced.image)
+
+    def adopt(self, path: Path) -> WeightImage:
+        """Take a complete image file over as an own one.
+
+        Raises:
+            WeightTransferFailed: there is none.
+        """
+        image = WeightImage.attach(path)
+        image.is_owner = True
+        self._own.append(image)
+        return image
 
     def close(self) -> None:
         """Delete the own images and let go of the others."""

@@ -8,8 +8,10 @@ import logging
 import time
 from pathlib import Path
 
+from shared.config.publication import DeltaConfig
 from shared.errors import Conflict
-from shared.schemas.publication import Manifest
+from shared.schemas.publication import DeltaManifest, Manifest
+from shared.weights.delta import changed_blocks, patch_bytes, write_patch
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
 
@@ -28,12 +30,24 @@ class ImagePool:
         flat: the weights that are copied.
         directory: where images lie; None chooses shared memory where there is room.
         slice_bytes: size of one broadcast.
+        delta: whether and how patches are made; None makes none.
     """
 
     def __init__(
-        self, flat: FlatParameters, *, directory: Path | None = None, slice_bytes: int = DEFAULT_SLICE_BYTES
+        self,
+        flat: FlatParameters,
+        *,
+        directory: Path | None = None,
+        slice_bytes: int = DEFAULT_SLICE_BYTES,
+        delta: DeltaConfig | None = None,
     ) -> None:
         self._flat = flat
+        self._delta = delta
+        self._base: tuple[WeightImage, str] | None = None
+        self.patch: WeightImage | None = None
+        """The patch that the newest manifest names."""
+        self.is_broadcast = True
+        """Whether anybody takes part in broadcasts; a patch is of use to nobody else."""
         self._slice_bytes = slice_bytes
         self._directory = directory
         self._images: list[WeightImage] = []
@@ -48,7 +62,7 @@ class ImagePool:
         end = time.monotonic() + PATIENCE_SECONDS
         while True:
             for image in self._images:
-                if image is not self._newest and self._write(image):
+                if not self._is_kept(image) and self._write(image):
                     return image.path
             if len(self._images) < MAX_IMAGES:
                 self._images.append(WeightImage.create(self._flat.layout.image_bytes, directory=self._directory))
@@ -59,19 +73,52 @@ class ImagePool:
                 time.sleep(PAUSE_SECONDS)
 
     def manifest(self, path: Path, version: int) -> Manifest:
-        """Describe an image; reads all of it once, for the checksum."""
+        """Describe an image, and make the patch that leads to it where that pays; reads all of it for the checksum."""
         image = next(image for image in self._images if image.path == path)
-        return image.manifest(version, self._slice_bytes).model_copy(update={"image_path": str(path)})
+        manifest = image.manifest(version, self._slice_bytes)
+        return manifest.model_copy(update={"image_path": str(path), "delta": self._make_patch(image)})
+
+    def acknowledge(self, path: Path, manifest: Manifest) -> None:
+        """Learn that a version is committed: the next patch is made against its image, which is kept for that."""
+        if self._delta is not None:
+            self._base = next(image for image in self._images if image.path == path), manifest.checksum
 
     def close(self) -> None:
         """Remove all images; whoever has one open keeps it."""
         for image in self._images:
             image.close()
         self._images.clear()
-        self._newest = None
+        self._newest = self._base = None
+        self._drop_patch()
+
+    def _is_kept(self, image: WeightImage) -> bool:
+        return image is self._newest or (self._base is not None and image is self._base[0])
+
+    def _make_patch(self, image: WeightImage) -> DeltaManifest | None:
+        self._drop_patch()
+        if self._delta is None or self._base is None or not self.is_broadcast:
+            return None
+        (base, base_checksum), block_bytes = self._base, self._delta.block_kilobytes << 10
+        changed = changed_blocks(base.view, image.view, block_bytes)
+        num_bytes = patch_bytes(changed, image.image_bytes, block_bytes)
+        if num_bytes > self._delta.max_share * image.image_bytes:
+            return None
+        self.patch = WeightImage.create(num_bytes, directory=self._directory)
+        write_patch(self.patch.view, image.view, changed, block_bytes)
+        return DeltaManifest(
+            base_checksum=base_checksum,
+            block_bytes=block_bytes,
+            patch_bytes=num_bytes,
+            checksum=self.patch.checksum(),
+        )
+
+    def _drop_patch(self) -> None:
+        if self.patch is not None:
+            self.patch.close()
+            self.patch = None
 
     def _withdraw_oldest(self) -> None:
-        oldest = next(image for image in self._images if image is not self._newest)
+        oldest = next(image for image in self._images if not self._is_kept(image))
         log.warning("image is still being read, another takes its place", extra={"image": oldest.path.name})
         self._images.remove(oldest)
         oldest.close()

@@ -75,6 +75,7 @@ class Publisher:
         self._begun = asyncio.Event()
         self.published_version: int | None = None
         self.last_seconds = 0.0
+        self.last_sent_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -144,6 +145,7 @@ class Publisher:
                 await asyncio.sleep(REFUSED_SECONDS)
                 continue
             if outcome.phase is PublicationPhase.COMMITTED:
+                self._images.acknowledge(path, manifest)
                 log.info("version is published", extra={"version": manifest.version, "members": len(outcome.members)})
                 break
             log.warning(
@@ -157,6 +159,7 @@ class Publisher:
     async def _negotiate(self, manifest: Manifest, path: Path, step: int) -> Publication:
         request = PublicationRequest(manifest=manifest, service_id=self._service_id, step=step)
         publication = await self._call("POST", self._path, body=request)
+        self._images.is_broadcast = _num_receivers(publication) > 0
         sent: int | None = None
         while publication.phase not in {PublicationPhase.COMMITTED, PublicationPhase.ABORTED}:
             try:
@@ -199,7 +202,7 @@ class Publisher:
 
     async def _send(self, publication: Publication, manifest: Manifest, path: Path) -> Publication:
         version, epoch, deadline = publication.version, publication.epoch, publication.deadline_seconds
-        sending = asyncio.create_task(self._transfer(epoch, manifest, path, deadline), name=f"send {version}")
+        sending = asyncio.create_task(self._transfer(publication, manifest, path), name=f"send {version}")
         try:
             while not sending.done():
                 # The gateway may close the epoch while the collective is stuck: then it is abandoned at once.
@@ -230,9 +233,15 @@ class Publisher:
         body = {"epoch": epoch, "checksum": manifest.checksum}
         return await self._call("POST", f"{self._path}/{version}/sent", body=body)
 
-    async def _transfer(self, epoch: int, manifest: Manifest, path: Path, deadline: float) -> None:
+    async def _transfer(self, publication: Publication, manifest: Manifest, path: Path) -> None:
+        epoch, deadline, patch = publication.epoch, publication.deadline_seconds, self._images.patch
         await self._endpoint.joined(epoch, deadline)
-        await self._endpoint.send(epoch, path, manifest.image_bytes, manifest.slice_bytes, deadline)
+        if publication.is_delta and patch is not None:
+            path, num_bytes = patch.path, patch.image_bytes
+        else:
+            num_bytes = manifest.image_bytes
+        await self._endpoint.send(epoch, path, num_bytes, manifest.slice_bytes, deadline)
+        self.last_sent_bytes = num_bytes
 
     async def _watch(self, publication: Publication) -> Publication:
         """Wait for the gateway to change phase or epoch."""

@@ -25,6 +25,19 @@ COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GLOO, TransportCho
 """Transports that broadcast, or may."""
 
 
+class DeltaConfig(Config):
+    """Broadcast only the blocks that differ from the last committed version.
+
+    Pays where much of the model does not change from version to version (frozen layers, experts without tokens); an
+    optimizer that moves every weight leaves no block as it was.
+    """
+
+    block_kilobytes: int = Field(256, ge=4, le=4096)
+    """Size of a compared block in KiB."""
+    max_share: float = Field(0.5, gt=0, lt=1)
+    """The whole image is sent when the changed blocks are more than this share of its bytes."""
+
+
 class PublicationConfig(Config):
     """Transport and format of the weights. Whatever is chosen, a version is served only when it is whole, its checksum
     is right and the gateway has committed it; a rollout that the transport does not reach pulls it over HTTP."""
@@ -39,6 +52,10 @@ class PublicationConfig(Config):
     slice_megabytes: int | None = Field(None, ge=1, le=64)
     """Size of one broadcast in MiB; two are under way at once. Null: 8."""
 
+    delta: DeltaConfig | None = None
+    """Broadcast changed blocks only; null sends whole images. A rollout that holds another version than the last
+    committed one makes that publication a whole one; who maps or pulls the image is not affected."""
+
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "PublicationConfig":
         if self.slice_megabytes is not None and self.transport not in COLLECTIVE:
@@ -46,6 +63,12 @@ class PublicationConfig(Config):
                 f"asynchrony.publication.slice_megabytes {self.slice_megabytes} has no effect with "
                 f"asynchrony.publication.transport {self.transport}, which does not broadcast: leave it out, or set "
                 "transport to auto, gloo or nccl"
+            )
+        if self.delta is not None and self.transport not in COLLECTIVE:
+            raise ValueError(
+                f"asynchrony.publication.delta has no effect with asynchrony.publication.transport {self.transport}, "
+                "which does not broadcast (shared_memory copies nothing anyway): leave it out, or set transport to "
+                "auto, gloo or nccl"
             )
         return self
 

@@ -37,6 +37,17 @@ class TensorSpec(Wire):
     """Offset one past its last byte."""
 
 
+class DeltaManifest(Wire):
+    """A patch that makes the image of one that the members hold; see ``shared.weights.delta``."""
+
+    base_checksum: str
+    """xxh3-64 of the image that it is applied to."""
+    block_bytes: int = Field(gt=0)
+    patch_bytes: int = Field(gt=0)
+    checksum: str
+    """xxh3-64 of the patch."""
+
+
 class Manifest(Wire):
     """What a publication will send."""
 
@@ -49,6 +60,8 @@ class Manifest(Wire):
     tensors: tuple[TensorSpec, ...]
     image_path: str | None = None
     """Where processes that share memory with the trainer find the image; None if it offers none."""
+    delta: DeltaManifest | None = None
+    """The patch that is broadcast instead of the image; None broadcasts the image."""
 
 
 class PublicationPhase(StrEnum):
@@ -100,6 +113,8 @@ class Publication(Wire):
     """None until the sender has opened the epoch's store."""
     deadline_seconds: float
     """Time that each phase may take."""
+    is_delta: bool = False
+    """Whether the sender broadcasts the manifest's patch: every member holds its base."""
     reason: str | None = None
     """Why it was aborted, or why the last epoch was closed."""
 

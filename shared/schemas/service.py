@@ -88,6 +88,8 @@ class ObservedState(Wire):
     step: int | None = None
     """Steps done (trainer)."""
     publication: PublicationReport | None = None
+    held_image: str | None = None
+    """Checksum of the image that a rollout keeps whole: a patch against it can be sent."""
     load: Mapping[str, float] = {}
     """Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema."""
     failure: Failure | None = None

@@ -228,6 +228,8 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
         joined, received = state.joined - gone, state.received - gone
         left = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
         return _advance(left) if remain else replace(left, phase=PublicationPhase.COMMITTED)
+    # Whatever went wrong with a patch does not go wrong again.
+    state = replace(state, manifest=state.manifest.model_copy(update={"delta": None}))
     epoch = Epoch(state.epoch.number + 1, state.epoch.sender, without(state.epoch.members, gone))
     is_stall = state.phase is PublicationPhase.TRANSFERRING and state.epoch.collective and not _has_reached(state)
     stalls = state.stalls + (1 if is_stall else 0)

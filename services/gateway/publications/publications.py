@@ -117,14 +117,17 @@ class Publications:
             entry = self._open.get(experiment_id)
             if entry is not None:
                 known = entry.negotiation
-                is_repeated = known.manifest == request.manifest and known.epoch.sender == request.service_id
+                is_repeated = (
+                    _whole(known.manifest) == _whole(request.manifest) and known.epoch.sender == request.service_id
+                )
                 if is_repeated and known.epoch.rendezvous is None:
                     return self._view(experiment_id, known)
                 await self._take(experiment, entry, transition(known, SenderGone("announced again")))
             transports = self._transports(experiment, request.manifest)
             last_number = self._last_numbers.get(experiment_id, 0)
             epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, transports)
-            negotiation = announce(version, request.step, request.manifest, epoch)
+            manifest = self._applicable(request.manifest, epoch)
+            negotiation = announce(version, request.step, manifest, epoch)
             entry = _Open(negotiation, self._clock.now(), self._deadline(negotiation))
             self._open[experiment_id] = entry
             await self._events.append(
@@ -149,6 +152,12 @@ class Publications:
                 if transport is not None and (manifest.image_path or transport is not Transport.SHARED_MEMORY):
                     found[service.id] = transport
         return found
+
+    def _applicable(self, manifest: Manifest, epoch: Epoch) -> Manifest:
+        """Drop the patch from a manifest unless every member that would receive it holds its base."""
+        holders = (self._registry.find(service_id) for service_id in epoch.collective)
+        held = {service.observed.held_image if service else None for service in holders}
+        return manifest if manifest.delta and held == {manifest.delta.base_checksum} else _whole(manifest)
 
     def _check(self, experiment: Experiment, request: PublicationRequest) -> None:
         if not experiment.is_active:
@@ -319,7 +328,12 @@ class Publications:
             rendezvous=negotiation.epoch.rendezvous,
             deadline_seconds=self.phase_seconds(negotiation.manifest),
             reason=negotiation.reason,
+            is_delta=negotiation.manifest.delta is not None,
         )
+
+
+def _whole(manifest: Manifest) -> Manifest:
+    return manifest.model_copy(update={"delta": None})
 
 
 def can_receive(service: LiveService) -> bool:

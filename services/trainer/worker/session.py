@@ -107,8 +107,8 @@ async def open_session(spec: ExperimentSpec, around: Surroundings, control: Cont
     with compute_thread(spec.parallelism.threads) as compute:
         loop = asyncio.get_running_loop()
         learner, progress = await loop.run_in_executor(compute, partial(manager.restore, spec))
-        slice_bytes = spec.asynchrony.publication.slice_bytes
-        images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=slice_bytes)
+        how = spec.asynchrony.publication
+        images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
         reporter = Reporter(around.gateway, around.experiment_id)
         source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals)
         publisher = Publisher(

@@ -116,6 +116,7 @@ class Rollout:
         self._tasks = [asyncio.create_task(self.receiver.run()), asyncio.create_task(self._follow())]
         # An engine begins with the initial weights only where there is nothing newer.
         await until(lambda: self.gate.version is not None)
+        await self.settle()
 
     async def _follow(self) -> None:
         fleet, acknowledged = self.fleet.gateway.fleet, None
@@ -149,6 +150,18 @@ class Rollout:
                     await asyncio.sleep(0.005)
                 self.receiver.take(desired)
 
+    async def settle(self) -> None:
+        """Have the gateway know what this rollout serves and holds."""
+        self.news.set()
+        registry = self.fleet.gateway.registry
+
+        def is_known() -> bool:
+            observed = registry.get(self.service_id).observed
+            known = (observed.policy_version, observed.held_image)
+            return known == (self.gate.version, self.receiver.held_image)
+
+        await until(is_known)
+
     async def die(self) -> None:
         """End without a word, and have the gateway notice as it does: by the lease."""
         await self._stop()
@@ -175,17 +188,20 @@ class Fleet:
         self.app = FastAPI()
         self.app.include_router(weights_router(self.published, "token"))
         wire = getattr(torch, config.wire_dtype) if config.wire_dtype else None
-        self.images = ImagePool(FlatParameters(self.layer, wire_dtype=wire), slice_bytes=SLICE_BYTES)
+        self.images = ImagePool(
+            FlatParameters(self.layer, wire_dtype=wire), slice_bytes=SLICE_BYTES, delta=config.delta
+        )
         self.hashes: dict[int, str] = {}
         self.rollouts: list[Rollout] = []
+        self.rows_to_train = WIDTH
         self.before_announcing: Callable[[int, Path], None] = lambda version, path: None
         self._held: list[WeightImage] = []
 
     def receiver_options(self) -> dict[str, Any]:
-        return {}
+        return {"keeps_pulled": self.config.delta is not None}
 
     def observe(self, receiver: WeightReceiver) -> dict[str, Any]:
-        return {"publication": receiver.report}
+        return {"publication": receiver.report, "held_image": receiver.held_image}
 
     async def start(self) -> None:
         document = self.config.model_dump(mode="json")
@@ -219,9 +235,9 @@ class Fleet:
         self.before_announcing(version, path)
 
     async def train_and_publish(self, version: int) -> None:
-        """Change every weight, publish, and wait for the commit."""
+        """Change the weights of some rows, publish, and wait for the commit."""
         with torch.no_grad():
-            self.layer.weight += 1.0
+            self.layer.weight[: self.rows_to_train] += 1.0
         await self.publish(version)
         await self.publisher.settled()
 

@@ -17,6 +17,7 @@ from tests.integration.weights.processes import images_of_this_process
 
 WAYS: dict[str, dict[str, Any]] = {
     "gloo": {"transport": "gloo"},
+    "gloo delta": {"transport": "gloo", "delta": {"block_kilobytes": 4}},
     "gloo bfloat16": {"transport": "gloo", "wire_dtype": "bfloat16"},
     "shared_memory": {"transport": "shared_memory"},
     "shared_memory bfloat16": {"transport": "shared_memory", "wire_dtype": "bfloat16"},
@@ -62,6 +63,83 @@ async def test_every_rollout_serves_the_very_bytes_of_each_version(
 
         assert fleet.transports() == ({way["transport"]} - {"pull"})
         assert {rollout.pulls for rollout in fleet.rollouts} == ({4} if way["transport"] == "pull" else {0})
+
+
+async def test_few_changed_blocks_take_few_bytes(endpoints: list[EndpointClient]) -> None:
+    async with running(WAYS["gloo delta"], endpoints) as fleet:
+        await fleet.train_and_publish(1)
+        await fleet.everybody_serves(1)
+        whole = fleet.publisher.last_sent_bytes
+        fleet.rows_to_train = 22  # 44 of 1024 KB: with those at the edges at most 5 % of the blocks
+
+        for version in (2, 3):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+            assert fleet.publisher.last_sent_bytes <= 0.05 * whole
+        assert [rollout.pulls for rollout in fleet.rollouts] == [0, 0]
+
+
+async def test_much_change_is_sent_whole(endpoints: list[EndpointClient]) -> None:
+    async with running(WAYS["gloo delta"], endpoints) as fleet:
+        for version in (1, 2):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+        assert fleet.publisher.last_sent_bytes > 1 << 20
+
+
+async def test_a_rollout_with_another_base_makes_a_publication_whole_once(endpoints: list[EndpointClient]) -> None:
+    async with running(WAYS["gloo delta"], endpoints) as fleet:
+        fleet.rows_to_train = 22
+        await fleet.train_and_publish(1)
+        await fleet.everybody_serves(1)
+        new = await a_rollout(fleet, "new", endpoints[3])
+        new.receiver._images.keep(None)  # it serves what it pulled, and holds nothing to be patched
+
+        sent = []
+        for version in (2, 3):
+            await new.settle()
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+            sent.append(fleet.publisher.last_sent_bytes)
+
+        assert sent[0] > 1 << 20 > 20 * sent[1]
+        assert new.pulls == 1
+
+
+async def test_a_rollout_that_pulled_is_patched_next(endpoints: list[EndpointClient]) -> None:
+    async with running(WAYS["gloo delta"], endpoints) as fleet:
+        fleet.rows_to_train = 22
+        await fleet.train_and_publish(1)
+        new = await a_rollout(fleet, "new", endpoints[3])
+        await new.settle()
+
+        await fleet.train_and_publish(2)
+
+        await fleet.everybody_serves(2)
+        assert (new.pulls, fleet.publisher.last_sent_bytes < 1 << 16) == (1, True)
+
+
+async def test_a_patch_for_an_image_that_a_member_lost_is_followed_by_the_whole_image(
+    endpoints: list[EndpointClient],
+) -> None:
+    def forget(version: int, path: Path) -> None:
+        if version == 2:
+            fleet.rollouts[0].receiver._images.spare.image.view[-1] ^= 1  # type: ignore[union-attr]
+
+    async with running(WAYS["gloo delta"], endpoints) as fleet:
+        fleet.rows_to_train = 22
+        await fleet.train_and_publish(1)
+        await fleet.everybody_serves(1)
+        fleet.before_announcing = forget
+
+        await fleet.train_and_publish(2)
+
+        await fleet.everybody_serves(2)
+        assert [report.state for report in fleet.rollouts[0].reports][-1] is ReceiveState.FAILED
+        await fleet.train_and_publish(3)
+        await fleet.everybody_serves(3)
 
 
 async def test_a_rollout_that_dies_before_is_not_waited_for(

@@ -19,6 +19,8 @@ def test_slices_default_to_8_mib() -> None:
     [
         ({"asynchrony": {"publication": {"transport": "pull", "slice_megabytes": 8}}}, "slice_megabytes 8"),
         ({"asynchrony": {"publication": {"transport": "shared_memory", "slice_megabytes": 8}}}, "transport to auto"),
+        ({"asynchrony": {"publication": {"transport": "shared_memory", "delta": {}}}}, "publication.delta"),
+        ({"asynchrony": {"publication": {"transport": "pull", "delta": {}}}}, "publication.delta"),
         ({"asynchrony": {"publication": {"transport": "nccl"}}}, "rollout.engine.device cpu"),
         (
             {

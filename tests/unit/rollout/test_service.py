@@ -31,6 +31,7 @@ class ScriptedCrew:
         self.engine = self.worker = self.receiver = self
         self.gate = VersionGate()
         self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
+        self.held_image = None
         self.is_claiming = self.is_closed = False
 
     async def load(self) -> EngineLoad:

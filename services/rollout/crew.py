@@ -76,7 +76,7 @@ class CrewOpener:
             ModelError: the model or its tokenizer cannot be loaded.
         """
         engine = ProcessEngine(engine_settings(spec))
-        endpoint = EndpointClient(bind_host=self.host)
+        endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(engine.start())

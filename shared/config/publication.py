@@ -21,6 +21,8 @@ class TransportChoice(StrEnum):
 DEFAULT_SLICE_MEGABYTES = 8
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
 
+MAX_SLICE_MEGABYTES = 64
+
 COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GLOO, TransportChoice.NCCL})
 """Transports that broadcast, or may."""
 
@@ -49,7 +51,7 @@ class PublicationConfig(Config):
     wire_dtype: Literal["bfloat16"] | None = None
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
-    slice_megabytes: int | None = Field(None, ge=1, le=64)
+    slice_megabytes: int | None = Field(None, ge=1, le=MAX_SLICE_MEGABYTES)
     """Size of one broadcast in MiB; two are under way at once. Null: 8."""
 
     delta: DeltaConfig | None = None

@@ -62,6 +62,12 @@ class ExperimentSpec(Config):
         """Whether trainer and engines compute on GPUs."""
         return self.parallelism.device.startswith("cuda") and self.rollout.engine.device.startswith("cuda")
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether broadcasts of weights go through nccl; else they go through gloo."""
+        choice = self.asynchrony.publication.transport
+        return choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and self.is_on_gpus)
+
     @model_validator(mode="after")
     def _weights_can_travel(self) -> Self:
         publication = self.asynchrony.publication

@@ -40,7 +40,8 @@ T = TypeVar("T")
 _WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 (named here to be refused, or to be asked about)
 
 # The endpoint only moves bytes: no compute threads, neither while forking nor after.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class EndpointClient:
@@ -51,15 +52,19 @@ class EndpointClient:
             it connects from the address that routes to the sender.
         advertise_host: address of this machine at which receivers reach it, where ``bind_host`` is 0.0.0.0 or ``::``.
             Members connect to each other directly, so no address translation may lie between them.
+        device: the GPU of this member, such as cuda:0, which makes the groups those of NCCL; None makes them gloo's.
 
     Raises:
         ValueError: ``bind_host`` is a wildcard and ``advertise_host`` is missing.
     """
 
-    def __init__(self, *, bind_host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+    def __init__(
+        self, *, bind_host: str = "127.0.0.1", advertise_host: str | None = None, device: str | None = None
+    ) -> None:
         if bind_host in _WILDCARDS and advertise_host is None:
             raise ValueError(f"bind_host {bind_host} needs an advertise_host: receivers cannot connect to a wildcard")
         self._bind_host = bind_host
+        self._device = device
         self._host = advertise_host or bind_host
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Lines | None = None
@@ -106,6 +111,7 @@ class EndpointClient:
             port=0,
             address=self._host if self._bind_host in _WILDCARDS else self._bind_host,
             timeout_seconds=timeout_seconds,
+            device=self._device,
         )
         member = await self._open(opening)
         port = await _within(timeout_seconds, member.opened, f"hosting the store of epoch {epoch}")
@@ -124,6 +130,7 @@ class EndpointClient:
             bind_host=self._bind_host,
             address=None,
             timeout_seconds=timeout_seconds,
+            device=self._device,
         )
         await self._open(opening)
 
@@ -237,7 +244,7 @@ class EndpointClient:
                 stdout=self._errors,
                 stderr=self._errors,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | _ENVIRONMENT | ({} if self._device else _NO_GPU),
             )
         try:
             await _within(deadline_seconds, self._started, "starting the weight endpoint")

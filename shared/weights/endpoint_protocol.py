@@ -40,6 +40,8 @@ class Opening(Message):
     address: str | None
     """Address that the member's data connections bind to; None takes the one that routes to ``host``."""
     timeout_seconds: float = Field(gt=0)
+    device: str | None = None
+    """The GPU that an NCCL group goes through; None forms a gloo group."""
 
 
 class Fork(Message):

@@ -1,4 +1,4 @@
-"""One member of a gloo weight group: it forms the group, then broadcasts images slice by slice.
+"""One member of a weight group, of gloo or NCCL: it forms the group, then broadcasts images slice by slice.
 
 Everything here may block until its deadline and cannot be interrupted: gloo's ``abort`` and ``shutdown`` return and do
 nothing. Run it in a process that may be killed.
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -20,9 +20,33 @@ from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.weights.endpoint_protocol import Command, Direction, Opening
 from shared.weights.mappings import KeptMappings
+from shared.weights.nccl import NcclBroadcast, form_nccl_group
 
 SLICES_IN_FLIGHT = 2
 """Broadcasts under way at once: with two, the checksum of one slice is computed while the next one arrives."""
+
+
+class Collective(Protocol):
+    """Broadcasts slices from rank 0."""
+
+    def start(self, piece: torch.Tensor, end: float) -> Any:
+        """Start to broadcast a slice until ``end``; what is returned has ``wait``."""
+
+
+class GlooBroadcast:
+    """Broadcasts over gloo, straight from and to host memory."""
+
+    def __init__(self, opening: Opening, store: PrefixStore, deadline: float) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _until(deadline)
+        options._devices = [ProcessGroupGloo.create_device(hostname=opening.address or _address_towards(opening))]
+        self._group = ProcessGroupGloo(store, opening.rank, opening.world_size, options)
+
+    def start(self, piece: torch.Tensor, end: float) -> Any:
+        """See ``Collective``."""
+        options = BroadcastOptions()
+        options.timeout = _until(end)
+        return self._group.broadcast([piece], options)  # type: ignore[attr-defined]
 
 
 class WeightGroup:
@@ -41,12 +65,14 @@ class WeightGroup:
         deadline = time.monotonic() + opening.timeout_seconds
         self._mappings = KeptMappings()
         self._store = _host_store(opening, on_opened) if opening.rank == 0 else _reach_store(opening)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _until(deadline)
-        options._devices = [ProcessGroupGloo.create_device(hostname=opening.address or _address_towards(opening))]
-        self._group = ProcessGroupGloo(
-            PrefixStore(f"epoch-{opening.epoch}", self._store), opening.rank, opening.world_size, options
-        )
+        store = PrefixStore(f"epoch-{opening.epoch}", self._store)
+        self._collective: Collective
+        if opening.device is None:
+            self._collective = GlooBroadcast(opening, store, deadline)
+        else:
+            device = torch.device(opening.device)
+            group = form_nccl_group(store, opening.rank, opening.world_size, opening.timeout_seconds, device)
+            self._collective = NcclBroadcast(group, device, is_sender=opening.rank == 0)
 
     def transfer(self, command: Command) -> str | None:
         """Broadcast the image from rank 0: send it, or receive it and return its checksum.
@@ -78,18 +104,13 @@ class WeightGroup:
             if len(under_way) == SLICES_IN_FLIGHT:
                 oldest, work = under_way.popleft()
                 work.wait()
-                under_way.append((piece, self._start(piece, deadline)))
+                under_way.append((piece, self._collective.start(piece, deadline)))
                 yield oldest
             else:
-                under_way.append((piece, self._start(piece, deadline)))
+                under_way.append((piece, self._collective.start(piece, deadline)))
         for piece, work in under_way:
             work.wait()
             yield piece
-
-    def _start(self, piece: torch.Tensor, deadline: float) -> Any:
-        options = BroadcastOptions()
-        options.timeout = _until(deadline)
-        return self._group.broadcast([piece], options)  # type: ignore[attr-defined]
 
 
 def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:

@@ -1,13 +1,13 @@
-"""Weights from GPU to GPU: the same broadcast of flat slices, over NCCL and inside the caller's process.
+"""Slices of weight images over NCCL: through a buffer on the GPU at either end, in the member's own process.
 
 Nothing here has run on a GPU in this project: it is written against the documented interface of ``torch.distributed``
-and kept thin, and a recorded fake group checks the calls it makes. Two differences from gloo are NCCL's own: a finished
-``wait`` only orders streams, so completion is polled; and ``abort`` does abort, so no process has to be killed.
-All methods block: call them from a thread that may wait.
+and kept thin, and a recorded group checks the calls it makes. Two differences from gloo are NCCL's own: a finished
+``wait`` only orders streams, so completion is polled; and members must be on different GPUs.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from shared.errors import DeadlineExceeded, WeightTransferFailed
-from shared.schemas.publication import Rendezvous
 
 POLL_SECONDS = 0.001
 
@@ -37,15 +36,49 @@ class CollectiveGroup(Protocol):
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work:
         """Broadcast from the root rank."""
 
-    def abort(self) -> None:
-        """Abort what is under way and give up the communicator."""
+
+@dataclass(frozen=True)
+class SliceUnderWay:
+    """One slice on its way; ``wait`` returns when it is where it should be.
+
+    Attributes:
+        work: the collective.
+        piece: the slice in host memory.
+        buffer: the same on the device.
+        end: on the clock ``now``, when to give up.
+    """
+
+    work: Work
+    piece: Tensor
+    buffer: Tensor
+    is_sender: bool
+    end: float
+    now: Callable[[], float]
+    pause: Callable[[float], None]
+
+    def wait(self) -> None:
+        """Wait for the device, then copy what was received into host memory.
+
+        Raises:
+            DeadlineExceeded: a member stalled; the member's process has to be ended.
+            RuntimeError: the collective failed.
+        """
+        while not self.work.is_completed():
+            if self.now() >= self.end:
+                raise DeadlineExceeded("the broadcast did not finish within its deadline")
+            self.pause(POLL_SECONDS)
+        self.work.wait()
+        if not self.is_sender:
+            self.piece.copy_(self.buffer)
 
 
-class DeviceBroadcast:
-    """Broadcasts flat device buffers from rank 0 to the other members of one epoch, each into its own buffers.
+class NcclBroadcast:
+    """Starts broadcasts of slices of host memory from rank 0.
 
     Args:
         group: formed for this epoch, such as by :func:`form_nccl_group`.
+        device: the GPU of this member.
+        is_sender: whether this is rank 0.
         now: monotonic seconds.
         pause: sleeps for some seconds.
     """
@@ -53,93 +86,58 @@ class DeviceBroadcast:
     def __init__(
         self,
         group: CollectiveGroup,
+        device: torch.device,
         *,
+        is_sender: bool,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._group = group
+        self._device = device
+        self._is_sender = is_sender
         self._now = now
         self._pause = pause
-        self._is_open = True
 
-    def transfer(self, buffers: Sequence[Tensor], slice_bytes: int, deadline_seconds: float) -> None:
-        """Broadcast the buffers slice by slice; every member passes buffers of the same sizes in the same order.
+    def start(self, piece: Tensor, end: float) -> SliceUnderWay:
+        """Start to broadcast a slice; what is returned is to be waited for.
 
         Args:
-            buffers: one per dtype, each contiguous and of one dimension, such as ``FlatParameters.buffers``.
-            slice_bytes: size of one broadcast, a multiple of every element size.
-            deadline_seconds: for all of them.
-
-        Raises:
-            WeightTransferFailed: a collective failed; the group is aborted.
-            DeadlineExceeded: a member stalled; likewise.
+            piece: [N] uint8 in host memory: what is sent, or where it is received.
+            end: when to give up, in monotonic seconds.
         """
-        if not self._is_open:
-            raise WeightTransferFailed("the weight group is closed")
-        end = self._now() + deadline_seconds
-        try:
-            under_way = [self._start(piece, end) for buffer in buffers for piece in _slices(buffer, slice_bytes)]
-            for work in under_way:
-                while not work.is_completed():
-                    if self._now() >= end:
-                        raise DeadlineExceeded(f"the broadcast took more than {deadline_seconds} s")
-                    self._pause(POLL_SECONDS)
-                work.wait()
-        except RuntimeError as error:
-            self.close()
-            raise WeightTransferFailed(f"the broadcast failed: {error}") from error
-        except DeadlineExceeded:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Abort what is under way and leave the group. May be called twice."""
-        if self._is_open:
-            self._is_open = False
-            self._group.abort()
-
-    def _start(self, piece: Tensor, end: float) -> Work:
+        sends, device = self._is_sender, self._device
+        buffer = piece.to(device, copy=True) if sends else torch.empty_like(piece, device=device)
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=max(end - self._now(), POLL_SECONDS))
-        return self._group.broadcast([piece], options)
+        work = self._group.broadcast([buffer], options)
+        return SliceUnderWay(work, piece, buffer, self._is_sender, end, self._now, self._pause)
 
 
-def form_nccl_group(rendezvous: Rendezvous, rank: int, timeout_seconds: float, device: torch.device) -> CollectiveGroup:
-    """Join the NCCL group of an epoch over the sender's store; the first collective connects the members.
+def form_nccl_group(
+    store: Any, rank: int, world_size: int, timeout_seconds: float, device: torch.device
+) -> CollectiveGroup:
+    """Join the NCCL group of an epoch over its store; the first collective connects the members.
 
     Args:
-        rendezvous: of a store that is already hosted (``EndpointClient.open_sender`` hosts one).
+        store: of this epoch.
         rank: 0 for the sender.
-        timeout_seconds: of the store, and default of each collective.
+        world_size: members, the sender included.
+        timeout_seconds: default of each collective.
         device: the GPU of this member.
 
     Raises:
-        WeightTransferFailed: this build of torch has no NCCL, or the store is not there.
+        WeightTransferFailed: this build of torch has no NCCL, or the group cannot be formed.
     """
     distributed: Any = torch.distributed
     if not distributed.is_nccl_available():
         raise WeightTransferFailed("this build of torch has no NCCL")
-    timeout = timedelta(seconds=timeout_seconds)
     try:
-        store = distributed.TCPStore(
-            rendezvous.host, rendezvous.port, rendezvous.world_size, timeout=timeout, wait_for_workers=False
-        )
         options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        with torch.cuda.device(device):
-            prefixed = distributed.PrefixStore(f"device-epoch-{rendezvous.epoch}", store)
-            group: CollectiveGroup = distributed.ProcessGroupNCCL(prefixed, rank, rendezvous.world_size, options)
+        options._timeout = timedelta(seconds=timeout_seconds)
+        torch.cuda.set_device(device)
+        group: CollectiveGroup = distributed.ProcessGroupNCCL(store, rank, world_size, options)
     except RuntimeError as error:
         raise WeightTransferFailed(f"cannot form the NCCL group: {error}") from error
     return group
-
-
-def _slices(buffer: Tensor, slice_bytes: int) -> tuple[Tensor, ...]:
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(f"a flat buffer has one contiguous dimension, got shape {tuple(buffer.shape)}")
-    if slice_bytes < 1 or slice_bytes % buffer.element_size():
-        raise ValueError(f"slices of {slice_bytes} bytes cut elements of {buffer.element_size()} bytes")
-    pieces: tuple[Tensor, ...] = torch.split(buffer, slice_bytes // buffer.element_size())
-    return pieces

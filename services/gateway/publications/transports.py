@@ -19,8 +19,7 @@ def transport_for(spec: ExperimentSpec, trainer: Capabilities, rollout: Capabili
         return Transport.SHARED_MEMORY
     if choice in {TransportChoice.SHARED_MEMORY, TransportChoice.PULL}:
         return None
-    uses_nccl = choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and spec.is_on_gpus)
-    collective = Transport.NCCL if uses_nccl else Transport.GLOO
+    collective = Transport.NCCL if spec.uses_nccl else Transport.GLOO
     return collective if collective.value in trainer.transports and collective.value in rollout.transports else None
 
 

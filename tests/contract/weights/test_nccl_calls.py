@@ -9,8 +9,8 @@ import torch
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from shared.errors import DeadlineExceeded, WeightTransferFailed
-from shared.schemas.publication import Rendezvous
-from shared.weights.nccl import DeviceBroadcast, form_nccl_group
+from shared.weights.endpoint_client import EndpointClient
+from shared.weights.nccl import NcclBroadcast
 
 
 @dataclass
@@ -33,83 +33,76 @@ class RecordedWork:
 
 @dataclass
 class RecordedGroup:
-    """Records calls; each broadcast becomes the next of these works."""
+    """Records calls; each broadcast becomes the next of these works, and fills its buffer with ``sent``."""
 
     works: list[RecordedWork]
-    calls: list[object] = field(default_factory=list)
+    sent: torch.Tensor | None = None
+    calls: list[tuple[torch.Tensor, int, int, timedelta]] = field(default_factory=list)
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> RecordedWork:
         (tensor,) = tensors
         self.calls.append((tensor, options.rootRank, options.rootTensor, options.timeout))
+        if self.sent is not None:
+            tensor.copy_(self.sent)
         return self.works[len(self.calls) - 1]
 
-    def abort(self) -> None:
-        self.calls.append("abort")
 
-
-def _broadcast(group: RecordedGroup) -> DeviceBroadcast:
+def _broadcast(group: RecordedGroup, *, is_sender: bool) -> NcclBroadcast:
     ticks = count()
-    return DeviceBroadcast(group, now=lambda: next(ticks) * 0.1, pause=lambda seconds: None)
+    return NcclBroadcast(
+        group, torch.device("cpu"), is_sender=is_sender, now=lambda: next(ticks) * 0.1, pause=lambda seconds: None
+    )
 
 
-def test_buffers_are_broadcast_in_slices_of_their_own_memory() -> None:
-    works = [RecordedWork(polls_left=number) for number in range(4)]
+def test_the_sender_broadcasts_a_copy_of_each_slice_from_rank_0() -> None:
+    works = [RecordedWork(polls_left=number) for number in range(3)]
     group = RecordedGroup(works)
-    floats, halves = torch.arange(10, dtype=torch.float32), torch.arange(3, dtype=torch.bfloat16)
+    broadcast = _broadcast(group, is_sender=True)
+    pieces = torch.split(torch.arange(10, dtype=torch.uint8), 4)
 
-    _broadcast(group).transfer([floats, halves], slice_bytes=16, deadline_seconds=60)
+    under_way = [broadcast.start(piece, end=60) for piece in pieces]
+    for each in under_way:
+        each.wait()
 
-    tensors = [call[0] for call in group.calls]
-    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2]]
-    assert [tensor.data_ptr() - floats.data_ptr() for tensor in tensors[:3]] == [0, 16, 32]
+    assert [call[0].tolist() for call in group.calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert all(call[0].data_ptr() != piece.data_ptr() for call, piece in zip(group.calls, pieces, strict=True))
     assert all(call[1:3] == (0, 0) for call in group.calls)
     assert all(timedelta(0) < call[3] <= timedelta(seconds=60) for call in group.calls)
-    assert [work.waits for work in works] == [1, 1, 1, 1]
+    assert [work.waits for work in works] == [1, 1, 1]
 
 
-def test_a_broadcast_that_does_not_complete_is_aborted_at_its_deadline() -> None:
-    group = RecordedGroup([RecordedWork(polls_left=10**9)])
-    broadcast = _broadcast(group)
+def test_a_receiver_has_the_slice_in_its_image_when_it_has_waited() -> None:
+    sent = torch.arange(4, dtype=torch.uint8)
+    piece = torch.zeros(4, dtype=torch.uint8)
 
-    with pytest.raises(DeadlineExceeded, match="more than 2"):
-        broadcast.transfer([torch.zeros(1)], slice_bytes=4, deadline_seconds=2)
+    under_way = _broadcast(RecordedGroup([RecordedWork(polls_left=2)], sent), is_sender=False).start(piece, end=60)
+    assert piece.tolist() == [0, 0, 0, 0]
+    under_way.wait()
 
-    assert group.calls[-1] == "abort"
-    with pytest.raises(WeightTransferFailed, match="closed"):
-        broadcast.transfer([torch.zeros(1)], slice_bytes=4, deadline_seconds=2)
+    assert piece.tolist() == sent.tolist()
 
 
-def test_a_failed_broadcast_is_aborted() -> None:
+def test_a_slice_that_does_not_arrive_is_given_up_at_its_deadline() -> None:
+    piece = torch.zeros(4, dtype=torch.uint8)
+    group = RecordedGroup([RecordedWork(polls_left=10**9)], sent=piece + 1)
+
+    with pytest.raises(DeadlineExceeded):
+        _broadcast(group, is_sender=False).start(piece, end=2).wait()
+
+    assert piece.tolist() == [0, 0, 0, 0]
+
+
+def test_a_failed_broadcast_fails_the_wait() -> None:
     group = RecordedGroup([RecordedWork(polls_left=0, error="NCCL communicator was aborted")])
 
-    with pytest.raises(WeightTransferFailed, match="communicator was aborted"):
-        _broadcast(group).transfer([torch.zeros(1)], slice_bytes=4, deadline_seconds=2)
-
-    assert group.calls[-1] == "abort"
-
-
-def test_closing_aborts_once() -> None:
-    group = RecordedGroup([])
-    broadcast = _broadcast(group)
-
-    broadcast.close()
-    broadcast.close()
-
-    assert group.calls == ["abort"]
-
-
-@pytest.mark.parametrize(
-    ("buffer", "slice_bytes"),
-    [(torch.zeros(2, 2), 4), (torch.zeros(8)[::2], 4), (torch.zeros(2), 6), (torch.zeros(2), 0)],
-)
-def test_what_is_not_flat_or_would_be_cut_is_refused(buffer: torch.Tensor, slice_bytes: int) -> None:
-    with pytest.raises(ValueError, match=r"flat buffer|cut elements"):
-        _broadcast(RecordedGroup([])).transfer([buffer], slice_bytes, deadline_seconds=2)
+    with pytest.raises(RuntimeError, match="communicator was aborted"):
+        _broadcast(group, is_sender=True).start(torch.zeros(1, dtype=torch.uint8), end=2).wait()
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this build of torch has NCCL")
-def test_a_build_without_nccl_is_named() -> None:
-    rendezvous = Rendezvous(host="127.0.0.1", port=1, epoch=1, world_size=2)
+async def test_a_build_without_nccl_is_named_by_its_member() -> None:
+    async with EndpointClient(device="cuda:0") as endpoint:
+        await endpoint.open_sender(1, 2, 10.0)
 
-    with pytest.raises(WeightTransferFailed, match="no NCCL"):
-        form_nccl_group(rendezvous, 1, 1.0, torch.device("cuda"))
+        with pytest.raises(WeightTransferFailed, match="no NCCL"):
+            await endpoint.joined(1, 10.0)

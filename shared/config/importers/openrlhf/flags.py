@@ -90,8 +90,10 @@ SAMPLING: tuple[Parameter, ...] = (
              "--vllm.gpu_memory_utilization", "--enforce_eager", "--vllm.enforce_eager", "--enable_prefix_caching",
              "--vllm.enable_prefix_caching", "--vllm_enable_sleep", "--vllm.enable_sleep",
              "--vllm_generate_batch_size", "--rollout.vllm_generate_batch_size"),
-    *ignored("the fleet chooses the transport by the devices: nccl, gloo or shared memory", "--vllm_sync_backend",
-             "--vllm.sync_backend", "--vllm_sync_with_ray", "--vllm.sync_with_ray"),
+    translated("--vllm_sync_backend", "asynchrony.publication.transport", text,
+               "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={},
+               aliases=("--vllm.sync_backend",)),
+    *ignored("weights never travel through Ray here", "--vllm_sync_with_ray", "--vllm.sync_with_ray"),
 )  # fmt: skip
 
 BATCHES: tuple[Parameter, ...] = (

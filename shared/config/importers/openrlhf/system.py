@@ -62,6 +62,14 @@ def asynchrony(source: Source) -> Fields:
     }
 
 
+def publication(source: Source) -> Fields:
+    """Make the weights' way, where it is written."""
+    if not source.has("--vllm_sync_backend"):
+        return {}
+    transport = source.choose("--vllm_sync_backend", {"nccl": "auto", "gloo": "gloo"})
+    return {} if transport is None else {"asynchrony.publication.transport": transport}
+
+
 def schedule(source: Source) -> Fields:
     """Make steps, warm-up, decay and the period of checkpoints."""
     found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
@@ -213,8 +221,8 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        data, batches, asynchrony, schedule, lengths, learning.advantage, learning.policy_loss, learning.kl, rewards,
-        evaluation, tracking,
+        data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss, learning.kl,
+        rewards, evaluation, tracking,
     ),
 )  # fmt: skip
 

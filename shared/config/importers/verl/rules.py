@@ -11,7 +11,8 @@ from shared.config.importers.values import same
 from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
 from shared.config.importers.verl.algorithm import OVERLONG, RM
 from shared.config.importers.verl.data import ROLLOUT_NAME
-from shared.config.importers.verl.trainer import ASYNC
+from shared.config.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
+from shared.config.publication import MAX_SLICE_MEGABYTES
 
 Fields = dict[str, Any]
 
@@ -203,6 +204,22 @@ def placement(source: Source) -> Fields:
     if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
+    return fields
+
+
+def publication(source: Source) -> Fields:
+    """Make the weights' way, where it is written."""
+    fields: Fields = {}
+    if source.has(f"{ROLLOUT_ENGINE}.backend"):
+        backend = source.choose(f"{ROLLOUT_ENGINE}.backend", {"nccl": "auto", "naive": "auto", "gloo": "gloo"})
+        if backend is not None:
+            fields["asynchrony.publication.transport"] = backend
+    names = [f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes"]
+    if is_fully_async(source):
+        names.append(f"{ASYNC}.checkpoint_engine.device_buffer_size_M")
+    for name in names:
+        if source.has(name):
+            fields["asynchrony.publication.slice_megabytes"] = min(max(source.required(name), 1), MAX_SLICE_MEGABYTES)
     return fields
 
 

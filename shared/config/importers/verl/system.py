@@ -23,7 +23,7 @@ VERL: System = make_system(
     rules=(
         rules.data_files, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
         learning.kl, learning.old_policy, learning.critic, rules.rewards, rules.evaluation, rules.checkpoints,
-        rules.placement, rules.tracking,
+        rules.placement, rules.publication, rules.tracking,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
 )  # fmt: skip

@@ -6,6 +6,7 @@ from shared.config.importers.values import count, flag, integer, number, text, t
 from shared.config.importers.verl.actor import ACTOR, PROFILING
 
 ASYNC = "async_training"
+ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 DEVICES = "batch sizes are global: the number of devices changes speed, not what is computed"
 NSIGHT = "an option of a profiler that trainer.profile_steps, which is refused, would start"
@@ -101,9 +102,14 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
     translated("rollout.n", "rollout.group_size", count, "trajectories per prompt, as actor_rollout_ref.rollout.n",
                example=8, default=4, context=FULLY_ASYNC),
     *ignored(DEVICES, "trainer.nnodes", "trainer.n_gpus_per_node"),
+    translated(f"{ASYNC}.checkpoint_engine.device_buffer_size_M", "asynchrony.publication.slice_megabytes", integer,
+               "size of one broadcast, at most 64: larger ones gain nothing", example=16, context=FULLY_ASYNC),
+    translated(f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes", "asynchrony.publication.slice_megabytes", integer,
+               "size of one broadcast, at most 64: larger ones gain nothing", example=16, context={}),
+    translated(f"{ROLLOUT_ENGINE}.backend", "asynchrony.publication.transport", text,
+               "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={}),
     *ignored("weights always travel in buckets, and are received while others are sent",
-             f"{ASYNC}.checkpoint_engine.enable", f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume",
-             f"{ASYNC}.checkpoint_engine.device_buffer_size_M"),
+             f"{ASYNC}.checkpoint_engine.enable", f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume"),
     *ignored("an evaluation never stops training here", f"{ASYNC}.use_trainer_do_validate"),
     *ignored("how the fleet's engines are used is the fleet's own matter",
              f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),

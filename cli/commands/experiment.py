@@ -14,7 +14,7 @@ from cli.commands.run import follow
 from cli.connection import connect, find_experiment
 from cli.launch_file import read_launch_file, run_prepare
 from cli.progress import Progress, new_console
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
 
 async def start(arguments: argparse.Namespace) -> int:
@@ -51,6 +51,28 @@ async def watch(arguments: argparse.Namespace) -> int:
         progress = Progress(await find_experiment(client, arguments.experiment))
         await follow(progress, client, None, plain=arguments.plain)
         return 0 if progress.view.state is not ExperimentState.FAILED else 1
+
+
+async def diagnose(arguments: argparse.Namespace) -> int:
+    """Say what bounds the speed of an experiment."""
+    async with connect(arguments) as client:
+        view = await find_experiment(client, arguments.experiment)
+        content = await client.call("GET", f"/v1/experiments/{view.id}/diagnosis")
+    if arguments.json:
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        return 0
+    found = DiagnosisView.model_validate(content)
+    console = new_console()
+    if found.problem is not None:
+        console.print(f"problem    {found.problem.component}: {found.problem.cause}", markup=False)
+    console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
+    if found.advice:
+        console.print(f"advice     {found.advice}", markup=False)
+    table = Table("evidence", f"last {found.window_seconds:.0f} s", title_justify="left")
+    for name, value in sorted(found.evidence.items()):
+        table.add_row(name, f"{value:.3g}")
+    console.print(table)
+    return 0
 
 
 async def ledger(arguments: argparse.Namespace) -> int:

@@ -96,3 +96,19 @@ class CheckpointView(Wire):
     version: int
     path: str
     at: str
+
+
+class DiagnosisView(Wire):
+    """What bounds the speed of an experiment, seen over a recent window; see docs/metrics.md."""
+
+    component: str
+    """generation, reward, trainer, admission, publication, redis or evaluation; or none."""
+    cause: str
+    advice: str
+    """Which setting or service would change it."""
+    window_seconds: float
+    """How far back the evidence reaches."""
+    evidence: Mapping[str, float]
+    """Shares of time between 0 and 1, round trips in seconds, depths in groups."""
+    problem: Problem | None = None
+    """A stall or failure, which comes before any question of speed."""

@@ -73,6 +73,9 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
         ledger = json.loads(shell.run("ledger", "--json"))
         assert ledger["train"]["balanced"]
         assert "issued" in shell.run("ledger")
+        diagnosis = json.loads(shell.run("diagnose", "--json"))
+        assert diagnosis["evidence"]["looks"] >= 0
+        assert "bottleneck" in shell.run("diagnose")
         assert "pause" in shell.run("resume", code=1)
 
         shell.run("stop")

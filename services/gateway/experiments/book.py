@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from services.gateway.experiments.window import Window
 from services.gateway.registry.desired import digest
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
@@ -59,6 +60,7 @@ class Experiment:
         changed: fires after each change of the record.
         ledger: the train lane as last seen; None until it was read.
         full_stream: the first stream of the train lane that has reached its bound, if any.
+        window: what was seen of it in the last minute.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -71,6 +73,7 @@ class Experiment:
         self.changed = Signal()
         self.ledger: Ledger | None = None
         self.full_stream: FullStream | None = None
+        self.window = Window()
 
     @property
     def id(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
+from services.gateway.experiments.bottleneck import Look
 from services.gateway.experiments.diagnosis import Observation, Situation, diagnose, progress_of
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.services import Registry
@@ -58,7 +59,11 @@ class Watchdog:
     async def look(self) -> None:
         """Compare with the last look, and name or clear a stall."""
         experiment, record = self._experiment, self._experiment.record
-        train, evaluation = await self._ledger(Lane.TRAIN), await self._ledger(Lane.EVALUATION)
+        asked = self._clock.monotonic()
+        train = await self._ledger(Lane.TRAIN)
+        now = self._clock.monotonic()
+        self._note(train, now, now - asked)
+        evaluation = await self._ledger(Lane.EVALUATION)
         now = self._clock.monotonic()
         services = [
             Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
@@ -88,6 +93,15 @@ class Watchdog:
             )
         )
         await self._name(component, cause)
+
+    def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
+        experiment = self._experiment
+        if experiment.state is not ExperimentState.RUNNING:
+            experiment.window.clear()
+            return
+        is_publishing = self._publications.open_phase(experiment.id) is not None
+        is_evaluating = experiment.record.evaluating_version is not None
+        experiment.window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating))
 
     async def _name(self, component: str, cause: str) -> None:
         known = self._experiment.record.problem

@@ -10,7 +10,16 @@ from fastapi.responses import StreamingResponse
 from services.gateway.routes.access import LARGEST_PAGE, Cursor, Gateway, Limit, number_of, page_of
 from shared.clock import rfc3339
 from shared.errors import InvalidRequest, NotFound
-from shared.schemas.experiment import CheckpointView, Event, MetricBatch, MetricPoint, Page
+from shared.schemas.experiment import (
+    CheckpointView,
+    DiagnosisView,
+    Event,
+    ExperimentState,
+    MetricBatch,
+    MetricPoint,
+    Page,
+    Problem,
+)
 from shared.schemas.publication import Wire
 from shared.streams.plans import Plan
 
@@ -60,7 +69,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         NotFound: nothing bears this id (404).
         InvalidRequest: a value is not finite (422).
     """
-    gateway.book.get(experiment_id)
+    experiment = gateway.book.get(experiment_id)
     wrong = [name for name, value in batch.values.items() if not math.isfinite(value)]
     if wrong:
         errors = [
@@ -73,6 +82,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         for name, value in batch.values.items()
     ]
     await gateway.store.put_metrics(experiment_id, points)
+    experiment.window.add_step(gateway.clock.monotonic(), batch.values)
     return Stored(stored=len(points))
 
 
@@ -147,6 +157,28 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
         experiment_id, "checkpoint", step=checkpoint.step, version=checkpoint.version, path=checkpoint.path
     )
     return checkpoint
+
+
+@router.get("/diagnosis")
+async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
+    """Name what bounds the experiment's speed now, with the evidence of the last minute and what would change it.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+    """
+    experiment = gateway.book.get(experiment_id)
+    now = gateway.clock.monotonic()
+    found = experiment.window.bottleneck(now, budget=experiment.spec.admission_budget)
+    problem = experiment.record.problem
+    is_over = experiment.state is not ExperimentState.RUNNING
+    return DiagnosisView(
+        component="none" if is_over else found.component,
+        cause=f"the experiment is {experiment.state.value}" if is_over else found.cause,
+        advice="" if is_over else found.advice,
+        window_seconds=round(experiment.window.seconds(now), 3),
+        evidence=found.evidence,
+        problem=Problem(**problem) if problem is not None else None,
+    )
 
 
 @router.get("/checkpoints")

@@ -114,10 +114,13 @@ class RunningFleet:
 
 
 @contextmanager
-def running_fleet(data: Path, *, rollouts: int = 1, **environment: str) -> Iterator[RunningFleet]:
+def running_fleet(
+    data: Path, *, rollouts: int = 1, trainers: int = 1, rewards: int = 1, **environment: str
+) -> Iterator[RunningFleet]:
     """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left."""
     log_path = data.parent / f"{data.name}.log"
-    command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", "--rollouts", str(rollouts), "--no-sandbox"]
+    counts = ["--rollouts", str(rollouts), "--trainers", str(trainers), "--rewards", str(rewards)]
+    command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, "--no-sandbox"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,

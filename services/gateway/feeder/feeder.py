@@ -83,7 +83,8 @@ class Feeder:
         if room == 0:
             return BLOCKED_SECONDS
         first = await self._admission.next_group_id()
-        tasks = [self._task(group_id, version) for group_id in range(first, first + min(room, BATCH))]
+        # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
+        tasks = await asyncio.to_thread(self._tasks, range(first, first + min(room, BATCH)), version)
         result = await self._admission.issue_many(tasks, limit=spec.admission_budget)
         return 0.0 if result.count else BLOCKED_SECONDS
 
@@ -96,10 +97,8 @@ class Feeder:
         full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
         self._experiment.full_stream = full[0] if full else None
 
-    def _task(self, group_id: int, version: int) -> Task:
-        return self._dataset.task(
-            group_id,
-            group_size=self._experiment.spec.rollout.group_size,
-            min_version=version,
-            issued_at=self._clock.now(),
-        )
+    def _tasks(self, group_ids: range, version: int) -> list[Task]:
+        size, now = self._experiment.spec.rollout.group_size, self._clock.now()
+        return [
+            self._dataset.task(group_id, group_size=size, min_version=version, issued_at=now) for group_id in group_ids
+        ]

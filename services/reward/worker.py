@@ -157,14 +157,18 @@ class RewardWorker:
         while True:
             await self._claiming.wait()
             await room.acquire()
+            wanted = 1
+            while wanted < self._concurrency and not room.locked():
+                await room.acquire()
+                wanted += 1
             claims: list[Claim] = []
             try:
-                claims = await lane.hop.claim(count=1, wait_seconds=CLAIM_WAIT_SECONDS)
+                claims = await lane.hop.claim(count=wanted, wait_seconds=CLAIM_WAIT_SECONDS)
             except FlotillaError as error:
                 log.warning("groups cannot be claimed", extra={"lane": lane.name, "error": repr(error)})
                 await asyncio.sleep(CLAIM_WAIT_SECONDS)
             finally:
-                if not claims:
+                for _ in range(wanted - len(claims)):
                     room.release()
             for claim in claims:
                 answer = tasks.create_task(self._grade(lane, claim), name=f"grade {claim.entry_id}")

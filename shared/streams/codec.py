@@ -6,7 +6,9 @@ reader refuses a payload of another schema and ignores header fields that it doe
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -46,7 +48,7 @@ class EntryHeader:
 
     def to_bytes(self) -> bytes:
         """Encode it as a msgpack mapping."""
-        packed: bytes = msgpack.packb({name: getattr(self, name) for name in HEADER_FIELDS})
+        packed: bytes = msgpack.packb(dict(zip(HEADER_FIELDS, _values(self), strict=True)))
         return packed
 
     @classmethod
@@ -57,13 +59,15 @@ class EntryHeader:
             ValueError: a field is missing.
         """
         wire = msgpack.unpackb(encoded)
-        missing = [name for name in HEADER_FIELDS if name not in wire]
-        if missing:
-            raise ValueError(f"entry header lacks {', '.join(missing)}")
-        return cls(**{name: wire[name] for name in HEADER_FIELDS})
+        try:
+            return cls(*[wire[name] for name in HEADER_FIELDS])
+        except KeyError:
+            missing = [name for name in HEADER_FIELDS if name not in wire]
+            raise ValueError(f"entry header lacks {', '.join(missing)}") from None
 
 
 HEADER_FIELDS = tuple(each.name for each in fields(EntryHeader))
+_values = attrgetter(*HEADER_FIELDS)
 
 
 def task_header(task: Task, created_at: float | None = None, *, partials: Partials = ()) -> EntryHeader:
@@ -84,16 +88,17 @@ def task_header(task: Task, created_at: float | None = None, *, partials: Partia
 
 def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
     """Describe a group; ``created_at`` defaults to now."""
-    oldest, newest = _version_range(group)
+    counts = [trajectory.num_sampled for trajectory in group.trajectories]
+    oldest, newest = _version_range(group, counts)
     rewards = group.rewards()
     # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.
     mean = math.fsum(rewards) / max(1, len(rewards))
-    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards)))
+    spread = math.sqrt(math.fsum([(reward - mean) ** 2 for reward in rewards]) / max(1, len(rewards)))
     return EntryHeader(
         schema=GROUP_SCHEMA,
         group_id=group.task.group_id,
         size=len(group.trajectories),
-        token_count=group.num_sampled,
+        token_count=sum(counts),
         oldest_version=oldest,
         newest_version=newest,
         reward_mean=mean if rewards else None,
@@ -102,11 +107,14 @@ def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
     )
 
 
-def _version_range(group: Group) -> tuple[int, int]:
+def _version_range(group: Group, counts: Sequence[int]) -> tuple[int, int]:
     """Find what ``Group.version_range`` finds, at once where each trajectory was sampled by one version."""
-    if any(len(each.versions) > 1 for each in group.trajectories):
-        return group.version_range()
-    versions = [each.versions[0][1] for each in group.trajectories if each.loss_mask.any()]
+    versions = []
+    for trajectory, count in zip(group.trajectories, counts, strict=True):
+        if len(trajectory.versions) > 1:
+            return group.version_range()
+        if count:
+            versions.append(trajectory.versions[0][1])
     return (min(versions), max(versions)) if versions else group.version_range()
 
 

@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import Unavailable
+from shared.streams.packing import PACKING
 
 MINIMUM_VERSION = (6, 2)
 CONNECT_SECONDS = 5.0
@@ -42,7 +43,7 @@ def connect(url: str) -> Redis:
     through ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that comes at the same moment. Use
     ``answer_in_time`` around its commands. Close it with ``await client.aclose()``.
     """
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         protocol=2,
         decode_responses=False,
@@ -51,6 +52,8 @@ def connect(url: str) -> Redis:
         socket_read_size=256 * 1024,
         retry=Retry(NoBackoff(), 0),
     )
+    client.connection_pool.connection_class = PACKING[client.connection_pool.connection_class]
+    return client
 
 
 def is_absence(error: Exception) -> bool:

@@ -1,24 +1,38 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
 -- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim
--- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, then for each claim:
---   entry, deliveries, amount, group id, header, payload; the last two are empty when resolving.
+-- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
+--   msgpack of a list of entry, deliveries, amount, group id, header for each claim, then the payload of each.
+--   Header and payload are empty when resolving. One list, since each further argument costs client and server more
+--   than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
 local stream, ledger, outstanding, next_stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local is_forward, consumer, marker_ms, counter = ARGV[1] == 'forward', ARGV[2], ARGV[3], ARGV[4]
-local answers, ended, is_ended, total = {}, {}, {}, 0
-for index = 1, #KEYS - 4 do
-  local marker, at = KEYS[4 + index], 6 * index - 1
-  local entry = ARGV[at]
-  if not is_ended[entry] and holds(stream, entry, consumer, ARGV[at + 1]) then
+local claims, number = cmsgpack.unpack(ARGV[7]), #KEYS - 4
+
+-- What the consumer holds between the lowest and the highest entry: one look for all of them.
+local most = number == 1 and 1 or number + 64
+local rows = redis.pcall('XPENDING', stream, GROUP, ARGV[5], ARGV[6], most, consumer)
+if is_no_group(rows) then rows = {} end
+if rows.err then error(rows.err) end
+local held = {}
+for _, row in ipairs(rows) do held[row[1]] = row[4] end
+local may_hold_more = number > 1 and #rows == most
+
+local answers, ended, total = {}, {}, 0
+for index = 1, number do
+  local marker, at = KEYS[4 + index], 5 * index - 4
+  local entry, deliveries = claims[at], claims[at + 1]
+  if held[entry] == deliveries or (may_hold_more and held[entry] == nil and holds(stream, entry, consumer, deliveries)) then
     if is_forward then
-      redis.call('XADD', next_stream, '*', 'header', ARGV[at + 4], 'payload', ARGV[at + 5])
+      redis.call('XADD', next_stream, '*', 'header', claims[at + 4], 'payload', ARGV[7 + index])
     else
-      redis.call('ZREM', outstanding, ARGV[at + 3])
+      redis.call('ZREM', outstanding, claims[at + 3])
     end
-    ended[#ended + 1], is_ended[entry] = entry, true
+    -- The same claim may come twice in one call: it counts once.
+    ended[#ended + 1], held[entry] = entry, false
     redis.call('SET', marker, counter, 'PX', marker_ms)
-    total = total + tonumber(ARGV[at + 2])
+    total = total + claims[at + 2]
     answers[index] = 1
   else
     answers[index] = redis.call('GET', marker) == counter and 1 or 0

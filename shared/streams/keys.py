@@ -28,8 +28,10 @@ class HopName(StrEnum):
     @property
     def next(self) -> "HopName | None":
         """The stream that a claim of this one is forwarded to; None after the last."""
-        order = list(HopName)
-        return order[order.index(self) + 1] if self is not order[-1] else None
+        return _NEXT.get(self)
+
+
+_NEXT = {HopName.TASKS: HopName.GENERATED, HopName.GENERATED: HopName.SCORED}
 
 
 @dataclass(frozen=True, slots=True)

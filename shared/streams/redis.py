@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
+import msgpack
 from redis.exceptions import ResponseError
 
 from shared.errors import ClaimLost
@@ -13,6 +14,7 @@ from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.schemas.trajectory import Group
 from shared.streams.codec import EntryHeader, encode_group, group_header
+from shared.streams.forwarding import ForwardsTogether
 from shared.streams.hop import (
     FENCED,
     HANDED_OVER,
@@ -34,9 +36,11 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
 """Longest time after which a waiting claimer looks for entries that are free again."""
-SCRIPT_BYTES = 2 * 1024 * 1024
+SCRIPT_BYTES = 128 * 1024
+"""Most that one script forwards, unless one entry is larger: the server works on it while it receives the next."""
+SCRIPTS_AT_ONCE = 4
 SCRIPT_ENTRIES = 128
-"""Most that one script forwards: about two milliseconds, in which the server does nothing else."""
+"""Likewise in entries: about two milliseconds, in which the server does nothing else."""
 MARKER_SECONDS = 120
 """How long a forward may be repeated after its answer was lost. Far above any deadline of a call."""
 
@@ -71,6 +75,7 @@ class RedisHop:
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
         self._is_next_full = False
+        self._together = ForwardsTogether(self.forward_many)
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
@@ -110,7 +115,7 @@ class RedisHop:
 
     async def forward(self, claim: Claim, group: Group) -> bool:
         """See ``Hop.forward``."""
-        return (await self.forward_many([(claim, group)]))[0]
+        return await self._together.forward(claim, group)
 
     async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
         """See ``Hop.forward_many``."""
@@ -121,10 +126,20 @@ class RedisHop:
             destination = next_hop(claim, group, self.name)
             header = group_header(group)
             entries.append(_Ended(claim, header.token_count, header.to_bytes(), encode_group(group)))
-        answers: list[bool] = []
-        for chunk in _chunks(entries):
-            answers += await self._finish(f"tokens:{destination.value}", chunk, self._keys.stream(destination))
-        return answers
+        counter, stream, chunks = f"tokens:{destination.value}", self._keys.stream(destination), _chunks(entries)
+        if len(chunks) == 1:
+            return await self._finish(counter, entries, stream)
+        room = asyncio.Semaphore(SCRIPTS_AT_ONCE)
+
+        async def finish(chunk: list[_Ended]) -> list[bool]:
+            async with room:
+                return await self._finish(counter, chunk, stream)
+
+        answers = await asyncio.gather(*map(finish, chunks), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [each for answer in answers if isinstance(answer, list) for each in answer]
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""
@@ -146,10 +161,15 @@ class RedisHop:
     async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
         markers = [self._keys.marker(each.claim.token) for each in ended]
         mode = "resolve" if next_stream is None else "forward"
-        arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter]
+        lowest, highest = _bounds([each.claim.entry_id for each in ended])
+        facts: list[Argument] = []
         for each in ended:
-            held = (each.claim.entry_id, each.claim.deliveries)
-            arguments += (*held, each.amount, each.claim.header.group_id, each.header, each.payload)
+            held = each.claim
+            facts += (held.entry_id, held.deliveries, each.amount, str(held.header.group_id), each.header)
+        # The server's reader knows no binary type: headers travel as raw strings.
+        packed: bytes = msgpack.packb(facts, use_bin_type=False)
+        arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, packed]
+        arguments += [each.payload for each in ended]
         keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream, *markers]
         return [bool(answer) for answer in await self._runner.run("finish", keys, arguments)]
 
@@ -268,6 +288,14 @@ class TrainerHop(RedisHop):
             self._is_delivery_lost |= not has_arrived
         self._held.update(claim.entry_id for claim in claims)
         return claims
+
+
+def _bounds(entry_ids: Sequence[str]) -> tuple[str, str]:
+    """Find the lowest and the highest of some entry ids."""
+    if len(entry_ids) == 1:
+        return entry_ids[0], entry_ids[0]
+    ordered = sorted(entry_ids, key=lambda entry_id: tuple(map(int, entry_id.split("-"))))
+    return ordered[0], ordered[-1]
 
 
 def _chunks(ended: Sequence[_Ended]) -> list[list[_Ended]]:

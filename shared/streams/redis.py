@@ -38,7 +38,6 @@ SWEEP_SECONDS = 0.5
 """Longest time after which a waiting claimer looks for entries that are free again."""
 SCRIPT_BYTES = 128 * 1024
 """Most that one script forwards, unless one entry is larger: the server works on it while it receives the next."""
-SCRIPTS_AT_ONCE = 4
 SCRIPT_ENTRIES = 128
 """Likewise in entries: about two milliseconds, in which the server does nothing else."""
 MARKER_SECONDS = 120
@@ -126,20 +125,7 @@ class RedisHop:
             destination = next_hop(claim, group, self.name)
             header = group_header(group)
             entries.append(_Ended(claim, header.token_count, header.to_bytes(), encode_group(group)))
-        counter, stream, chunks = f"tokens:{destination.value}", self._keys.stream(destination), _chunks(entries)
-        if len(chunks) == 1:
-            return await self._finish(counter, entries, stream)
-        room = asyncio.Semaphore(SCRIPTS_AT_ONCE)
-
-        async def finish(chunk: list[_Ended]) -> list[bool]:
-            async with room:
-                return await self._finish(counter, chunk, stream)
-
-        answers = await asyncio.gather(*map(finish, chunks), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [each for answer in answers if isinstance(answer, list) for each in answer]
+        return await self._finish(f"tokens:{destination.value}", entries, self._keys.stream(destination))
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""
@@ -159,6 +145,13 @@ class RedisHop:
         return bool(await self._runner.run("hand_over", [self._stream, self._keys.marker(claim.token)], arguments))
 
     async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
+        calls = [self._finish_call(counter, chunk, next_stream) for chunk in _chunks(ended)]
+        answers = await self._runner.run_in_order("finish", calls)
+        return [bool(each) for answer in answers for each in answer]
+
+    def _finish_call(
+        self, counter: str, ended: Sequence[_Ended], next_stream: str | None
+    ) -> tuple[list[str], list[Argument]]:
         markers = [self._keys.marker(each.claim.token) for each in ended]
         mode = "resolve" if next_stream is None else "forward"
         lowest, highest = _bounds([each.claim.entry_id for each in ended])
@@ -170,8 +163,13 @@ class RedisHop:
         packed: bytes = msgpack.packb(facts, use_bin_type=False)
         arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, packed]
         arguments += [each.payload for each in ended]
-        keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream, *markers]
-        return [bool(answer) for answer in await self._runner.run("finish", keys, arguments)]
+        return [
+            self._stream,
+            self._keys.ledger,
+            self._keys.outstanding,
+            next_stream or self._stream,
+            *markers,
+        ], arguments
 
     async def _sweep(self, count: int) -> list[Claim]:
         lease_ms = max(1, round(self.lease_seconds * 1000))

@@ -55,20 +55,41 @@ class ScriptRunner:
         Raises:
             Unavailable: the server was absent until the deadline.
         """
+        return (await self.run_in_order(name, [(keys, arguments)]))[0]
+
+    async def run_in_order(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]) -> list[Any]:
+        """Run one script several times in one round trip, in order, and return the answers.
+
+        The server works on one while it receives the next. All are repeated if one of them got no answer.
+
+        Raises:
+            Unavailable: the server was absent until the deadline.
+        """
         chosen = script(name)
 
-        async def once() -> Any:
+        async def once() -> list[Any]:
             try:
-                return await self.redis.evalsha(chosen.digest, len(keys), *keys, *arguments)
+                return await self._in_order(chosen.digest, calls)
             except NoScriptError:
-                return await self.redis.eval(chosen.source, len(keys), *keys, *arguments)
+                await self.redis.script_load(chosen.source)
+                return await self._in_order(chosen.digest, calls)
 
         faults = armed()
-        site = None if faults is None else SITES.get(str(arguments[0]) if name == "finish" else name)
+        site = None if faults is None else SITES.get(str(calls[0][1][0]) if name == "finish" else name)
         if faults is None or site is None:
             return await self._retried(once)
         at = site
         return await self._retried(lambda: faults.around(at, once, refusal=RedisConnectionError))
+
+    async def _in_order(self, digest: str, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]) -> list[Any]:
+        if len(calls) == 1:
+            keys, arguments = calls[0]
+            return [await self.redis.execute_command("EVALSHA", digest, len(keys), *keys, *arguments)]
+        async with self.redis.pipeline(transaction=False) as pipeline:
+            for keys, arguments in calls:
+                pipeline.execute_command("EVALSHA", digest, len(keys), *keys, *arguments)
+            answers: list[Any] = await pipeline.execute()
+        return answers
 
     async def command(self, *command: Any) -> Any:
         """Run a command that is safe to repeat.

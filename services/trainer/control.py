@@ -21,6 +21,8 @@ class Control:
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._stopped = asyncio.Event()
+        self.is_over = False
+        """Whether no trainer goes on with this experiment after the stop."""
         self.state = WorkState.STARTING
 
     @property
@@ -36,8 +38,13 @@ class Control:
         """Start no further step."""
         self._may_run.clear()
 
-    def stop(self) -> None:
-        """End after the step under way."""
+    def stop(self, *, is_over: bool = False) -> None:
+        """End after the step under way.
+
+        Args:
+            is_over: no trainer goes on after it, so that all that was trained has to be durable then.
+        """
+        self.is_over |= is_over
         self._stopped.set()
         self._may_run.set()
 

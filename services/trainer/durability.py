@@ -93,15 +93,15 @@ class Durability:
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
 
-    async def at_the_end(self, version: int, *, is_at_version: bool, publisher: Publisher) -> None:
-        """Make the last step durable; between two versions only if nothing is left to publish.
+    async def at_the_end(self, version: int, *, is_at_version: bool, is_over: bool, publisher: Publisher) -> None:
+        """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
 
         Raises:
             CheckpointOverdue: it could not be written.
         """
         if self.progress.step == self._durable_step:
             return
-        if not is_at_version and not await _is_settled(publisher):
+        if not is_at_version and not is_over and not await _is_settled(publisher):
             log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
             return
         for attempt in range(LAST_ATTEMPTS):

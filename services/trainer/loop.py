@@ -112,7 +112,9 @@ class TrainingLoop:
         is_last = self.progress.step == self.total_steps
         if is_last:
             await self._control.unless_stopped(self._publisher.settled())
-        await self._durability.at_the_end(self.version, is_at_version=self.is_at_version, publisher=self._publisher)
+        await self._durability.at_the_end(
+            self.version, is_at_version=self.is_at_version, is_over=self._control.is_over, publisher=self._publisher
+        )
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last

@@ -31,6 +31,8 @@ DEATH_WINDOW_SECONDS = 300.0
 FIRST_PAUSE_SECONDS = 0.5
 PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
+LAST_CHECKPOINT_SECONDS = 25.0
+"""Somewhat less than a gateway waits for the services of an experiment that ends."""
 WORKERS_PER_EPOCH = 1_000_000
 COMPONENT = "trainer"
 
@@ -152,7 +154,7 @@ class Supervisor:
             return
         wanted = desired.assignment if desired.state is not WorkState.IDLE else None
         if not _is_same(self._assignment, wanted):
-            await self._dismiss()
+            await self._dismiss(is_over=wanted is None)
             if wanted is None:
                 self._become(WorkState.IDLE)
                 return
@@ -264,13 +266,17 @@ class Supervisor:
             log.info("state changed", extra={"state": state.value})
             self.tell()
 
-    async def _dismiss(self) -> None:
-        """End the worker after its step, and forget the experiment."""
+    async def _dismiss(self, *, is_over: bool = False) -> None:
+        """End the worker after its step, and forget the experiment.
+
+        Args:
+            is_over: nobody goes on with the experiment: the worker gets the time for a last checkpoint.
+        """
         self._is_leaving = True
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.tell(Order(state=WorkState.DRAINING))
-            await worker.stop(STOP_SECONDS)
+            worker.tell(Order(state=WorkState.IDLE if is_over else WorkState.DRAINING))
+            await worker.stop(LAST_CHECKPOINT_SECONDS if is_over else STOP_SECONDS)
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         self._images.withdraw()

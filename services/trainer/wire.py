@@ -38,10 +38,10 @@ class Launch(Line):
 
 
 class Order(Line):
-    """Supervisor to worker: what to do from now on."""
+    """Supervisor to worker: what to do from now on. Draining ends it; idle, too, and nobody goes on after it."""
 
     kind: Literal["order"] = "order"
-    state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING]
+    state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING, WorkState.IDLE]
 
 
 class Offered(Line):

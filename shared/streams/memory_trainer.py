@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shared.errors import ClaimLost, NotFound
-from shared.streams.hop import FENCED, Claim, Hop, Resolution
+from shared.streams.hop import FENCED, Claim, Hop, Resolution, counter_of
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from shared.streams.memory_streams import MemoryStore
 from shared.streams.plans import LINEAGE_STEPS, Plan
@@ -79,6 +79,18 @@ class MemoryTrainerQueue:
             self._store.lineage[plan.step] = replace(plan, entry_ids=())
             self._store.lineage.pop(plan.step - LINEAGE_STEPS, None)
         return len(plans)
+
+    async def abandon(self, steps: Sequence[int], resolution: Resolution, reason: str) -> int:
+        """See ``TrainerQueue.abandon``."""
+        self._check_not_fenced()
+        plans = [plan for step in steps if (plan := self._store.plans.pop(step, None)) is not None]
+        entry_ids = [entry_id for plan in plans for entry_id in plan.entry_ids]
+        for entry_id in entry_ids:
+            self._stream.remove(entry_id)
+        if entry_ids:
+            self._store.count("planned", -len(entry_ids))
+            self._store.count(counter_of(resolution, reason), len(entry_ids))
+        return len(entry_ids)
 
     async def record(self, plans: Sequence[Plan]) -> int:
         """See ``TrainerQueue.record``."""

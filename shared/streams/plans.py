@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgpack
 
-from shared.streams.hop import Claim, Hop
+from shared.streams.hop import Claim, Hop, Resolution
 
 LINEAGE_STEPS = 50_000
 """Steps whose groups the data plane remembers: some 8 MB. Which groups earlier ones trained, the checkpoint knows."""
@@ -129,6 +129,14 @@ class TrainerQueue(Protocol):
 
         Steps without a plan, such as committed ones, are passed over. What remains is the lineage. Returns the
         number of steps committed by this call; after a repetition that followed a lost answer, it may be 0.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        ...
+
+    async def abandon(self, steps: Sequence[int], resolution: Resolution, reason: str) -> int:
+        """End the groups of plans that no checkpoint will ever contain; gives how many groups these were.
 
         Raises:
             ClaimLost: a later trainer took over.

@@ -7,7 +7,7 @@ from typing import Any
 from shared.errors import ClaimLost, NotFound
 from shared.streams.codec import EntryHeader
 from shared.streams.connection import retried
-from shared.streams.hop import FENCED, Claim, Resolution
+from shared.streams.hop import FENCED, Claim, Resolution, counter_of
 from shared.streams.keys import PLANNED, HopName, StreamKeys
 from shared.streams.plans import LINEAGE_STEPS, Plan
 from shared.streams.redis import TrainerHop
@@ -81,6 +81,12 @@ class RedisTrainerQueue:
         """See ``TrainerQueue.commit``."""
         keys = [self._stream, self._keys.ledger, self._keys.state, self._keys.plans, self._keys.lineage]
         return int(await self._fenced("commit", keys, [self.hop.consumer, LINEAGE_STEPS, *steps], fenced=-1))
+
+    async def abandon(self, steps: Sequence[int], resolution: Resolution, reason: str) -> int:
+        """See ``TrainerQueue.abandon``."""
+        keys = [self._stream, self._keys.ledger, self._keys.state, self._keys.plans]
+        counter = counter_of(resolution, reason)
+        return int(await self._fenced("abandon", keys, [self.hop.consumer, counter, *steps], fenced=-1))
 
     async def record(self, plans: Sequence[Plan]) -> int:
         """See ``TrainerQueue.record``."""

@@ -169,6 +169,10 @@ class Book:
         self._experiments.pop(experiment.id, None)
         await self._store.delete_experiment(experiment.id)
 
+    async def durable_step(self, experiment: Experiment) -> int:
+        """Find the step of its last checkpoint; 0 without one."""
+        return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
+
     async def audit(self, experiment_id: str, action: str, **detail: Any) -> None:
         """Record a mutation."""
         resource = f"experiments/{experiment_id}"

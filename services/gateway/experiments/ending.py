@@ -56,7 +56,8 @@ class Ending:
         await self._wait_for_quiet()
         while True:
             try:
-                train = await resolve_leftovers(self._experiment, Lane.TRAIN, EXPERIMENT_ENDED)
+                step = await self._book.durable_step(self._experiment)
+                train = await resolve_leftovers(self._experiment, Lane.TRAIN, EXPERIMENT_ENDED, durable_step=step)
                 evaluation = await resolve_leftovers(self._experiment, Lane.EVALUATION, EXPERIMENT_ENDED)
                 break
             except Unavailable as error:

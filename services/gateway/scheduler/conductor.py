@@ -146,6 +146,8 @@ class Conductor:
             cause = causes[0]
             detail = cause.detail if isinstance(cause, FlotillaError) else repr(cause)
             await self._control.fail(experiment, "gateway", detail)
+            # It may be the ending itself that broke, and that is tried again for ever.
+            await asyncio.sleep(AGAIN_SECONDS)
         finally:
             self._news.set()
 

@@ -125,7 +125,7 @@ class WorkerProcess:
             elif order.state is WorkState.PAUSED:
                 self._control.pause()
             else:
-                self._control.stop()
+                self._control.stop(is_over=order.state is WorkState.IDLE)
 
     async def _offer(self, version: int, path: Path, checksum: str) -> None:
         """Let the supervisor serve an image, and wait until it does."""

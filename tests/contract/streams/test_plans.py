@@ -243,3 +243,21 @@ async def test_the_lineage_is_bounded(plane: DataPlane) -> None:
 
     assert await trainer.lineage(1) is None
     assert await trainer.lineage(LINEAGE_STEPS + 1) is not None
+
+
+async def test_plans_that_are_abandoned_end_with_the_reason(plane: DataPlane) -> None:
+    await scored(plane, 3)
+    trainer = await a_trainer(plane)
+    first, second, third = await trainer.hop.claim(3, wait_seconds=0)
+    assert await trainer.plan(1, [first], version=0)
+    assert await trainer.plan(2, [second, third], version=1)
+
+    assert await trainer.abandon([2, 9], Resolution.DROPPED, "no_checkpoint") == 2
+    assert await trainer.abandon([2], Resolution.DROPPED, "no_checkpoint") == 0
+
+    ledger = await ledger_of(plane)
+    assert (ledger.planned, ledger.dropped, ledger.outstanding) == (1, {"no_checkpoint": 2}, 0)
+    assert await trainer.load_plan(2) is None
+    await a_trainer(plane)
+    with pytest.raises(ClaimLost):
+        await trainer.abandon([1], Resolution.DROPPED, "no_checkpoint")

@@ -200,3 +200,24 @@ async def test_leftovers_of_a_full_lane_are_resolved() -> None:
     ledger = await resolve_leftovers(experiment, Lane.TRAIN, "experiment_ended")
 
     assert (ledger.outstanding, ledger.dropped["experiment_ended"]) == (0, ledger.issued)
+
+
+async def test_plans_of_an_ended_experiment_are_committed_up_to_its_last_checkpoint_and_dropped_after_it() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, spec=a_spec(**spec_document()).model_dump(mode="json"))
+    plane = experiment.train
+    dataset = Dataset(ROWS, experiment.spec.data, 0)
+    await plane.admission.issue_many([dataset.task(n, group_size=2) for n in range(3)], limit=9)
+    rollout, reward, trainer = plane.hop(HopName.TASKS, "r"), plane.hop(HopName.GENERATED, "w"), plane.trainer("t")
+    await trainer.take_over()
+    for claim in await rollout.claim(3, wait_seconds=0.01):
+        await rollout.forward(claim, a_group(claim.task()))
+    for claim in await reward.claim(3, wait_seconds=0.01):
+        await reward.forward(claim, a_group(claim.task(), rewards=[0.0, 1.0]))
+    for step, claim in enumerate(await trainer.hop.claim(3, wait_seconds=0.01), start=1):
+        await trainer.plan(step, [claim], step - 1)
+
+    ledger = await resolve_leftovers(experiment, Lane.TRAIN, "experiment_ended", durable_step=2)
+
+    assert (ledger.trained, ledger.planned, ledger.dropped) == (2, 0, {"no_checkpoint": 1})
+    assert ledger.balanced

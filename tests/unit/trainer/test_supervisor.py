@@ -30,7 +30,7 @@ class FakeWorker:
     def tell(self, line: Line) -> None:
         if isinstance(line, Order):
             self.orders.append(line.state)
-            if line.state is WorkState.DRAINING:
+            if line.state in {WorkState.DRAINING, WorkState.IDLE}:
                 self.end(0)
 
     def end(self, code: int, cause: str = "it ended") -> None:
@@ -124,12 +124,12 @@ async def test_pause_and_resume_reach_the_worker(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("state", [WorkState.IDLE, WorkState.DRAINING])
-async def test_an_end_drains_the_worker_and_falls_idle(monkeypatch: pytest.MonkeyPatch, state: WorkState) -> None:
+async def test_an_end_ends_the_worker_and_falls_idle(monkeypatch: pytest.MonkeyPatch, state: WorkState) -> None:
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
         await rig.desire(state, None if state is WorkState.IDLE else an_assignment())
 
-        assert rig.workers[0].orders[-1] is WorkState.DRAINING
+        assert rig.workers[0].orders[-1] is state, "idle: nobody goes on, so there is to be a last checkpoint"
         assert rig.state is WorkState.IDLE
         assert rig.supervisor.observe().experiment_id is None
 

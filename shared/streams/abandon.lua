@@ -1,0 +1,17 @@
+-- Resolve the plans of steps that no checkpoint will ever contain. KEYS: scored stream, ledger, state, plans.
+-- ARGV: consumer, counter, step ... Returns the number of groups that ended now, or -1 if a later trainer took over.
+local stream, ledger, state, plans = unpack(KEYS)
+if redis.call('HGET', state, 'trainer_owner') ~= ARGV[1] then return -1 end
+local ended = 0
+for index = 3, #ARGV do
+  local encoded = redis.call('HGET', plans, ARGV[index])
+  if encoded then
+    local entries = cmsgpack.unpack(encoded).entry_ids
+    for _, entry in ipairs(entries) do remove(stream, entry) end
+    redis.call('HDEL', plans, ARGV[index])
+    redis.call('HINCRBY', ledger, 'planned', string.format('%d', -#entries))
+    redis.call('HINCRBY', ledger, ARGV[2], string.format('%d', #entries))
+    ended = ended + #entries
+  end
+end
+return ended

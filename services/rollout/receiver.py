@@ -96,6 +96,7 @@ class WeightReceiver:
         self._on_engine_death = on_engine_death
         self._keeps_pulled = keeps_pulled
         self._desired: DesiredState | None = None
+        self._pulling: tuple[str, asyncio.Future[Path]] | None = None
         self._order_due = asyncio.Event()
         self._switch_due = asyncio.Event()
         self._epoch: int | None = None
@@ -112,6 +113,9 @@ class WeightReceiver:
     def take(self, desired: DesiredState) -> None:
         """Learn what is wanted now."""
         self._desired = desired
+        if self._pulling is not None and _server_of(desired.weights_url) != _server_of(self._pulling[0]):
+            # Whoever served it is gone: do not wait for it until the deadline.
+            self._pulling[1].cancel()
         self._order_due.set()
         self._switch_due.set()
 
@@ -277,7 +281,7 @@ class WeightReceiver:
         url = self._desired.weights_url if self._desired else None
         if url is None:
             raise NotFound(f"nobody serves version {version} now")
-        path = await self._pull(url, version, None, PULL_SECONDS)
+        path = await self._pulled(url, version)
         if self._keeps_pulled:
             # The next version may come as a patch for this one.
             image = self._images.adopt(path)
@@ -290,9 +294,27 @@ class WeightReceiver:
         finally:
             path.unlink(missing_ok=True)
 
+    async def _pulled(self, url: str, version: int) -> Path:
+        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS))
+        self._pulling = (url, pulling)
+        try:
+            return await pulling
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Unavailable(f"version {version} is served elsewhere now") from None
+        finally:
+            self._pulling = None
+
     async def _again_later(self) -> None:
         await asyncio.sleep(PULL_PAUSE_SECONDS)
         self._switch_due.set()
+
+
+def _server_of(url: str | None) -> str | None:
+    """Cut the version off: a newer one of the same trainer is no reason to give up what comes."""
+    return None if url is None else url.rpartition("/")[0]
 
 
 async def _to_the_end(work: Coroutine[Any, Any, str]) -> str:

@@ -93,6 +93,8 @@ class World:
     async def pull(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
+        if url.startswith("http://dead/"):
+            await asyncio.sleep(deadline_seconds)
         self.pulled.append(version)
         path = self.directory / "pulled"
         path.write_bytes(b"x")
@@ -259,6 +261,17 @@ async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:
 
     assert (world.pulled, world.engine.loaded) == ([4], [4])
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_pull_from_a_trainer_that_died_is_given_up_when_another_serves(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(4, weights_url="http://dead/v1/weights/4")
+        await world.until(lambda: world.receiver._pulling)
+        world.want(4, weights_url="http://alive/v1/weights/4")
+
+        await world.until(lambda: world.gate.version == 4)
+
+    assert world.pulled == [4]
 
 
 async def test_a_version_that_cannot_be_pulled_yet_is_tried_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from services.rollout.version import VersionGate
 from services.rollout.worker import LaneConfig, RolloutWorker
 from shared.config.spec import ExperimentSpec
 from shared.errors import WorkerDied
+from shared.prompts import PromptLimit, PromptTemplate
 from shared.schemas.service import Assignment
 from shared.schemas.task import Lane
 from shared.streams.hop import Hop
@@ -82,7 +83,8 @@ class CrewOpener:
                 tasks.create_task(engine.start())
                 if spec.asynchrony.publication.may_broadcast:
                     tasks.create_task(endpoint.start())
-                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, spec.model.path))
+                template = PromptTemplate.of(spec.data)
+                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, spec.model.path, template))
         except BaseException as error:
             await asyncio.gather(engine.close(), endpoint.close())
             if isinstance(error, BaseExceptionGroup):
@@ -103,6 +105,7 @@ class CrewOpener:
         limits = TurnLimits(
             train=spec.rollout.sampling.max_new_tokens,
             evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,
+            prompt=PromptLimit.of(spec),
         )
         episodes = SingleTurnEpisodes(engine, rendering.result(), spec.rollout.sampling, limits)
         worker = RolloutWorker(self._lanes(spec, assignment), episodes, gate, on_engine_death)

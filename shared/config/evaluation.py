@@ -1,19 +1,31 @@
 """How progress is measured on problems that are never trained on."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from shared.config.base import Config
+from shared.config.data import RowsConfig
+
+
+class HeldOutConfig(RowsConfig):
+    """One of several held-out sets."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Letters, digits, dot, dash and underscore; its series are called `evaluation/NAME/...`."""
 
 
 class EvaluationConfig(Config):
     """Held-out problems, answered at one pinned policy version while training goes on."""
 
-    path: str = Field(min_length=1)
-    """Dataset with the columns that ``data`` names."""
+    path: str | None = Field(None, min_length=1)
+    """Dataset with the columns that `data` names: a file, pattern or folder."""
+    sets: tuple[HeldOutConfig, ...] | None = Field(None, min_length=1)
+    """Several held-out sets, or one that is no plain path; each has series of its own beside those of all."""
     every_versions: int | None = Field(None, ge=1)
     """Evaluate each time this many versions were published; null: only at the start and at the end."""
     max_rows: int | None = Field(None, ge=1)
-    """Use the first rows only."""
+    """Use the first rows of `path` only; a set has its own."""
     greedy: bool = True
     """Take the most likely token; false samples as training does."""
     group_size: int = Field(1, ge=1)
@@ -22,3 +34,20 @@ class EvaluationConfig(Config):
     """Upper bound on sampled tokens; null takes that of ``rollout.sampling``."""
     deadline_seconds: float = Field(600.0, gt=0)
     """An evaluation that takes longer is given up, and said to be."""
+
+    @model_validator(mode="after")
+    def _rows_are_named_once(self) -> Self:
+        if (self.path is None) == (self.sets is None):
+            raise ValueError(f"give either path or sets, got {'neither' if self.path is None else 'both'}")
+        if self.max_rows is not None and self.sets is not None:
+            raise ValueError("max_rows has no effect beside sets: set max_rows of each set")
+        names = [each.name for each in self.sets or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"sets: two are called {twice!r}: their series would be one")
+        return self
+
+    @property
+    def all_sets(self) -> tuple[RowsConfig, ...]:
+        """The held-out sets, however they were written."""
+        return self.sets if self.sets is not None else (RowsConfig(path=self.path, max_rows=self.max_rows),)

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config.base import Config
+from shared.config.data import is_url
 from shared.config.overrides import apply_overrides
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, Scalar
@@ -101,18 +102,24 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
 
 
 PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
+ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
 
 
 def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Make the spec's local paths absolute, so that they mean the same in every process.
 
-    A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth.
+    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so does a
+    custom dataset's ``path.py:Class``.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
+        _resolve_path(resolved.get(section), field, folder)
+    for section, field in ROW_LISTS:
         values = resolved.get(section)
-        if isinstance(values, dict) and isinstance(values.get(field), str) and values[field]:
-            values[field] = str(folder / Path(values[field]).expanduser())
+        rows = values.get(field) if isinstance(values, dict) else None
+        for each in rows if isinstance(rows, list) else []:
+            _resolve_path(each, "path", folder)
+            _resolve_path(each, "custom", folder)
     _resolve_functions(resolved.get("reward"), folder)
     tracking = resolved.get("tracking")
     trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
@@ -120,6 +127,11 @@ def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
             tracker["directory"] = str(folder / Path(tracker["directory"]).expanduser())
     return resolved
+
+
+def _resolve_path(values: Any, field: str, folder: Path) -> None:
+    if isinstance(values, dict) and isinstance(values.get(field), str) and values[field] and not is_url(values[field]):
+        values[field] = str(folder / Path(values[field]).expanduser())
 
 
 def _resolve_functions(node: Any, folder: Path) -> None:

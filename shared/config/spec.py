@@ -9,7 +9,7 @@ from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
-from shared.config.data import DataConfig
+from shared.config.data import DataConfig, check_data_source_column
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
@@ -89,6 +89,16 @@ class ExperimentSpec(Config):
         check_agreement(self)
         return self
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt in tokens."""
+        return self.data.max_prompt_tokens or self._room_for_a_prompt
+
+    @property
+    def _room_for_a_prompt(self) -> int:
+        sampled = max(self.rollout.sampling.max_new_tokens, (self.evaluation and self.evaluation.max_new_tokens) or 0)
+        return self.rollout.engine.context_tokens - sampled
+
     @model_validator(mode="after")
     def _sandboxes_run_something(self) -> Self:
         if self.resources.sandboxes is not None and not self.runs_code:
@@ -96,4 +106,21 @@ class ExperimentSpec(Config):
                 "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
                 "component of kind code to reward.components"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> Self:
+        wanted, room = self.data.max_prompt_tokens, self._room_for_a_prompt
+        if wanted is not None and wanted > room:
+            raise ValueError(
+                f"data.max_prompt_tokens {wanted} is more than the {room} that rollout.engine.context_tokens "
+                f"{self.rollout.engine.context_tokens} leaves beside max_new_tokens of rollout.sampling (or of "
+                "evaluation): lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_sets_have_columns(self) -> Self:
+        for number, each in enumerate((self.evaluation and self.evaluation.sets) or ()):
+            check_data_source_column(each, f"evaluation.sets.{number}", self.data)
         return self

@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from services.gateway.evaluation.schedule import due_version
-from services.gateway.evaluation.summary import summarise
+from services.gateway.evaluation.summary import summarise_sets
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.leftovers import GATEWAY, resolve_leftovers
@@ -98,7 +98,7 @@ class Evaluator:
             await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_deadline")
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
             return
-        metrics = summarise(groups, num_lost=num_issued - len(groups))
+        metrics = summarise_sets(groups, self._dataset.parts, num_issued=num_issued)
         # Not the step that was done meanwhile: the result belongs to the version, and versions follow steps.
         spec = self._experiment.spec
         step = min(version * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)

@@ -3,7 +3,27 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from services.gateway.feeder.dataset import Part
 from shared.schemas.trajectory import GradeStatus, Group
+
+PREFIX = "evaluation/"
+
+
+def summarise_sets(groups: Sequence[Group], parts: Sequence[Part], *, num_issued: int) -> dict[str, float]:
+    """Compute the metrics of an evaluation: of all problems, and of each named set under ``evaluation/NAME/``.
+
+    Args:
+        groups: graded answers of the problems that came back.
+        parts: which rows are of which set.
+        num_issued: problems that were asked, all rows of all sets.
+    """
+    metrics = summarise(groups, num_lost=num_issued - len(groups))
+    for part in parts:
+        if part.name is not None:
+            own = [group for group in groups if part.start <= group.task.row < part.start + part.num_rows]
+            found = summarise(own, num_lost=part.num_rows - len(own))
+            metrics |= {f"{PREFIX}{part.name}/{name.removeprefix(PREFIX)}": value for name, value in found.items()}
+    return metrics
 
 
 def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:

@@ -1,9 +1,12 @@
 """What the gateway can check of a spec before anything starts: that its files are there and can be read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from services.gateway.feeder.dataset import Dataset, load_dataset
+from services.gateway.feeder.dataset import Dataset
+from services.gateway.feeder.loading import load_evaluation, load_training
 from services.gateway.tracking.opening import check_trackers
+from shared.config.data import RowsConfig, is_url
 from shared.config.reward import CustomConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
@@ -12,9 +15,9 @@ from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
-    paths = {"model.path": spec.model.path, "data.path": spec.data.path}
+    paths = {"model.path": spec.model.path, **_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
     if spec.evaluation is not None:
-        paths["evaluation.path"] = spec.evaluation.path
+        paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
@@ -22,6 +25,14 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
             paths[f"tracking.trackers.{number}.directory"] = tracker.directory
     return paths
+
+
+def _paths_of_rows(section: str, name: str, path: str | None, several: Sequence[RowsConfig] | None) -> dict[str, str]:
+    paths = {f"{section}.path": path}
+    for number, rows in enumerate(several or ()):
+        paths[f"{section}.{name}.{number}.path"] = rows.path
+        paths[f"{section}.{name}.{number}.custom"] = rows.custom and rows.custom.rpartition(":")[0]
+    return {field: each for field, each in paths.items() if each is not None and not is_url(each)}
 
 
 def check_paths(spec: ExperimentSpec) -> None:
@@ -69,20 +80,18 @@ def train_dataset(spec: ExperimentSpec) -> Dataset:
     """Read the training rows.
 
     Raises:
-        DataError: they cannot be read as the spec says.
+        DataError, InvalidSpec: they cannot be read as the spec says.
     """
-    return load_dataset(spec.data.path, spec.data, seed=spec.seed, max_rows=spec.data.max_rows)
+    return load_training(spec.data, seed=spec.seed)
 
 
 def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
     """Read the held-out rows; None if the spec has no evaluation.
 
     Raises:
-        DataError: they cannot be read as the spec says.
+        DataError, InvalidSpec: they cannot be read as the spec says.
     """
-    if spec.evaluation is None:
-        return None
-    return load_dataset(spec.evaluation.path, spec.data, seed=spec.seed, max_rows=spec.evaluation.max_rows)
+    return load_evaluation(spec.evaluation, spec.data, seed=spec.seed) if spec.evaluation is not None else None
 
 
 def check(spec: ExperimentSpec) -> None:

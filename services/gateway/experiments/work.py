@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 
 from services.gateway import signals
 from services.gateway.evaluation.evaluator import Evaluator
@@ -11,7 +12,9 @@ from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
 from services.gateway.experiments.ending import Ending
 from services.gateway.experiments.watchdog import Watchdog
+from services.gateway.feeder.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
+from services.gateway.feeder.overlong import without_overlong
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
@@ -51,10 +54,9 @@ class ExperimentWork:
         """Feed, watch, evaluate and track an experiment until cancelled.
 
         Raises:
-            DataError: a dataset cannot be read (any more).
+            DataError: a dataset cannot be read (any more), or all its prompts are too long.
         """
-        dataset = await asyncio.to_thread(preflight.train_dataset, experiment.spec)
-        held_out = await asyncio.to_thread(preflight.evaluation_dataset, experiment.spec)
+        dataset, held_out = await self._load(experiment)
         watchdog = Watchdog(
             experiment,
             self._book,
@@ -68,6 +70,24 @@ class ExperimentWork:
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, self._book, self._store, self._events, self._clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
+
+    async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
+        """Load the datasets, without the rows that are too long."""
+        spec, stop = experiment.spec, threading.Event()
+        dataset = await asyncio.to_thread(preflight.train_dataset, spec)
+        held_out = await asyncio.to_thread(preflight.evaluation_dataset, spec)
+        found: list[Dataset] = []
+        try:
+            for what, each in (("training", dataset), ("held-out", held_out)):
+                if each is not None:
+                    filtered = await asyncio.to_thread(without_overlong, each, spec, what, stop=stop)
+                    found.append(filtered.dataset)
+                    if filtered.num_dropped:
+                        facts = {"num_rows": filtered.num_rows, "num_dropped": filtered.num_dropped}
+                        await self._events.append(experiment.id, "prompts_filtered", dataset=what, **facts)
+        finally:
+            stop.set()
+        return found[0], found[1] if held_out is not None else None
 
     async def end(self, experiment: Experiment) -> None:
         """Bring an experiment to rest."""

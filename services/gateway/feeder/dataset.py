@@ -1,26 +1,37 @@
-"""Datasets: a file of rows, the order in which an experiment issues them, and the task of each.
+"""Datasets: rows, the order in which an experiment issues them, and the task of each.
 
-Group ``g`` answers row ``order(epoch)[g mod N]`` of epoch ``g div N``. The order depends on seed and epoch alone, so a
-restarted gateway goes on exactly where it was, from the group id.
+Group ``g`` answers row ``order(epoch)[g mod N]`` of epoch ``g div N``; of several weighted sources, the one whose turn
+it is does so with the groups that it has had. The order depends on seed, epoch and the number of rows alone, so the
+cursor of a dataset is the group id: a restarted gateway goes on exactly where it was, and there is no state to lose.
 """
 
-import csv
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from services.gateway.feeder.columns import ABSENT, Row, messages_of, plain, text_of, value_at
+from services.gateway.feeder.mixture import Mixture
 from shared.config.data import DataConfig
-from shared.errors import DataError
-from shared.schemas.task import Message, Task, sample_seed
+from shared.schemas.task import Task, sample_seed
 
-Row = Mapping[str, Any]
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows that come from one source.
+
+    Attributes:
+        start: index of the first row.
+        num_rows: at least one.
+        name: of a held-out set; None for training rows.
+    """
+
+    start: int
+    num_rows: int
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +42,29 @@ class Dataset:
         rows: at least one.
         config: which columns mean what.
         seed: of the order and of every sample.
+        parts: where the rows of each source are; empty for one source.
+        mixture: whose turn it is among the parts; None where all rows count alike.
     """
 
     rows: Sequence[Row]
     config: DataConfig
     seed: int
+    parts: tuple[Part, ...] = ()
+    mixture: Mixture | None = None
 
     def row_of(self, group_id: int) -> int:
         """Find the row that a group answers."""
-        epoch, position = divmod(group_id, len(self.rows))
+        if self.mixture is None:
+            return self._row_in(Part(0, len(self.rows)), group_id, self.seed)
+        turn = self.mixture.turn(group_id)
+        seed = sample_seed(self.seed, turn.source)
+        return self._row_in(self.parts[turn.source], turn.number, seed)
+
+    def _row_in(self, part: Part, number: int, seed: int) -> int:
+        epoch, position = divmod(number, part.num_rows)
         if not self.config.shuffle:
-            return position
-        return int(order_of_epoch(self.seed, epoch, len(self.rows))[position])
+            return part.start + position
+        return part.start + int(order_of_epoch(seed, epoch, part.num_rows)[position])
 
     def task(
         self,
@@ -57,14 +79,14 @@ class Dataset:
     ) -> Task:
         """Make the task of a group; ``row`` overrides the order (evaluation)."""
         row = self.row_of(group_id) if row is None else row
-        values = self.rows[row]
-        label = values.get(self.config.label_column) if self.config.label_column else None
-        source = values.get(self.config.data_source_column) if self.config.data_source_column else None
-        used = {self.config.prompt_column, self.config.label_column, self.config.data_source_column}
+        values, config = self.rows[row], self.config
+        label = self._value(values, config.label_column)
+        source = self._value(values, config.data_source_column)
+        used = {config.prompt_column, config.label_column, config.data_source_column}
         return Task(
             group_id=group_id,
             row=row,
-            messages=messages_of(values[self.config.prompt_column], self.config.system_prompt, row),
+            messages=messages_of(value_at(values, config.prompt_column), config, row),
             group_size=group_size,
             seed=sample_seed(self.seed, group_id),
             label=None if label is None else text_of(label),
@@ -76,141 +98,13 @@ class Dataset:
             issued_at=issued_at,
         )
 
-
-def load_dataset(path: str, config: DataConfig, *, seed: int, max_rows: int | None) -> Dataset:
-    """Read a dataset and check that it has the columns that the spec names.
-
-    Raises:
-        DataError: the file is missing, unreadable or empty, or lacks a column; the detail says which there are.
-    """
-    rows = read_rows(Path(path), max_rows)
-    if not rows:
-        raise DataError(f"{path} has no rows", path=path)
-    present = sorted({name for row in rows for name in row})
-    for field in ("prompt_column", "label_column", "data_source_column"):
-        column = getattr(config, field)
-        missing = next((number for number, row in enumerate(rows) if column not in row), None)
-        if column is not None and missing is not None:
-            where = f"{path} has no column" if column not in present else f"row {missing} of {path} has no column"
-            raise DataError(
-                f"{where} {column!r}, which data.{field} names; columns there: {', '.join(present)}",
-                path=path,
-                field=f"data.{field}",
-                columns=", ".join(present),
-            )
-    for number, row in enumerate(rows):
-        messages_of(row[config.prompt_column], config.system_prompt, number)
-    return Dataset(rows, config, seed)
+    @staticmethod
+    def _value(row: Row, column: str | None) -> Any:
+        value = value_at(row, column) if column is not None else None
+        return None if value is ABSENT else value
 
 
-def read_rows(path: Path, max_rows: int | None = None) -> list[Row]:
-    """Read up to ``max_rows`` rows of a JSONL, JSON, CSV or parquet file, chosen by its suffix.
-
-    Raises:
-        DataError: it cannot be read as its suffix says.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} must end in one of {', '.join(SUFFIXES)}", path=str(path))
-    try:
-        rows = _read(path, max_rows)
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path}", path=str(path)) from None
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {error}", path=str(path)) from error
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise DataError(f"row {number} of {path} is {type(row).__name__}, not an object", path=str(path))
-    return rows
-
-
-def _read(path: Path, max_rows: int | None) -> list[Row]:
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            return _read_json_lines(path, max_rows)
-        case ".json":
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(document, list):
-                raise ValueError(  # noqa: TRY004
-                    "a .json dataset is a list of objects; one object per line is .jsonl"
-                )
-            return document[:max_rows]
-        case ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                return [row for row, _ in zip(csv.DictReader(file), _counter(max_rows), strict=False)]
-        case _:
-            return _read_parquet(path, max_rows)
-
-
-def _read_json_lines(path: Path, max_rows: int | None) -> list[Row]:
-    rows: list[Row] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if max_rows is not None and len(rows) >= max_rows:
-                break
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
-    return rows
-
-
-def _read_parquet(path: Path, max_rows: int | None) -> list[Row]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise DataError(f"{path} is parquet, which needs pyarrow: install flotilla[data]", path=str(path)) from None
-    rows: list[Row] = []
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                rows += batch.to_pylist()
-                if max_rows is not None and len(rows) >= max_rows:
-                    break
-    except ArrowException as error:
-        raise ValueError(str(error)) from error
-    return rows[:max_rows]
-
-
-def _counter(limit: int | None) -> range:
-    return range(limit if limit is not None else 2**62)
-
-
-def messages_of(prompt: Any, system_prompt: str | None, row: int) -> tuple[Message, ...]:
-    """Make the chat prompt of a row.
-
-    Raises:
-        DataError: the prompt is neither text nor a list of {role, content}.
-    """
-    system = (Message("system", system_prompt),) if system_prompt is not None else ()
-    if isinstance(prompt, str):
-        return (*system, Message("user", prompt))
-    if isinstance(prompt, list) and prompt and all(_is_message(each) for each in prompt):
-        return (*system, *(Message(each["role"], each["content"]) for each in prompt))
-    raise DataError(f"the prompt of row {row} is neither text nor a list of {{role, content}} messages", row=row)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def plain(value: Any) -> Any:
-    """Keep what travels in a message as it is, and write everything else, such as a date, as text."""
-    if value is None or isinstance(value, str | bool | int | float | bytes):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return str(value)
-
-
-def text_of(label: Any) -> str:
-    """Write a label as text: text stays, numbers and structures become JSON."""
-    return label if isinstance(label, str) else json.dumps(label, default=str)
-
-
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def order_of_epoch(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     """Permute the rows of one epoch, the same on every machine and with every version of NumPy.
 

@@ -1,11 +1,8 @@
 """A function of the user's as a verifier. It runs in the reward service's process with its rights: it is trusted."""
 
 import asyncio
-import importlib.util
 import inspect
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.config.reward import CustomConfig
+from shared.custom_code import describe, load_callable
 from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
 
 GradingFunction = Callable[[GradingSample], Any]
+WHAT = "custom verifier"
 
 
 def load_function(reference: str) -> GradingFunction:
@@ -26,41 +25,15 @@ def load_function(reference: str) -> GradingFunction:
     Raises:
         InvalidSpec: there is no such file, importing it fails, or it has no such function of one argument.
     """
-    file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise InvalidSpec(f"custom verifier {reference!r}: there is no file {path}")
-    module_name = f"flotilla_custom_verifier_{abs(hash(str(path))):x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise InvalidSpec(f"custom verifier {reference!r}: importing it failed: {describe(error, path)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        offered = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isfunction(value))) or "none"
-        raise InvalidSpec(f"custom verifier {reference!r}: the file has no function {name!r}; it has: {offered}")
+    function = load_callable(reference, what=WHAT, kind="function", accepts=inspect.isfunction)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         raise InvalidSpec(
-            f"custom verifier {reference!r}: it must be callable with one argument, the sample; "
-            f"its signature is {name}{inspect.signature(function)}"
+            f"{WHAT} {reference!r}: it must be callable with one argument, the sample; "
+            f"its signature is {reference.rpartition(':')[2]}{inspect.signature(function)}"
         ) from error
-    checked: GradingFunction = function
-    return checked
-
-
-def describe(error: BaseException, path: Path | None) -> str:
-    """Name an exception and the innermost line of ``path`` that it passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if path is not None and frame.filename == str(path)]
-    where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-    return f"{type(error).__name__}{where}: {error}"[:500]
+    return function
 
 
 def grade_of(value: object) -> Grade:

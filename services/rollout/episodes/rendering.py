@@ -1,10 +1,9 @@
 """From chat messages to token ids, once per turn; from then on only tokens travel."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from shared.errors import ModelError
+from shared.prompts import PromptTemplate, load_tokenizer
 from shared.schemas.task import Message
 
 
@@ -21,46 +20,34 @@ class Renderer(Protocol):
 
 
 class ChatRenderer:
-    """Renders through the chat template that comes with the model.
+    """Renders with the model's tokenizer, through its chat template or the input template that the spec gives."""
 
-    A tokenizer without a template gets the messages' contents joined by blank lines: a base model's plain prompt.
-    """
-
-    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...], template: PromptTemplate | None = None) -> None:
         self._tokenizer = tokenizer
+        self._template = template or PromptTemplate()
         self.stop_token_ids = stop_token_ids
 
     @classmethod
-    def from_directory(cls, path: str) -> "ChatRenderer":
+    def from_directory(cls, path: str, template: PromptTemplate | None = None) -> "ChatRenderer":
         """Load the tokenizer of a model directory; takes seconds, so call it on a thread.
 
         Raises:
             ModelError: there is no tokenizer that can be loaded.
         """
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
-        if not Path(path).is_dir():
-            raise ModelError(f"model.path {path} is not a directory")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+        tokenizer = load_tokenizer(path)
         stops = {tokenizer.eos_token_id} - {None}
         try:
             configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except (OSError, ValueError):
             configured = None
         stops |= set(configured if isinstance(configured, list) else [configured]) - {None}
-        return cls(tokenizer, tuple(sorted(int(token) for token in stops)))
+        return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template)
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a prompt so that the next token is the assistant's first."""
-        if not self._tokenizer.chat_template:
-            text = "\n\n".join(message.content for message in messages)
-            return tuple(self._tokenizer(text)["input_ids"])
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._template.token_ids(self._tokenizer, messages)
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""

@@ -2,23 +2,25 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from services.rollout.episodes.rendering import Renderer
 from shared.config.rollout import SamplingConfig
+from shared.prompts import PromptLimit
 from shared.schemas.task import Task, sample_seed
 from shared.schemas.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """Upper bounds on sampled tokens per turn, for training and for evaluation."""
+    """Upper bounds on sampled tokens per turn, for training and for evaluation, and on those of a prompt."""
 
     train: int
     evaluation: int
+    prompt: PromptLimit = field(default_factory=PromptLimit)
 
 
 class SingleTurnEpisodes:
@@ -34,11 +36,12 @@ class SingleTurnEpisodes:
         """Sample the task's group.
 
         Raises:
-            InvalidRequest: the prompt and a completion do not fit the engine's context.
+            InvalidRequest: the prompt is longer than the spec allows and not to be cut, or does not fit the engine's
+                context together with a completion.
             WorkerDied: the engine's process ended.
         """
         started = time.perf_counter()
-        prompt_ids = self._renderer.prompt_ids(task.messages)
+        prompt_ids = self._limits.prompt.fit(self._renderer.prompt_ids(task.messages))
         request = GenerationRequest(
             request_id=f"{'e' if task.pinned_version is not None else 't'}{task.group_id}",
             prompt_ids=prompt_ids,

@@ -37,7 +37,7 @@ def test_a_minimal_spec_is_valid() -> None:
             "algorithm.policy_loss.clip_hgih",
             "did you mean algorithm.policy_loss.clip_high?",
         ),
-        ("data.zzz=1", "data.zzz", "allowed here: data_source_column, label_column"),
+        ("data.zzz=1", "data.zzz", "allowed here: chat_template_options, data_source_column"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_name(override: str, path: str, hint: str) -> None:

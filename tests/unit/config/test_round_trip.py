@@ -18,8 +18,14 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
     "pattern": st.sampled_from([r"(\d+)", r"answer: (.*)", "('\"#: )"]),
     "url": st.sampled_from(["https://grader.example.org/x", "http://127.0.0.1:5000"]),
+    "hub": st.sampled_from(["squad", "own.er/na-me"]),
+    "custom": st.sampled_from(["rows.py:Rows", "ünï/c ode.py:R"]),
+    "input_template": st.sampled_from(["{}", "Q: {}\nA:", "é{}# '"]),
 }
 """Fields whose text has a form."""
+OFTEN = frozenset({"path", "hub", "custom", "sources", "sets"})
+"""Without one of these a section of rows is empty, and refused."""
+RARELY = [False, False, True]
 
 
 def bounds(field: FieldInfo) -> tuple[Any, Any]:
@@ -38,6 +44,8 @@ def of_type(annotation: Any, name: str, field: FieldInfo) -> st.SearchStrategy[A
         return st.one_of([of_type(each, name, field) for each in arguments])
     if origin is tuple:
         return st.lists(of_type(arguments[0], name, field), min_size=2, max_size=2)
+    if origin is dict:
+        return st.dictionaries(of_type(arguments[0], name, field), WORDS, min_size=1, max_size=2)
     if annotation is type(None):
         return st.none()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -60,13 +68,14 @@ def of_type(annotation: Any, name: str, field: FieldInfo) -> st.SearchStrategy[A
 def sections(draw: st.DrawFn, model: type[BaseModel]) -> Any:
     """Draw a valid section: what its rules refuse is left out again."""
     values: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    # Required ones first: rules across fields are only asked when all of them are there.
+    for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
         is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
         if is_tag:
             values[name] = get_args(field.annotation)[0]
         elif field.is_required():
             values[name] = draw(of_type(field.annotation, name, field))
-        elif draw(st.sampled_from([True, False] if holds_section(field.annotation) else [False, False, True])):
+        elif draw(st.sampled_from([True, False] if name in OFTEN or holds_section(field.annotation) else RARELY)):
             drawn = draw(of_type(field.annotation, name, field))
             if is_valid(model, {**values, name: drawn}):
                 values[name] = drawn

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.feeder.dataset import Dataset, load_dataset, order_of_epoch, read_rows
+from services.gateway.feeder.dataset import Dataset, order_of_epoch
+from services.gateway.feeder.loading import load_training
+from services.gateway.feeder.reading import read_rows
 from shared.config.data import DataConfig
 from shared.errors import DataError
 from shared.schemas.task import Message
@@ -16,7 +18,7 @@ ROWS = [{"prompt": f"p{n}", "label": str(n), "level": n} for n in range(5)]
 
 
 def config(**changes: Any) -> DataConfig:
-    return DataConfig(path="unused", **changes)
+    return DataConfig(**{"path": "unused", **changes})
 
 
 def write(path: Path, rows: list[dict[str, Any]] | None = None) -> Path:
@@ -41,7 +43,7 @@ def write(path: Path, rows: list[dict[str, Any]] | None = None) -> Path:
 def test_every_format_gives_the_same_tasks(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"data{suffix}")
 
-    dataset = load_dataset(str(path), config(shuffle=False), seed=0, max_rows=4)
+    dataset = load_training(config(path=str(path), shuffle=False, max_rows=4), seed=0)
 
     assert len(dataset.rows) == 4
     task = dataset.task(2, group_size=3, min_version=7)
@@ -94,7 +96,7 @@ def test_chats_system_prompts_and_structured_labels() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.txt", "x", "must end in one of"),
+        ("data.txt", "x", "end it in .jsonl"),
         ("data.jsonl", '{"prompt": "a"\n', "line 1"),
         ("data.jsonl", "[1]", "row 0"),
         ("data.json", '{"prompt": "a"}', "list of objects"),
@@ -109,11 +111,11 @@ def test_what_is_wrong_with_a_dataset_is_said(tmp_path: Path, name: str, content
     (tmp_path / name).write_text(content)
 
     with pytest.raises(DataError) as error:
-        load_dataset(str(tmp_path / name), config(), seed=0, max_rows=None)
+        load_training(config(path=str(tmp_path / name)), seed=0)
 
     assert message in error.value.detail
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file"):
-        read_rows(tmp_path / "absent.jsonl")
+        read_rows(str(tmp_path / "absent.jsonl"))

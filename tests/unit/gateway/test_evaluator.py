@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.experiments.book import Experiment
-from services.gateway.feeder.dataset import Dataset
+from services.gateway.feeder.dataset import Dataset, Part
 from services.gateway.state import GatewayState
 from shared.errors import Unavailable
 from shared.schemas.service import ServiceKind
@@ -161,3 +161,21 @@ async def test_one_that_the_data_planes_absence_cut_short_is_done_again(monkeypa
 
     assert (await series(gateway, experiment))["evaluation/accuracy", 0] == 1.0
     assert "evaluation_failed" not in await kinds(gateway, experiment)
+
+
+async def test_each_held_out_set_has_series_of_its_own() -> None:
+    gateway = a_gateway()
+    sets = [{"name": "easy", "path": "/nowhere/a.jsonl"}, {"name": "hard", "path": "/nowhere/b.jsonl"}]
+    spec = a_spec(evaluation={"sets": sets}, optimisation={"steps": 10, "groups_per_mini_batch": 2})
+    experiment = await add_experiment(gateway, spec=spec.model_dump(mode="json"))
+    dataset = Dataset(ROWS, experiment.spec.data, 0, parts=(Part(0, 2, "easy"), Part(2, 1, "hard")))
+    evaluator = Evaluator(experiment, dataset, gateway.book, gateway.store, gateway.events, gateway.clock)
+
+    evaluating = asyncio.create_task(evaluator.evaluate(0))
+    await answer(experiment, [1.0], num_failed=1)
+    await evaluating
+
+    found = {name: value for (name, _), value in (await series(gateway, experiment)).items()}
+    assert found["evaluation/num_scored"] == 2 and found["evaluation/num_errors"] == 1
+    assert (found["evaluation/easy/num_scored"], found["evaluation/easy/num_errors"]) == (1, 1)
+    assert (found["evaluation/hard/accuracy"], found["evaluation/hard/num_errors"]) == (1.0, 0)

@@ -1,10 +1,14 @@
 """The feeder over the data plane in memory."""
 
+from pathlib import Path
+
 import pytest
 
 from services.gateway.experiments.leftovers import resolve_leftovers
+from services.gateway.feeder import feeder as feeding
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
+from services.gateway.feeder.loading import load_training
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.task import Lane
@@ -221,3 +225,29 @@ async def test_plans_of_an_ended_experiment_are_committed_up_to_its_last_checkpo
 
     assert (ledger.trained, ledger.planned, ledger.dropped) == (2, 0, {"no_checkpoint": 1})
     assert ledger.balanced
+
+
+async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("a", 5), ("b", 3)):
+        (tmp_path / f"{name}.csv").write_text("prompt,label\n" + "".join(f"{name}{n},1\n" for n in range(count)))
+    sources = [{"path": str(tmp_path / f"{name}.csv"), "weight": weight} for name, weight in (("a", 2), ("b", 1))]
+    feeder = await a_feeder(
+        seed=11,
+        data={"sources": sources},
+        optimisation={"steps": 9, "groups_per_mini_batch": 4},
+        asynchrony={"trigger_parameter_sync_step": 9},
+    )
+    experiment = feeder._experiment
+
+    for batch in (4, 3, 29):  # each by a gateway that knows nothing of the others, and loads the files again
+        monkeypatch.setattr(feeding, "BATCH", batch)
+        await Feeder(experiment, load_training(experiment.spec.data, seed=11), ManualClock()).feed()
+
+    claims = await experiment.train.hop(HopName.TASKS, "r").claim(99, wait_seconds=0.01)
+    issued = [(claim.task().group_id, claim.task().messages[0].content) for claim in claims]
+    whole = load_training(experiment.spec.data, seed=11)
+    assert issued == [(n, whole.task(n, group_size=1).messages[0].content) for n in range(36)]
+    own = [prompt for _, prompt in issued if prompt.startswith("a")]
+    assert len(own) == 24 and all(len(set(own[n : n + 5])) == 5 for n in range(0, 20, 5)), "whole epochs of five rows"

@@ -1,0 +1,111 @@
+"""From the columns of a row to the parts of a task. Pure."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from shared.config.data import DataConfig, RowsConfig
+from shared.errors import DataError
+from shared.schemas.task import Message
+
+Row = Mapping[str, Any]
+
+
+class Absent:
+    """The value of a column that a row does not have, where null is one."""
+
+
+ABSENT: Final = Absent()
+
+
+def value_at(row: Row, column: str) -> Any:
+    """Find a column, or, with dots, a place inside of one; ABSENT if there is none.
+
+    A column whose very name has dots comes first. A structure that was written as JSON text is read.
+    """
+    if column in row:
+        return row[column]
+    head, *inner = column.split(".")
+    found = row.get(head, ABSENT)
+    for name in inner:
+        if isinstance(found, str):
+            found = _structure(found)
+        if not isinstance(found, Mapping) or name not in found:
+            return ABSENT
+        found = found[name]
+    return found
+
+
+def _structure(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def columns_of(config: DataConfig) -> dict[str, str | None]:
+    """Give the columns that a dataset has, by what they are."""
+    return {"prompt": config.prompt_column, "label": config.label_column, "data_source": config.data_source_column}
+
+
+def with_columns_of(row: Row, config: DataConfig, rows: RowsConfig) -> Row:
+    """Give a row the columns that ``data`` names, where its source names others or one data source for all."""
+    taken = {*rows.columns.values(), *(columns_of(config)[what] for what in rows.columns)}
+    changed = {name: value for name, value in row.items() if name not in taken}
+    for what, own in rows.columns.items():
+        column, value = columns_of(config)[what], value_at(row, own)
+        if column is not None and value is not ABSENT:
+            changed[column] = value
+    if rows.data_source is not None and config.data_source_column is not None:
+        changed[config.data_source_column] = rows.data_source
+    return changed
+
+
+def messages_of(prompt: Any, config: DataConfig, row: int) -> tuple[Message, ...]:
+    """Make the prompt of a row: messages; with an input template, one message that is its text.
+
+    A list of messages may also be written as JSON text, as a CSV must.
+
+    Raises:
+        DataError: the prompt is neither text nor a list of {role, content}; or it is such a list, for which an input
+            template has no place.
+    """
+    system = (Message("system", config.system_prompt),) if config.system_prompt is not None else ()
+    chat = prompt
+    if isinstance(prompt, str):
+        chat = _structure(prompt) if prompt.lstrip().startswith("[{") else None
+        if not _is_chat(chat):
+            return (*system, Message("user", prompt))
+    if not _is_chat(chat):
+        raise DataError(f"the prompt of row {row} is neither text nor a list of {{role, content}} messages", row=row)
+    if config.input_template is not None:
+        raise DataError(
+            f"the prompt of row {row} is a list of messages, and data.input_template takes text: leave it out to use "
+            "the model's chat template",
+            row=row,
+        )
+    return (*system, *(Message(each["role"], each["content"]) for each in chat))
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(each) for each in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def plain(value: Any) -> Any:
+    """Keep what travels in a message as it is, and write everything else, such as a date, as text."""
+    if value is None or isinstance(value, str | bool | int | float | bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def text_of(label: Any) -> str:
+    """Write a label as text: text stays, numbers and structures become JSON."""
+    return label if isinstance(label, str) else json.dumps(label, default=str)

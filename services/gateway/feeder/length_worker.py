@@ -1,0 +1,51 @@
+"""The child process that counts prompts' tokens. It needs transformers' tokenizers and keeps torch out.
+
+It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by ``{}``, then
+``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``; or by ``{error, index?}``. It ends with its input.
+"""
+
+import json
+import sys
+from typing import Any
+
+
+def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]]) -> dict[str, Any]:
+    """Count the tokens of each prompt, as the model would be given them."""
+    from shared.schemas.task import Message
+
+    lengths: list[int] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            lengths.append(len(template.token_ids(tokenizer, [Message(*message) for message in prompt])))
+        except Exception as error:  # a chat template may raise whatever it likes
+            return {"error": f"{type(error).__name__}: {error}"[:500], "index": index}
+    return {"lengths": lengths}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    # Found missing by transformers, which then loads no more than tokenizers.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from shared.prompts import PromptTemplate, load_tokenizer
+
+    replies, sys.stdout = sys.stdout, sys.stderr
+    tokenizer: Any = None
+    template = PromptTemplate()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "model" in request:
+            template = PromptTemplate(request["input_template"], request["options"])
+            try:
+                tokenizer, reply = load_tokenizer(request["model"]), {}
+            except ImportError as error:
+                reply = {"error": f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"}
+            except Exception as error:  # whatever a broken tokenizer raises
+                reply = {"error": str(error)}
+        else:
+            reply = count(tokenizer, template, request["prompts"])
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""From the messages of a prompt to its token ids, the same wherever tokens are made or counted.
+
+Rollouts make them; the gateway counts them where rows that are too long are left out. Only ``load_tokenizer`` imports
+transformers, of which tokenizers need no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.config.data import PLACE, DataConfig, ErrorOverlongConfig, TruncateOverlongConfig
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidRequest, ModelError
+from shared.schemas.task import Message
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model directory; takes seconds.
+
+    Raises:
+        ModelError: there is none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise ModelError(f"model.path {path} is not a directory")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """What is put around a prompt.
+
+    Attributes:
+        input_template: text with ``{}`` for the prompt; None is the model's chat template.
+        options: variables of the chat template.
+    """
+
+    input_template: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "PromptTemplate":
+        """Read what a spec says of it."""
+        return cls(data.input_template, data.chat_template_options)
+
+    def token_ids(self, tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Render a prompt so that the next token is the assistant's first.
+
+        A tokenizer without a chat template gets the messages' contents joined by blank lines: a base model's plain
+        prompt.
+        """
+        if self.input_template is not None:
+            text = self.input_template.replace(PLACE, messages[-1].content)
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not tokenizer.chat_template:
+            text = "\n\n".join(message.content for message in messages)
+            return tuple(tokenizer(text)["input_ids"])
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self.options)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """What becomes of a prompt that is too long.
+
+    Attributes:
+        max_tokens: of a prompt; None leaves it to the engine to refuse what does not fit.
+        side: where tokens are dropped; None refuses.
+    """
+
+    max_tokens: int | None = None
+    side: Literal["left", "right", "middle"] | None = None
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> "PromptLimit":
+        """Read what a spec says of it."""
+        overlong = spec.data.overlong
+        if isinstance(overlong, ErrorOverlongConfig):
+            return cls(spec.data.max_prompt_tokens)
+        return cls(spec.max_prompt_tokens, overlong.side if isinstance(overlong, TruncateOverlongConfig) else None)
+
+    def fit(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut a prompt to its limit L: left keeps the last L tokens, right the first, middle L // 2 and the rest last.
+
+        Raises:
+            InvalidRequest: it is too long, and is not to be cut.
+        """
+        limit, num_tokens = self.max_tokens, len(token_ids)
+        if limit is None or num_tokens <= limit:
+            return token_ids
+        match self.side:
+            case "left":
+                return token_ids[num_tokens - limit :]
+            case "right":
+                return token_ids[:limit]
+            case "middle":
+                return token_ids[: limit // 2] + token_ids[num_tokens - (limit - limit // 2) :]
+        raise InvalidRequest(
+            f"a prompt of {num_tokens} tokens is longer than the {limit} allowed",
+            errors=[{"field": "data.max_prompt_tokens", "value": num_tokens, "allowed": f"at most {limit}"}],
+        )

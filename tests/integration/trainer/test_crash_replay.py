@@ -1,5 +1,6 @@
 """A trainer that dies anywhere between plan and checkpoint comes back and trains exactly what it would have trained."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.images import ImagePool
 from services.trainer.learner import Learner
 from shared.errors import ClaimLost
+from shared.schemas.publication import PublicationRequest
 from shared.streams.memory import MemoryDataPlane
-from tests.integration.trainer.fleet import YesGateway, a_session, a_spec, save_tiny_model, train
+from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 
 class Crash(Exception):
@@ -105,3 +107,42 @@ async def test_durability_step_commits_each_step_at_once(tmp_path: Path) -> None
     await train(spec, tmp_path / "run", plane, Watching(plane))
 
     assert committed == [2, 4, 6]
+
+
+class SilentGateway(YesGateway):
+    """Answers no announcement, as one that is away."""
+
+    async def call(self, method: str, path: str, *, body: Any = None, **arguments: Any) -> Any:
+        if isinstance(body, PublicationRequest):
+            await asyncio.Event().wait()
+        return await super().call(method, path, body=body, **arguments)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_between_two_versions_the_last_stop_leaves_a_checkpoint(tmp_path: Path, is_over: bool) -> None:
+    spec = a_spec(
+        save_tiny_model(tmp_path / "model"),
+        optimisation={"steps": 9, "groups_per_mini_batch": 2},
+        asynchrony={"trigger_parameter_sync_step": 3, "staleness_threshold": 1.0},
+        checkpoint={"every_steps": 9},
+    )
+    plane = MemoryDataPlane()
+    gateway = SilentGateway(plane)
+    fleet = ScriptedFleet(spec, plane, gateway)
+    async with a_session(spec, tmp_path / "run", plane, gateway) as (session, control), asyncio.timeout(60):
+        working = asyncio.create_task(fleet.run())
+        training = asyncio.create_task(session.run())
+        while 4 not in gateway.metrics:
+            await asyncio.sleep(0.005)
+        control.stop(is_over=is_over)
+        assert not await training
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    last = max(gateway.metrics)
+    assert last % 3
+    ledger = await plane.ledger()
+    assert ledger.balanced
+    assert ledger.trained == (2 * last if is_over else 0)
+    assert ledger.planned - (0 if is_over else 2 * last) in {0, 2}, "the next step may have been planned"
+    assert gateway.checkpoints == ([last] if is_over else [])

@@ -28,8 +28,11 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
+from benchmarks.weight_pause import Pause, measure_pause
 from services.rollout.spares import SpareImages
+from shared.config.publication import DeltaConfig
 from shared.schemas.publication import Manifest
+from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.image import WeightImage
 from shared.weights.layout import ImageLayout
@@ -287,6 +290,44 @@ async def pull(
     return run
 
 
+async def publish_deltas(image_bytes: int) -> None:
+    """Print how many bytes a patch takes, and what it costs to make and apply, by the share of changed blocks."""
+    block = DeltaConfig().block_kilobytes << 10
+    num_blocks = image_bytes // block
+    with WeightImage.create(image_bytes) as base, WeightImage.create(image_bytes) as image:
+        for share in (0.01, 0.05):
+            image.view[:] = base.view
+            for number in range(int(share * num_blocks)):
+                image.view[number * num_blocks // max(int(share * num_blocks), 1) * block] ^= 1
+            started = time.perf_counter()
+            changed = changed_blocks(base.view, image.view, block)
+            with WeightImage.create(patch_bytes(changed, image_bytes, block)) as patch:
+                write_patch(patch.view, image.view, changed, block)
+                made = time.perf_counter()
+                with WeightImage.create(image_bytes) as result:
+                    assert apply_patch(patch.view, base.view, result.view, block) == image.checksum()
+                    applied = time.perf_counter()
+                part = patch.image_bytes / image_bytes
+            facts = f"{part:.2%} of the bytes; made in {made - started:.3f} s, applied in {applied - made:.3f} s"
+            print(f"         delta {image_bytes / 1e6:9.0f} MB, {share:.0%} of the blocks changed: {facts}", flush=True)
+
+
+async def compare_pauses(sizes: Sequence[int], num_updates: int) -> list[Pause]:
+    """Measure pause and stall of publications, with and without overlapped loading."""
+    rows = []
+    for image_bytes in sizes:
+        for overlap_load in (False, True):
+            row = await measure_pause(image_bytes, num_updates, overlap_load=overlap_load)
+            rows.append(row)
+            name = "overlap" if overlap_load else "no overlap"
+            numbers = f"pause {row.pause:.1f} ms (without an update {row.step:.1f}), switched in {row.update:.1f} ms"
+            print(
+                f"{name:>14} {row.image_bytes / 1e6:9.0f} MB: {numbers}, trainer stall {row.trainer_stall:.1f} ms",
+                flush=True,
+            )
+    return rows
+
+
 async def compare(sizes: Sequence[int], num_rounds: int) -> list[Row]:
     """Measure all sizes with 1 and 3 receivers, and print each row."""
     print(f"{'transport':>14} {'image MB':>9} {'receivers':>9} {'best MB/s':>10} {'median':>10}   ratio")
@@ -311,9 +352,13 @@ def main() -> None:
     if chosen.worker:
         asyncio.run(work())
         return
-    rows = asyncio.run(compare([100 << 20] if chosen.quick else [100 << 20, 1 << 30], 3 if chosen.quick else 7))
+    sizes, num_rounds = ([100 << 20], 3) if chosen.quick else ([100 << 20, 1 << 30], 7)
+    rows = asyncio.run(compare(sizes, num_rounds))
+    for image_bytes in sizes:
+        asyncio.run(publish_deltas(image_bytes))
+    pauses = asyncio.run(compare_pauses(sizes, num_rounds))
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        chosen.json.write_text(json.dumps([asdict(row) for row in [*rows, *pauses]], indent=2) + "\n")
 
 
 if __name__ == "__main__":

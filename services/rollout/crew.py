@@ -134,5 +134,6 @@ def engine_settings(spec: ExperimentSpec) -> EngineSettings:
         slots=engine.slots,
         context_tokens=engine.context_tokens,
         threads=engine.threads,
+        overlap_load=spec.asynchrony.publication.overlap_load,
         batch_invariant=engine.batch_invariant,
     )

@@ -156,7 +156,12 @@ class WeightReceiver:
             else:
                 await self._take_broadcast(order)
             self._say(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
+            if self._images.spare is not None:
+                # Right, but not committed yet: until it is, the engine only reads it.
+                await self._engine.prepare_weights(self._images.spare.image.path, order.version)
             self._switch_due.set()
+        except WorkerDied as error:
+            self._on_engine_death(error)
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
             log.warning("publication was not received", extra={"version": order.version, "error": error.detail})
             await self._leave(order.epoch)

@@ -138,6 +138,12 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request now: its ``generate`` returns what it has, as aborted. Unknown ids are ignored."""
 
+    async def prepare_weights(self, image: Path, version: int) -> None:
+        """Be told that an image is complete and right, and will be loaded as ``version`` unless something happens.
+
+        An engine that overlaps loading with sampling may read it now. What serves does not change.
+        """
+
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Replace the weights by a weight image (a safetensors file); returns when ``version`` serves.
 

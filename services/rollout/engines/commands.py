@@ -1,7 +1,6 @@
 """What a caller may ask of an engine that runs elsewhere (a thread or a process), and how it looks on a wire.
 
-Every ``Call`` has a number and gets one reply with it: a result or an error. ``Abort``, ``Cancel`` and ``Close`` get
-none.
+Every ``Call`` has a number and gets one reply with it: a result or an error. The other commands get none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +36,14 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Read weights that ``UpdateWeights`` will ask for."""
+
+    image: Path
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class TakeLoad:
     """Take a snapshot; the result is an ``EngineLoad``."""
 
@@ -63,7 +70,7 @@ class Close:
 
 
 Call = Generate | UpdateWeights | TakeLoad
-Command = Call | Abort | Cancel | Close
+Command = Call | PrepareWeights | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
 
 
@@ -74,6 +81,8 @@ def command_to_wire(command: Command) -> dict[str, Any]:
             return {"do": "generate", "call": call, "request": asdict(request)}
         case UpdateWeights(call, image, version, mode):
             return {"do": "update", "call": call, "image": str(image), "version": version, "mode": mode.value}
+        case PrepareWeights(image, version):
+            return {"do": "prepare", "image": str(image), "version": version}
         case TakeLoad(call):
             return {"do": "load", "call": call}
         case Abort(request_id):
@@ -95,6 +104,8 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
             return Generate(wire["call"], _request_from_wire(wire["request"]))
         case "update":
             return UpdateWeights(wire["call"], Path(wire["image"]), wire["version"], OnWeightUpdate(wire["mode"]))
+        case "prepare":
+            return PrepareWeights(Path(wire["image"]), wire["version"])
         case "load":
             return TakeLoad(wire["call"])
         case "abort":

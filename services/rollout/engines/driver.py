@@ -4,7 +4,17 @@ import logging
 import queue
 from collections.abc import Callable
 
-from services.rollout.engines.commands import Abort, Cancel, Close, Command, Generate, Result, TakeLoad, UpdateWeights
+from services.rollout.engines.commands import (
+    Abort,
+    Cancel,
+    Close,
+    Command,
+    Generate,
+    PrepareWeights,
+    Result,
+    TakeLoad,
+    UpdateWeights,
+)
 from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.torch_engine import TorchEngine
 from shared.errors import FlotillaError
@@ -73,6 +83,8 @@ class EngineDriver:
                     self._request_of[call] = request.request_id
             case UpdateWeights(call, image, version, mode):
                 self._engine.request_update(call, image, version, mode)
+            case PrepareWeights(image, version):
+                self._engine.prepare_update(image, version)
             case TakeLoad(call):
                 self._reply(call, self._engine.load())
             case Abort(request_id):

@@ -8,7 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
-from services.rollout.engines.commands import Abort, Call, Cancel, Command, Generate, Result, TakeLoad, UpdateWeights
+from services.rollout.engines.commands import (
+    Abort,
+    Call,
+    Cancel,
+    Command,
+    Generate,
+    PrepareWeights,
+    Result,
+    TakeLoad,
+    UpdateWeights,
+)
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError
 
@@ -50,6 +60,10 @@ class RemoteEngine(ABC):
     async def abort(self, request_id: str) -> None:
         """End a request now; see ``Engine.abort``."""
         self._post(Abort(request_id))
+
+    async def prepare_weights(self, image: Path, version: int) -> None:
+        """Read an image ahead; see ``Engine.prepare_weights``."""
+        self._post(PrepareWeights(image, version))
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""

@@ -170,6 +170,9 @@ class ScriptedEngine:
         if active is not None and not active.done.done():
             active.done.set_result(active.completions())
 
+    async def prepare_weights(self, image: Path, version: int) -> None:
+        """Do nothing: see ``Engine.prepare_weights``."""
+
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Serve another version once the image proves to be a safetensors file; see ``Engine.load_weights``."""
         self._check_running()

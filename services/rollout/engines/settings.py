@@ -17,6 +17,7 @@ class EngineSettings:
         context_tokens: prompt and completion together; the model's own position limit applies as well.
         threads: compute threads of the engine's process.
         batch_invariant: compute every step in the same shapes, whatever is in the batch.
+        overlap_load: read new weights on a thread of their own, while sampling goes on.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
         start_seconds: deadline of ``start``.
         call_seconds: deadline of a call that waits for no sampling.
@@ -31,6 +32,7 @@ class EngineSettings:
     context_tokens: int = 4096
     threads: int = 1
     batch_invariant: bool = False
+    overlap_load: bool = False
     prefill_tokens: int = 4096
     start_seconds: float = 120.0
     call_seconds: float = 60.0

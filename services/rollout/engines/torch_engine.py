@@ -53,7 +53,7 @@ class TorchEngine:
         self._batch = Batch(settings.slots, self.context_tokens, self._decoder.vocab_size, self._device)
         self._requests: dict[str, ActiveRequest] = {}
         self._waiting: list[ActiveRequest] = []
-        self._updates = UpdateQueue(self._decoder)
+        self._updates = UpdateQueue(self._decoder, overlap=settings.overlap_load)
         self._outcomes: list[Outcome] = []
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
@@ -118,6 +118,10 @@ class TorchEngine:
         """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
         self._updates.add(Update(update_id, image, version, mode))
 
+    def prepare_update(self, image: Path, version: int) -> None:
+        """Read an image ahead of the update that will ask for it, where loading overlaps with sampling."""
+        self._updates.prepare(image, version)
+
     def cancel_update(self, update_id: int) -> None:
         """Forget an update that has not been applied."""
         self._updates.cancel(update_id)
@@ -141,7 +145,8 @@ class TorchEngine:
 
     def _advance_updates(self) -> None:
         while True:
-            update, refused = self._updates.stage_first()
+            is_busy = self._batch.num_running or self._admissible()
+            update, refused = self._updates.stage_first(may_wait=not is_busy)
             self._outcomes += refused
             if update is None or self._is_held_back(update):
                 return

@@ -1,10 +1,12 @@
 """Weight updates that wait to be applied, in the order in which they were asked for.
 
-The image of the first is read into the decoder's spare weights at once, while the old version goes on sampling; only
-the switch waits for the batch.
+The image of the first is read into the decoder's spare weights while the old version goes on sampling; only the switch
+waits for the batch. Reading happens between two decode steps or, overlapped, on a thread of its own, which may begin as
+soon as the image is complete: long before anybody asks for the switch.
 """
 
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.rollout.engines.decoder import Decoder
@@ -22,18 +24,41 @@ class Update:
     version: int
     mode: OnWeightUpdate
 
+    @property
+    def content(self) -> tuple[Path, int]:
+        """What is read for it."""
+        return self.image, self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An image that is being read into the spare weights, or was.
+
+    Attributes:
+        content: image and version; None when the file may since have been written anew.
+        result: done when it is read.
+        is_ahead: whether nobody had asked for it yet.
+    """
+
+    content: tuple[Path, int] | None
+    result: Future[None]
+    is_ahead: bool
+
 
 class UpdateQueue:
     """Updates in order; the first one is staged.
 
     Args:
         decoder: whose weights they replace.
+        overlap: whether images are read on a thread of their own.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, overlap: bool = False) -> None:
         self._decoder = decoder
         self._updates: list[Update] = []
-        self._staged: Update | None = None
+        self._staged: tuple[Path, int] | None = None
+        self._reading: Reading | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging") if overlap else None
 
     def __bool__(self) -> bool:
         return bool(self._updates)
@@ -50,26 +75,50 @@ class UpdateQueue:
         """Forget all updates."""
         self._updates.clear()
 
-    def stage_first(self) -> tuple[Update | None, list[Updated]]:
+    def prepare(self, image: Path, version: int) -> None:
+        """Begin to read an image that will be asked for, unless another one is in the way or nothing overlaps."""
+        if self._thread is None:
+            return
+        if self._updates or (self._reading is not None and not self._reading.result.done()):
+            if self._reading is not None:
+                # It may be the same file, written anew while it was read.
+                self._reading = replace(self._reading, content=None)
+            return
+        self._staged = None
+        self._read((image, version), is_ahead=True)
+
+    def stage_first(self, *, may_wait: bool = True) -> tuple[Update | None, list[Updated]]:
         """Stage the first update whose image fits.
+
+        Args:
+            may_wait: whether there is nothing else to do than to wait for the thread that reads.
 
         Returns:
             The update that is staged now, or None, and a report of each one that was refused.
         """
-        refused = []
-        while self._updates and self._staged is not self._updates[0]:
+        refused: list[Updated] = []
+        while self._updates and self._staged != self._updates[0].content:
             self._staged = None
-            try:
-                self._decoder.stage(self._updates[0].image)
-            except WeightTransferFailed as error:
+            if self._reading is None:
+                self._read(self._updates[0].content, is_ahead=False)
+            assert self._reading is not None
+            reading = self._reading
+            if not (reading.result.done() or may_wait):
+                return None, refused
+            error, self._reading = reading.result.exception(), None
+            if reading.content != self._updates[0].content or (error is not None and reading.is_ahead):
+                continue  # What was read is of no use: it is read again.
+            if isinstance(error, WeightTransferFailed):
                 refused.append(Updated(self._updates.pop(0).update_id, error))
+            elif error is not None:
+                raise error
             else:
-                self._staged = self._updates[0]
+                self._staged = reading.content
         return (self._updates[0] if self._updates else None), refused
 
     def apply_first(self) -> None:
         """Switch to the staged weights."""
-        assert self._updates and self._staged is self._updates[0]
+        assert self._updates and self._staged == self._updates[0].content
         self._decoder.switch()
         self._updates.pop(0)
         self._staged = None
@@ -78,3 +127,16 @@ class UpdateQueue:
     def first(self) -> Update | None:
         """The update that comes next."""
         return self._updates[0] if self._updates else None
+
+    def _read(self, content: tuple[Path, int], *, is_ahead: bool) -> None:
+        if self._thread is not None:
+            result = self._thread.submit(self._decoder.stage, content[0])
+        else:
+            result = Future()
+            try:
+                self._decoder.stage(content[0])
+            except WeightTransferFailed as error:
+                result.set_exception(error)
+            else:
+                result.set_result(None)
+        self._reading = Reading(content, result, is_ahead)

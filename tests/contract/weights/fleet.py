@@ -47,6 +47,9 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.served: dict[int, str] = {}
 
+    async def prepare_weights(self, image: Path, version: int) -> None:
+        """Nothing is read ahead."""
+
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         self.served[version] = hashlib.sha256(image.read_bytes()).hexdigest()
 

@@ -30,9 +30,13 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.loaded: list[int] = []
         self.paths: list[Path] = []
+        self.prepared: list[int] = []
         self.is_dead = False
         self.may_load = asyncio.Event()
         self.may_load.set()
+
+    async def prepare_weights(self, image: Path, version: int) -> None:
+        self.prepared.append(version)
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         await self.may_load.wait()

@@ -221,8 +221,8 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss, learning.kl,
-        rewards, evaluation, tracking,
+        data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss,
+        learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip
 

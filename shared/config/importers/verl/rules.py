@@ -217,6 +217,9 @@ def publication(source: Source) -> Fields:
     names = [f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes"]
     if is_fully_async(source):
         names.append(f"{ASYNC}.checkpoint_engine.device_buffer_size_M")
+        overlap = f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume"
+        if source.has(overlap):
+            fields["asynchrony.publication.overlap_load"] = source.value(overlap)
     for name in names:
         if source.has(name):
             fields["asynchrony.publication.slice_megabytes"] = min(max(source.required(name), 1), MAX_SLICE_MEGABYTES)

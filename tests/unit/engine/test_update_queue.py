@@ -1,0 +1,152 @@
+"""Weights are read while the old ones sample, never served before all are read, and never from a file that changed."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.updates import Update, UpdateQueue
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import WeightTransferFailed
+
+A, B = Path("a"), Path("b")
+
+
+class SlowDecoder:
+    """Reads what the file holds when reading ends."""
+
+    def __init__(self) -> None:
+        self.files = {A: "one", B: "two"}
+        self.spare = self.serving = "old"
+        self.reads = 0
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self.fails = 0
+
+    def stage(self, image: Path) -> None:
+        self.reads += 1
+        content = self.files[image]
+        assert self.may_finish.wait(2)
+        if self.fails:
+            self.fails -= 1
+            raise WeightTransferFailed("a name is missing")
+        self.spare = content
+
+    def switch(self) -> None:
+        self.serving, self.spare = self.spare, self.serving
+
+
+def an_update(image: Path, version: int) -> Update:
+    return Update(version, image, version, OnWeightUpdate.CONTINUE)
+
+
+@pytest.fixture
+def decoder() -> SlowDecoder:
+    return SlowDecoder()
+
+
+def a_queue(decoder: SlowDecoder, *, overlap: bool = True) -> UpdateQueue:
+    return UpdateQueue(decoder, overlap=overlap)  # type: ignore[arg-type]
+
+
+def apply(queue: UpdateQueue) -> list[object]:
+    staged, refused = queue.stage_first()
+    if staged is not None:
+        queue.apply_first()
+    return list(refused)
+
+
+def test_sampling_goes_on_while_an_image_is_read(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    decoder.may_finish.clear()
+    queue.add(an_update(A, 1))
+
+    assert queue.stage_first(may_wait=False) == (None, [])
+    assert decoder.serving == "old"
+
+    decoder.may_finish.set()
+    apply(queue)
+    assert decoder.serving == "one"
+
+
+def test_what_was_read_ahead_is_not_read_again(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    queue.prepare(A, 1)
+    queue.add(an_update(A, 1))
+
+    apply(queue)
+
+    assert (decoder.serving, decoder.reads) == ("one", 1)
+
+
+def test_without_overlap_nothing_is_read_ahead(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder, overlap=False)
+    queue.prepare(A, 1)
+    assert decoder.reads == 0
+    queue.add(an_update(A, 1))
+
+    assert queue.stage_first(may_wait=False)[0] is not None
+
+
+def test_another_version_than_the_one_read_ahead_is_read(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    queue.prepare(A, 1)
+    queue.add(an_update(B, 2))
+
+    apply(queue)
+
+    assert decoder.serving == "two"
+
+
+def test_a_file_written_anew_while_it_was_read_is_read_again(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    decoder.may_finish.clear()
+    queue.prepare(A, 1)
+    while not decoder.reads:
+        pass
+    decoder.files[A] = "one again"
+    queue.prepare(A, 1)
+    decoder.may_finish.set()
+    queue.add(an_update(A, 1))
+
+    apply(queue)
+
+    assert decoder.serving == "one again"
+
+
+def test_an_update_that_waits_for_the_batch_is_not_replaced_by_the_next_version(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    queue.add(an_update(A, 1))
+    queue.stage_first()
+    queue.prepare(B, 2)
+
+    apply(queue)
+
+    assert decoder.serving == "one"
+
+
+def test_what_could_not_be_read_ahead_is_tried_again_and_then_refused(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    decoder.fails = 1
+    queue.prepare(A, 1)
+    queue.add(an_update(A, 1))
+    assert apply(queue) == []
+    assert decoder.serving == "one"
+
+    decoder.fails = 1
+    queue.add(an_update(B, 2))
+    assert len(apply(queue)) == 1
+    assert decoder.serving == "one"
+    assert not queue
+
+
+def test_a_cancelled_update_is_not_served(decoder: SlowDecoder) -> None:
+    queue = a_queue(decoder)
+    queue.add(an_update(A, 1))
+    queue.stage_first()
+    queue.cancel(1)
+    queue.add(an_update(B, 2))
+
+    apply(queue)
+
+    assert decoder.serving == "two"

@@ -7,7 +7,7 @@ from fastapi import Depends, Request
 from services.sandbox.state import SandboxState
 
 
-def from_lifespan(request: Request) -> SandboxState:
+async def from_lifespan(request: Request) -> SandboxState:
     """Take the state that the lifespan opened."""
     state: SandboxState = request.state.sandbox
     return state

@@ -121,6 +121,29 @@ def test_what_is_on_its_way_is_not_asked_for_twice() -> None:
     assert placement.coming == {"b": {Kind.ROLLOUT: 1}}
 
 
+def test_no_more_is_asked_for_than_is_missing_beside_what_is_on_its_way() -> None:
+    services = [*served("a", 4), Candidate("coming", Kind.ROLLOUT, None, is_leaving=True), *idle(trainer=1, reward=1)]
+
+    placement = place([running("a"), waiting("b", 2)], services)
+
+    # The second will also have a part of the surplus, but is not asked for before it runs: it would only lie idle.
+    assert placement.leaving == {"a-rollout3": WhyLeave.MINIMUM}
+    assert placement.targets["b"][Kind.ROLLOUT] == 3
+
+
+def test_what_a_running_experiment_has_lost_is_replaced_before_a_higher_priority_starts() -> None:
+    demands = [waiting("urgent", 1, priority=5), running("a", rollouts=2)]
+
+    placement = place(demands, [*served("a", 1), *idle(trainer=1, reward=1, rollout=1)])
+
+    assert placement.assigned == {"rollout0": "a"}
+    assert placement.lacking == {"urgent": {Kind.ROLLOUT: 1}}
+
+
+def test_a_tie_moves_nobody() -> None:
+    assert place([running("a"), running("b")], [*served("a", 1), *served("b", 2)]).leaving == {}
+
+
 def test_what_an_experiment_needs_and_its_trainer_are_never_taken() -> None:
     services = [*held("a", trainer=2, reward=1, rollout=2)]
 

@@ -61,6 +61,18 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
 
         assert "starts" in shell.run("start", str(spec))
         until(lambda: shell.experiment()["step"] >= 2, 120, "the first steps")
+        (share,) = shell.status()["shares"]
+        rollouts = share["kinds"]["rollout"]
+        assert (rollouts["min"], rollouts["max"], rollouts["share"], share["waiting"]) == (1, None, 2, None)
+        assert len(rollouts["services"]) == 2
+        assert "starts" in shell.run("start", str(spec))
+        until(lambda: len(shell.status()["shares"]) == 2, 10, "the second experiment")
+        waits = shell.status()["shares"][1]
+        assert "waiting for 1 trainer and 1 reward to register or to fall free" in waits["waiting"]
+        said = shell.run("status")
+        assert "2 of 2 (1 to any)" in said and "1 trainer and 1 reward to register" in said
+        shell.run("stop", waits["experiment_id"])
+        until(lambda: len(shell.status()["shares"]) == 1, 30, "the end of the second experiment")
 
         shell.run("pause")
         until(lambda: shell.experiment()["state"] == "paused", 30, "the pause")
@@ -80,8 +92,9 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
 
         shell.run("stop")
         until(lambda: shell.experiment()["state"] == "stopped", 60, "the end")
-        assert "stopped" in shell.run("watch", "--plain")
-        ledger = json.loads(shell.run("ledger", "--json"))
+        first = shell.experiment()["id"]
+        assert "stopped" in shell.run("watch", first, "--plain")
+        ledger = json.loads(shell.run("ledger", first, "--json"))
         assert ledger["train"]["balanced"]
         assert ledger["train"]["outstanding"] == 0
         until(

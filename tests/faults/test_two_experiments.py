@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 MIB = 1024**2
 ONE = {"min": 1, "max": 1}
 BROKEN = "def score(sample):\n    raise RuntimeError('out of order')\n"
+LASTING = {":tasks", ":generated", ":scored", ":ledger", ":state"}
+"""Keys of an experiment at work; the others come and go with what they hold."""
 MOST_SECONDS_WITHOUT_A_STEP = 30.0
 
 
@@ -153,7 +155,6 @@ async def test_whatever_happens_to_one_experiment_leaves_the_other_untouched(tmp
                 watched = Watched(client, redis, first)
                 watching = tasks.create_task(watched.run())
                 served_by = (await client.call("GET", f"/v1/experiments/{first}"))["services"]
-                keys = (await keys_of(redis))[first]
 
                 second = await start(client, killed)
                 await until(client, second, lambda view: view["step"] >= 2)
@@ -187,7 +188,7 @@ async def test_whatever_happens_to_one_experiment_leaves_the_other_untouched(tmp
 
                 now = await keys_of(redis)
                 assert set(now) == {first}
-                assert now[first] >= keys
+                assert now[first] >= LASTING
                 watching.cancel()
                 view = await client.call("GET", f"/v1/experiments/{first}")
                 assert view["services"] == served_by, "nobody else ever served it"
@@ -200,13 +201,14 @@ async def test_whatever_happens_to_one_experiment_leaves_the_other_untouched(tmp
                 published = await all_of(client, f"/v1/experiments/{first}/publications")
             await redis.aclose()
 
-    # Exact: each group is trained, planned behind the last checkpoint, or was in flight at the end.
+    # Exact: each group is trained, or was in flight or behind the last checkpoint at the end.
     assert ledger["balanced"]
     assert (ledger["outstanding"], ledger["filtered"], ledger["failed"]) == (0, {}, {})
-    assert set(ledger["dropped"]) <= {"experiment_ended"}
+    assert set(ledger["dropped"]) <= {"experiment_ended", "no_checkpoint"}
     groups = Counter(group for plan in plans for group in plan["group_ids"])
     assert max(groups.values()) == 1
-    assert len(groups) == 4 * len(plans) and ledger["trained"] + ledger["planned"] >= len(groups)
+    assert len(groups) == 4 * len(plans)
+    assert ledger["trained"] + ledger["planned"] + ledger["dropped"].get("no_checkpoint", 0) >= len(groups)
     assert set(groups) <= set(range(ledger["issued"]))
     committed = [each["version"] for each in published if each["phase"] == "committed"]
     assert committed == list(range(1, len(committed) + 1)) and len(committed) == view["policy_version"]

@@ -201,11 +201,13 @@ async def measure(num_services: int, directory: Path, changes: int) -> dict[str,
             outstanding = await _until_outstanding(client, path, running)
             first = await _told(services, "running", 0.0, running)
             latencies = []
+            begun = process.cpu_times()
             for _ in range(changes):
                 for action, state in (("pause", "paused"), ("resume", "running")):
                     started = time.monotonic()
                     await client.call("POST", f"{path}/{action}", deadline_seconds=60)
                     latencies.append(sorted(at - started for at in await _told(services, state, started, running)))
+            ended = process.cpu_times()
             pushes, cpu = await _quiet(services, process)
         finally:
             for task in running:
@@ -224,6 +226,9 @@ async def measure(num_services: int, directory: Path, changes: int) -> dict[str,
         "change_p50_seconds": round(quantile(flat, 0.5), 4),
         "change_p99_seconds": round(quantile(flat, 0.99), 4),
         "worst_change_reaches_99_percent_seconds": round(reach, 4),
+        "change_cpu_milliseconds_per_service": round(
+            1e3 * (ended.user + ended.system - begun.user - begun.system) / len(flat), 3
+        ),
         "push_p50_seconds": round(quantile(pushes, 0.5), 4),
         "push_p99_seconds": round(quantile(pushes, 0.99), 4),
         "cpu_percent": round(cpu, 1),

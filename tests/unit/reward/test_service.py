@@ -1,0 +1,80 @@
+"""A reward that is told to leave grades what it has in hand, and says when it is done."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.reward.service import RewardService
+from shared.config.spec import ExperimentSpec
+from shared.schemas.service import Assignment, DesiredState, WorkState
+
+SPEC = {
+    "name": "trial",
+    "model": {"path": "model"},
+    "data": {"path": "train.jsonl"},
+    "reward": {"components": [{"kind": "numeric"}]},
+    "optimisation": {"steps": 3},
+}
+
+
+class ScriptedCrew:
+    """Worker and verifier in one; works until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.worker = self
+        self.in_work, self.graded_samples, self.failed_samples = 2, 0, 0
+        self.why_hopeless: str | None = None
+        self.is_claiming = self.is_closed = False
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def resume(self) -> None:
+        self.is_claiming = True
+
+    def pause(self) -> None:
+        self.is_claiming = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(3):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_reward_that_drains_finishes_what_it_has_and_stays_finished() -> None:
+    crews: list[ScriptedCrew] = []
+
+    async def open_crew(spec: ExperimentSpec, assignment: Assignment) -> ScriptedCrew:
+        crews.append(ScriptedCrew())
+        return crews[-1]
+
+    async def want(state: WorkState) -> None:
+        assignment = Assignment(experiment_id="e1", revision=1, spec=SPEC, directory="/data")
+        await service.apply(DesiredState(tag=state.value, state=state, assignment=assignment))
+
+    service = RewardService(open_crew)  # type: ignore[arg-type]
+    running = asyncio.create_task(service.run())
+    await want(WorkState.RUNNING)
+    await until(lambda: crews and crews[0].is_claiming)
+
+    await want(WorkState.DRAINING)
+    await until(lambda: service.observe().state is WorkState.DRAINING)
+    assert not crews[0].is_claiming and not crews[0].is_closed
+    # A notice that is taken back in time costs nothing.
+    await want(WorkState.RUNNING)
+    await until(lambda: crews[0].is_claiming)
+    await want(WorkState.DRAINING)
+    await until(lambda: not crews[0].is_claiming)
+    crews[0].in_work = 0
+
+    await until(lambda: service.observe().state is WorkState.FINISHED)
+    assert crews[0].is_closed
+    assert service.observe().experiment_id == "e1"
+    await want(WorkState.DRAINING)
+    await asyncio.sleep(0.01)
+    assert len(crews) == 1 and service.observe().state is WorkState.FINISHED
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

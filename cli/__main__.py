@@ -16,6 +16,7 @@ EXIT_PROBLEM = 1
 EXIT_INTERRUPTED = 130
 DEFAULT_DATA = ".flotilla"
 DEFAULT_PORT = 8470
+MAX_NOTICE_SECONDS = 86_400
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_fleet(commands)
+    _add_membership(commands)
     _add_experiments(commands)
     _add_files(commands)
     return parser
@@ -58,6 +60,13 @@ def _spec_options(parser: argparse.ArgumentParser) -> None:
 def _gateway_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=DEFAULT_DATA, help="data directory of the local fleet (%(default)s)")
     parser.add_argument("--gateway", help="URL of a gateway (default: FLOTILLA_GATEWAY_URL, else the local fleet)")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= MAX_NOTICE_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {MAX_NOTICE_SECONDS}")
+    return value
 
 
 def _at_least_one(text: str) -> int:
@@ -96,6 +105,20 @@ def _add_fleet(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _gateway_options(status)
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(function=fleet.status)
+
+
+def _add_membership(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from cli.commands import membership
+
+    rollout = _add(commands, "rollout", "Start one more rollout service for a fleet that runs; SIGTERM lets it leave.")
+    _gateway_options(rollout)
+    rollout.add_argument("--notice", type=_seconds, help="seconds it may take to leave after SIGTERM (default: 25)")
+    rollout.set_defaults(function=membership.rollout)
+    drain = _add(commands, "drain", "Let a rollout finish or hand over its work, and leave the fleet.")
+    drain.add_argument("service", help="id of the service, see `flotilla status`")
+    drain.add_argument("--notice", type=_seconds, help="seconds it may take (default: 30)")
+    _gateway_options(drain)
+    drain.set_defaults(function=membership.drain)
 
 
 def _add_experiments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -67,6 +67,7 @@ class FleetInfo:
     gateway_url: str
     token: str
     data: Path
+    redis_url: str
 
     @classmethod
     def read(cls, data: Path) -> "FleetInfo":
@@ -77,12 +78,33 @@ class FleetInfo:
         """
         try:
             content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
-            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data)
+            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
         except (OSError, ValueError, KeyError):
             raise Unavailable(f"no fleet runs with the data directory {data}: start one with `flotilla up`") from None
         if not is_running(info.pid):
             raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `flotilla up`")
         return info
+
+
+def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
+    """Make the environment of a service of a local fleet, owned by this process."""
+    return {
+        **os.environ,
+        "FLOTILLA_GATEWAY_URL": gateway_url,
+        "FLOTILLA_TOKEN": token,
+        "FLOTILLA_REDIS_URL": redis_url,
+        "FLOTILLA_DATA": str(data.resolve()),
+        "FLOTILLA_PORT": "0",
+        "FLOTILLA_PARENT_PID": str(os.getpid()),
+        "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", "15"),
+        # A fleet ends at once: what its rollouts have in hand is handed over, and waits in the data directory.
+        "FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "0"),
+        # Contending thread pools on few cores are several times slower than one passive thread each.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
 
 
 def is_running(pid: int) -> bool:
@@ -130,12 +152,13 @@ class LocalFleet:
         self._gave_up: str | None = None
         self._processes: list[OwnedProcess] = []
         self._token = ""
+        self._redis_url = ""
         self.gateway_url = ""
 
     @property
     def info(self) -> FleetInfo:
         """Where it is found."""
-        return FleetInfo(os.getpid(), self.gateway_url, self._token, self.options.data)
+        return FleetInfo(os.getpid(), self.gateway_url, self._token, self.options.data, self._redis_url)
 
     def processes(self) -> list[dict[str, Any]]:
         """List name, pid and restarts of each process."""
@@ -170,9 +193,10 @@ class LocalFleet:
         check_port(self.options.host, port)
         self._token = new_token()
         write_secret(data / "token", self._token)
-        redis_url = await self._start_redis(data)
+        self._redis_url = await self._start_redis(data)
         self.gateway_url = f"http://{self.options.host}:{port}"
-        environment = self._environment(redis_url)
+        environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
+        environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
         self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
         # Importing torch takes the longest, so those start first.
         for kind, count in (
@@ -183,7 +207,8 @@ class LocalFleet:
         ):
             for number in range(count):
                 name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
-                self._add(name, f"services.{kind}", environment, is_optional=kind == "sandbox")
+                is_optional, may_leave = kind == "sandbox", kind == "rollout"
+                self._add(name, f"services.{kind}", environment, is_optional=is_optional, may_leave=may_leave)
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")
@@ -222,27 +247,11 @@ class LocalFleet:
                     self._gave_up = f"redis cannot be started again: {error.detail}"
                     return
 
-    def _environment(self, redis_url: str) -> dict[str, str]:
-        return {
-            **os.environ,
-            "FLOTILLA_GATEWAY_URL": self.gateway_url,
-            "FLOTILLA_TOKEN": self._token,
-            "FLOTILLA_REDIS_URL": redis_url,
-            "FLOTILLA_DATA": str(self.options.data.resolve()),
-            "FLOTILLA_HOST": self.options.host,
-            "FLOTILLA_PORT": "0",
-            "FLOTILLA_LOG_LEVEL": self.options.log_level,
-            "FLOTILLA_PARENT_PID": str(os.getpid()),
-            "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", "15"),
-            # Contending thread pools on few cores are several times slower than one passive thread each.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        }
-
-    def _add(self, name: str, module: str, environment: dict[str, str], *, is_optional: bool = False) -> None:
-        spec = ProcessSpec(name, (sys.executable, "-m", module), environment, is_optional=is_optional)
+    def _add(
+        self, name: str, module: str, environment: dict[str, str], *, is_optional: bool = False, may_leave: bool = False
+    ) -> None:
+        command = (sys.executable, "-m", module)
+        spec = ProcessSpec(name, command, environment, is_optional=is_optional, may_leave=may_leave)
         self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
 
     async def _wait_until_ready(self) -> None:
@@ -264,6 +273,7 @@ class LocalFleet:
 
     def _write_fleet_file(self, data: Path) -> None:
         content = {"pid": os.getpid(), "gateway_url": self.gateway_url, "token": self._token}
+        content |= {"redis_url": self._redis_url}
         write_secret(data / FLEET_FILE, json.dumps(content))
 
     async def _stop(self) -> None:

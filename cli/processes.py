@@ -44,6 +44,7 @@ class ProcessSpec:
         environment: the whole environment.
         is_restarted: start it again when it dies, but not when it exits by itself with a refusal (code 2).
         is_optional: the fleet goes on without it when it was given up.
+        may_leave: when it exits in order (code 0), it was asked to leave: it is not started again, and not missed.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(repr=False)
     is_restarted: bool = True
     is_optional: bool = False
+    may_leave: bool = False
 
 
 class OwnedProcess:
@@ -131,6 +133,9 @@ class OwnedProcess:
             code = await self._process.wait()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            if code == 0 and self.spec.may_leave:
+                self._on_death(f"{self.spec.name} has left")
+                return
             cause = describe_exit(code)
             now = time.monotonic()
             self._deaths.append(now)

@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request
 
@@ -32,6 +32,14 @@ class Following(Protocol):
 
     async def run(self) -> None:
         """Follow it until cancelled."""
+
+
+@runtime_checkable
+class Leaving(Protocol):
+    """A service that needs a moment before its process ends."""
+
+    async def leave(self, notice_seconds: float) -> None:
+        """Bring the work in hand to an end within the notice."""
 
 
 class ServiceState(Protocol):
@@ -65,10 +73,14 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
+    if task.cancelled():
+        return
+    if task.exception() is None:
+        log.info("%s is over, and so is the process", task.get_name())
+    else:
         log.critical("%s ended, and so does the service", task.get_name(), exc_info=task.exception())
-        # A process that does nothing would look alive: end, so that whoever owns it starts it again.
-        signal.raise_signal(signal.SIGTERM)
+    # A process that does nothing would look alive: end, so that whoever owns it starts it again.
+    signal.raise_signal(signal.SIGTERM)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -81,14 +93,22 @@ def create_service_app(title: str, open_state: OpenState) -> FastAPI:
     """Make the app; nothing is opened before its lifespan starts."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, ServiceState]]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, ServiceState]]:
         async with open_state() as state:
+            app.state.service = state.service
             yield {"state": state}
 
     app = FastAPI(title=title, lifespan=lifespan)
     add_problem_handlers(app)
     add_health_routes(app, why_not_ready=_why_not_ready, gauges=_gauges)
     return app
+
+
+async def leave(notice_seconds: float, app: FastAPI) -> None:
+    """Let the service of an app leave within a notice, if it has anything to bring to an end."""
+    service = getattr(app.state, "service", None)
+    if isinstance(service, Leaving):
+        await service.leave(notice_seconds)
 
 
 def _why_not_ready(request: Request) -> str | None:

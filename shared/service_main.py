@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import FastAPI
 
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
+from shared.service_app import leave
 from shared.serving import address_of, bind, serve
 from shared.settings import ServiceSettings, read_settings
 from shared.telemetry.logging import configure_logging
@@ -32,7 +34,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         configure_logging(name, settings.log_level)
         arm_process(name)
         listening = bind(settings.host, settings.port)
-        serve(create_app(settings, address_of(listening)), listening)
+        serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")
         return CANNOT_START

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import uvicorn
@@ -20,6 +20,9 @@ from shared.faults.http import FaultyApp
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
+
+Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
+"""What an app does before it ends, when there is time for it."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,12 +53,16 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened."""
-    asyncio.run(_serve(app, listening))
+def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened.
+
+    Args:
+        leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
+    """
+    asyncio.run(_serve(app, listening, leave))
 
 
-async def _serve(app: FastAPI, listening: socket.socket) -> None:
+async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
     faults = armed()
     config = uvicorn.Config(
         app if faults is None else FaultyApp(app, faults, problem_response),
@@ -67,15 +74,28 @@ async def _serve(app: FastAPI, listening: socket.socket) -> None:
     )
     server = uvicorn.Server(config)
 
+    leaving: asyncio.Task[None] | None = None
+
     def stop() -> None:
         server.should_exit = True
 
+    def stop_with_notice() -> None:
+        nonlocal leaving
+        if leave is None or leaving is not None:
+            stop()
+            return
+        leaving = asyncio.ensure_future(leave(app))
+        leaving.add_done_callback(lambda _: stop())
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop_with_notice)
+    loop.add_signal_handler(signal.SIGINT, stop)
     # uvicorn would install handlers of its own that raise the signal again after the shutdown.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     await server.serve(sockets=[listening])
+    if leaving is not None:
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
 
 
 def problem_response(error: FlotillaError) -> JSONResponse:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shared.errors import InvalidRequest
 
+NOTICE_SECONDS = 25.0
+"""So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
 
 
@@ -23,6 +25,7 @@ class ServiceSettings:
         log_level: least severe level that is logged.
         lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
+        notice_seconds: how long a rollout may take to leave after SIGTERM.
     """
 
     gateway_url: str
@@ -34,6 +37,7 @@ class ServiceSettings:
     log_level: str = "INFO"
     lease_seconds: float = 60.0
     parent_pid: int | None = None
+    notice_seconds: float = NOTICE_SECONDS
 
 
 def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
@@ -69,15 +73,16 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
         lease_seconds=_seconds(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
+        notice_seconds=_seconds(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
     )
 
 
-def _seconds(values: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(values: Mapping[str, str], name: str, default: float, *, may_be_zero: bool = False) -> float:
     text = values.get(name, str(default))
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise InvalidRequest(f"{name} must be a number of seconds above 0, got {text!r}")
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not may_be_zero):
+        raise InvalidRequest(f"{name} must be a number of seconds{'' if may_be_zero else ' above 0'}, got {text!r}")
     return seconds

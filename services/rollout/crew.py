@@ -11,6 +11,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.process_engine import ProcessEngine
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
+from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, TurnLimits
 from services.rollout.receiver import Puller, WeightReceiver
 from services.rollout.version import VersionGate
@@ -107,7 +108,9 @@ class CrewOpener:
             evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,
             prompt=PromptLimit.of(spec),
         )
-        episodes = SingleTurnEpisodes(engine, rendering.result(), spec.rollout.sampling, limits)
+        episodes = SingleTurnEpisodes(
+            engine, rendering.result(), spec.rollout.sampling, limits, resume_rule(spec.asynchrony)
+        )
         worker = RolloutWorker(self._lanes(spec, assignment), episodes, gate, on_engine_death)
         return RolloutCrew(engine, gate, worker, receiver, endpoint)
 

@@ -1,18 +1,22 @@
 """Follows the desired state: one experiment at a time, with an engine of its own.
 
     idle -> starting (engine loads, catches up with the current version) -> running <-> paused
-         -> draining (nothing new, work in hand is finished) -> idle
+         -> draining (nothing new, work in hand is finished or handed over) -> finished -> idle
+
+A service that was drained for good, or got a signal, leaves: ``run`` returns, and the process ends.
 
 The engine's process may die: its tasks are handed back, a new one is started, and only when that keeps happening
 without a group answered in between does the experiment fail.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from services.rollout.departure import Departure, hand_over
 from services.rollout.engines.base import Engine
 from services.rollout.receiver import WeightReceiver
 from services.rollout.version import VersionGate
@@ -27,7 +31,6 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
 FIRST_PAUSE_SECONDS = 0.5
-DRAIN_SECONDS = 30.0
 STOP_SECONDS = 10.0
 
 
@@ -65,6 +68,7 @@ class RolloutService:
         self._engine_died: WorkerDied | None = None
         self._deaths = 0
         self._load: dict[str, float] = {}
+        self._departure = Departure()
         self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
@@ -83,24 +87,41 @@ class RolloutService:
     async def apply(self, desired: DesiredState) -> None:
         """Take a desired state in; the work of following it is done by ``run``."""
         self._desired = desired
+        self._departure.take(desired)
         if self._crew is not None and self._is_same_experiment(desired):
             self._crew.receiver.take(desired)
         self._changed.set()
 
     async def run(self) -> None:
-        """Follow the desired state until cancelled."""
+        """Follow the desired state until cancelled, or until there is nothing left to do for good."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch_load(), name="load")
+            watching = tasks.create_task(self._watch_load(), name="load")
             try:
-                while True:
+                while not self._departure.has_left.is_set():
                     await self._changed.wait()
                     self._changed.clear()
                     await self._follow()
             finally:
+                watching.cancel()
                 await asyncio.shield(self._dismiss())
+                self._departure.has_left.set()
+
+    async def leave(self, notice_seconds: float) -> None:
+        """Leave for good: returns when the work in hand is finished or handed over, or the notice is long over."""
+        self._departure.leave(notice_seconds)
+        if self._crew is None:
+            # Nothing is in hand: not even an engine that is still loading is waited for.
+            return
+        self._changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(notice_seconds + STOP_SECONDS):
+                await self._departure.has_left.wait()
 
     async def _follow(self) -> None:
         desired = self._desired
+        if self._departure.is_for_good and self._crew is None:
+            self._departure.has_left.set()
+            return
         if desired is None:
             return
         if self._engine_died is not None:
@@ -108,11 +129,16 @@ class RolloutService:
         assignment = desired.assignment
         if assignment is None or not self._is_same_experiment(desired):
             if self._crew is not None or self._assignment is not None:
+                if self._crew is not None:
+                    await hand_over(self._crew.worker)
                 await self._dismiss()
                 self._failure = None
                 self._deaths = 0
             if assignment is None:
                 self._become(WorkState.IDLE)
+                if desired.state is WorkState.DRAINING:
+                    # Drained and released, never to be assigned again.
+                    self._departure.has_left.set()
                 return
         if self._crew is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             assert assignment is not None
@@ -120,14 +146,14 @@ class RolloutService:
         if self._crew is None:
             return
         self._crew.receiver.take(desired)
-        if desired.state is WorkState.RUNNING:
+        if self._departure.is_for_good or desired.state is WorkState.DRAINING:
+            await self._drain()
+        elif desired.state is WorkState.RUNNING:
             self._crew.worker.resume()
             self._become(WorkState.RUNNING)
         elif desired.state is WorkState.PAUSED:
             self._crew.worker.pause()
             self._become(WorkState.PAUSED)
-        elif desired.state is WorkState.DRAINING:
-            await self._drain()
         else:
             await self._dismiss()
             self._become(WorkState.IDLE)
@@ -200,14 +226,17 @@ class RolloutService:
     async def _drain(self) -> None:
         assert self._crew is not None
         self._become(WorkState.DRAINING)
-        self._crew.worker.pause()
-        end = time.monotonic() + DRAIN_SECONDS
-        while self._crew.worker.in_work and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-            if self._changed.is_set():
-                return
+        worker, started = self._crew.worker, time.monotonic()
+        if not await self._departure.finish(worker, self._changed.is_set):
+            return
+        counts = worker.counts.to_load()
+        seconds = round(time.monotonic() - started, 3)
+        log.info("drained", extra={"seconds": seconds, "given_back": worker.in_work, **counts})
         await self._dismiss(keep_assignment=True)
+        self._load = counts
         self._become(WorkState.FINISHED)
+        if self._departure.is_for_good:
+            self._departure.has_left.set()
 
     async def _dismiss(self, *, keep_assignment: bool = False) -> None:
         crew, working = self._crew, self._working
@@ -227,7 +256,8 @@ class RolloutService:
             await asyncio.sleep(1.0)
             crew = self._crew
             if crew is None:
-                self._load = {}
+                if self._state is not WorkState.FINISHED:
+                    self._load = {}
                 last_tokens = 0
                 continue
             try:
@@ -250,4 +280,5 @@ class RolloutService:
                 "groups_in_work": crew.worker.in_work,
                 "groups_answered": crew.worker.answered,
                 "weight_switches": crew.receiver.switches,
+                **crew.worker.counts.to_load(),
             }

@@ -2,7 +2,7 @@
 
 One dispatcher per lane claims as many tasks as there is room for; each claimed task is answered by its own asyncio
 task. A task is never sampled by a version older than its ``min_version``, nor by another than its
-``pinned_version``. What cannot be finished is handed back.
+``pinned_version``. What is interrupted is handed over with the tokens that it has; what cannot be begun is handed back.
 """
 
 import asyncio
@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.handed_over import HandOverCounts
 from services.rollout.version import VersionGate
 from shared.errors import FlotillaError, InvalidRequest, WorkerDied
 from shared.schemas.task import Task
+from shared.schemas.trajectory import Group
 from shared.streams.hop import Claim, Hop, Resolution
+from shared.streams.partials import is_finished
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +64,31 @@ class RolloutWorker:
         self._gate = gate
         self._on_engine_death = on_engine_death
         self._claiming = asyncio.Event()
+        self._is_interrupted = asyncio.Event()
+        self._claims_under_way = 0
         self.in_work = 0
         self.answered = 0
+        self.counts = HandOverCounts()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds no claim, and none is on its way to it; asked of one that is paused."""
+        return not self.in_work and not self._claims_under_way
 
     def resume(self) -> None:
         """Claim tasks."""
+        self._is_interrupted.clear()
         self._claiming.set()
 
     def pause(self) -> None:
         """Claim no more tasks; those in work are finished."""
         self._claiming.clear()
+
+    async def interrupt(self) -> None:
+        """Claim no more tasks, and hand over what is in work with the tokens that it has, until ``resume``."""
+        self.pause()
+        self._is_interrupted.set()
+        await self._episodes.interrupt()
 
     async def run(self) -> None:
         """Work until cancelled; what is in work is then handed back."""
@@ -89,32 +107,48 @@ class RolloutWorker:
                 extra += 1
             claims: list[Claim] = []
             try:
-                claims = await hop.claim(count=1 + extra, wait_seconds=CLAIM_WAIT_SECONDS)
-            except FlotillaError as error:
-                log.warning("tasks cannot be claimed", extra={"lane": config.name, "error": repr(error)})
-                await asyncio.sleep(CLAIM_WAIT_SECONDS)
+                claims = await self._claim(config, hop, 1 + extra)
             finally:
                 for _ in range(1 + extra - len(claims)):
                     room.release()
             for claim in claims:
+                self.in_work += 1
                 answer = tasks.create_task(self._answer(config, hop, claim), name=f"{config.name} {claim.entry_id}")
-                answer.add_done_callback(lambda _: room.release())
+                answer.add_done_callback(lambda _: self._is_done(room))
+
+    def _is_done(self, room: asyncio.Semaphore) -> None:
+        self.in_work -= 1
+        room.release()
+
+    async def _claim(self, config: LaneConfig, hop: Hop, count: int) -> list[Claim]:
+        """Claim tasks; what arrives after a pause began is given back at once."""
+        self._claims_under_way += 1
+        try:
+            claims = await hop.claim(count=count, wait_seconds=CLAIM_WAIT_SECONDS)
+            if not self._claiming.is_set():
+                for claim in claims:
+                    await self._give_up(hop, claim)
+                return []
+        except FlotillaError as error:
+            log.warning("tasks cannot be claimed", extra={"lane": config.name, "error": repr(error)})
+            await asyncio.sleep(CLAIM_WAIT_SECONDS)
+            return []
+        finally:
+            self._claims_under_way -= 1
+        return claims
 
     async def _answer(self, config: LaneConfig, hop: Hop, claim: Claim) -> None:
-        self.in_work += 1
         try:
             async with hop.renewing(claim), asyncio.timeout(config.task_seconds):
                 task = claim.task()
-                if not await self._right_version(task):
+                version = await self._right_version(task, claim.header.newest_version)
+                if version is None:
                     # Held for a moment first: handed back at once, it would come straight back here.
-                    await asyncio.sleep(OTHER_VERSION_PAUSE_SECONDS)
+                    await asyncio.sleep(0 if self._is_interrupted.is_set() else OTHER_VERSION_PAUSE_SECONDS)
                     await hop.hand_back(claim)
                     return
-                group = await self._episodes.run(task)
-            if await hop.forward(claim, group):
-                self.answered += 1
-            else:
-                log.info("claim was lost, group discarded", extra={"group_id": task.group_id})
+                group = await self._episodes.run(task, claim.partials(), version)
+            await self._end(hop, claim, group)
         except InvalidRequest as error:
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})
             await hop.resolve(claim, Resolution.FAILED, "prompt_too_long")
@@ -130,17 +164,47 @@ class RolloutWorker:
         except asyncio.CancelledError:
             await asyncio.shield(self._give_up(hop, claim))
             raise
-        finally:
-            self.in_work -= 1
 
-    async def _right_version(self, task: Task) -> bool:
-        wanted = task.min_version if task.pinned_version is None else task.pinned_version
+    async def _end(self, hop: Hop, claim: Claim, group: Group) -> None:
+        """Forward a group that is finished; hand another one over with what it has."""
+        if all(is_finished(member) for member in group.trajectories):
+            is_forwarded = await hop.forward(claim, group)
+            self.answered += is_forwarded
+            if is_forwarded:
+                self.counts.answered(claim, group)
+            else:
+                log.info("claim was lost, group discarded", extra={"group_id": claim.header.group_id})
+            return
+        partials = tuple(member if member.num_sampled else None for member in group.trajectories)
+        if not any(partials):
+            await self._give_up(hop, claim)
+        elif await hop.hand_over(claim, partials):
+            self.counts.handed_over(claim, group)
+        else:
+            log.info("claim was lost, tokens discarded", extra={"group_id": claim.header.group_id})
+
+    async def _right_version(self, task: Task, newest: int) -> int | None:
+        """Wait for a version that may sample the task, tokens that it was handed over with considered.
+
+        Returns:
+            The version; None if it does not come, is another than the pinned one, or the worker is interrupted.
+        """
+        wanted = max(task.min_version, newest) if task.pinned_version is None else task.pinned_version
+        waiting = asyncio.create_task(self._gate.at_least(wanted, VERSION_WAIT_SECONDS), name="version")
+        interrupted = asyncio.create_task(self._is_interrupted.wait(), name="interruption")
         try:
-            version = await self._gate.at_least(wanted, VERSION_WAIT_SECONDS)
-        except TimeoutError:
+            await asyncio.wait([waiting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task_of_mine in (waiting, interrupted):
+                task_of_mine.cancel()
+            await asyncio.gather(waiting, interrupted, return_exceptions=True)
+        if self._is_interrupted.is_set() or waiting.cancelled():
+            return None
+        if waiting.exception() is not None:
             log.warning("task waits for a version that does not come", extra={"version": wanted})
-            return False
-        return task.pinned_version is None or version == task.pinned_version
+            return None
+        version = waiting.result()
+        return version if task.pinned_version in {None, version} else None
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

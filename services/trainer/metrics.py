@@ -86,7 +86,8 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
     Returns:
         Rewards, lengths, lags and verl's counts of stale and partial trajectories. ``stale`` means that some sampled
         token of the group or trajectory has a lag of 1 or more (verl looks at the version at the end alone);
-        ``partial`` that its tokens bear several versions, ``span`` how far those are apart.
+        ``partial`` that its tokens bear several versions, ``span`` how far those are apart. ``resumed`` tokens came
+        from a rollout that left and handed them over.
     """
     members = [[(t, t.sampled_versions()) for t in scored_trajectories(group)] for group in groups]
     flat = [pair for group in members for pair in group]
@@ -111,6 +112,7 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
         "lag/mean": float(lags.mean()) if lags.size else 0.0,
         "lag/max": float(lags.max()) if lags.size else 0.0,
         "tokens/trained_in_step": float(lengths.sum()),
+        "tokens/resumed_in_step": float(sum(t.resumed_tokens for t, _ in flat)),
         "tokens/trained": float(totals.trained_tokens),
         "tokens/generated": float(totals.generated_tokens),
         "groups/in_step": float(len(groups)),

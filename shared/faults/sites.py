@@ -41,6 +41,7 @@ class Site(StrEnum):
     ISSUE = "streams.issue"
     RENEW = "streams.renew"
     HAND_BACK = "streams.hand_back"
+    HAND_OVER = "streams.hand_over"
     PLAN = "streams.plan"
     COMMIT = "streams.commit"
     CLIENT_CALL = "client.call"
@@ -85,6 +86,7 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
         Site.ISSUE: Place("tasks are issued", _REPEATED, has_after=True),
         Site.RENEW: Place("claims are renewed", _REPEATED, has_after=True),
         Site.HAND_BACK: Place("a claim is given up", _REPEATED, has_after=True),
+        Site.HAND_OVER: Place("a task is given up with its tokens", _REPEATED, has_after=True),
         Site.PLAN: Place("the plan of a step is written", _REPEATED, has_after=True),
         Site.COMMIT: Place("the plans that a checkpoint contains are resolved", _REPEATED, has_after=True),
         Site.CLIENT_CALL: Place("a service calls the gateway", _REPEATED, has_after=True, has_path=True),

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from shared.schemas.publication import PublicationOrder, PublicationReport, Wire
 
+DRAIN_NOTICE_SECONDS = 30.0
+"""The notice of a service that is to leave, where none is given."""
+
 
 class ServiceKind(StrEnum):
     """The kinds of service that register."""
@@ -120,9 +123,19 @@ class DesiredState(Wire):
     """The committed version: a rollout that holds it in its spare buffer switches to it."""
     weights_url: str | None = None
     """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
+    notice_seconds: float | None = None
+    """While draining: what is left of the notice. None: no end was set, or it was forgotten with a restart of the
+    gateway; whoever counts already goes on counting."""
     hold_version: int | None = None
     """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
     publication: PublicationOrder | None = None
+
+
+class DrainRequest(Wire):
+    """How long a service may take to leave."""
+
+    notice_seconds: float = Field(DRAIN_NOTICE_SECONDS, ge=0, le=86_400)
+    """It finishes what it can within them, and hands the rest over. Under 3 seconds it hands over at once."""
 
 
 class ServiceView(Wire):
@@ -142,4 +155,6 @@ class ServiceView(Wire):
     """What it is assigned to, which it may not have taken up or left yet."""
     leaving: str | None = None
     """Why it was asked to leave this experiment."""
+    notice_ends_in_seconds: float | None = None
+    """What is left of the time that it has to leave."""
     observed: ObservedState

@@ -19,7 +19,16 @@ Argument = str | int | float | bytes
 
 SITES = {
     site.value.removeprefix("streams."): site
-    for site in (Site.FORWARD, Site.RESOLVE, Site.ISSUE, Site.RENEW, Site.HAND_BACK, Site.PLAN, Site.COMMIT)
+    for site in (
+        Site.FORWARD,
+        Site.RESOLVE,
+        Site.ISSUE,
+        Site.RENEW,
+        Site.HAND_BACK,
+        Site.HAND_OVER,
+        Site.PLAN,
+        Site.COMMIT,
+    )
 }
 """Where faults can happen, by script; ``finish`` is named by its mode."""
 

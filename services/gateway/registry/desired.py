@@ -22,11 +22,19 @@ WORK_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceFacts:
-    """What matters about a service."""
+    """What matters about a service.
+
+    Attributes:
+        is_draining: takes nothing new, and is released when it has finished.
+        notice_ends: names the end of its notice; another end is another desired state.
+        notice_seconds: what is left of it now.
+    """
 
     service_id: str
     kind: ServiceKind
     is_draining: bool
+    notice_ends: float | None = None
+    notice_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,7 @@ def desired(
     answer = DesiredState(
         tag="",
         state=state,
+        notice_seconds=service.notice_seconds if service.is_draining else None,
         assignment=Assignment(
             experiment_id=experiment.experiment_id,
             revision=experiment.revision,
@@ -89,8 +98,10 @@ def desired(
         hold_version=experiment.hold_version if is_rollout else None,
         publication=order if is_rollout else None,
     )
-    content = answer.model_dump(mode="json", exclude={"tag": True, "assignment": {"spec"}})
-    return answer.model_copy(update={"tag": digest([content, experiment.spec_digest])})
+    # What is left of a notice changes all the time, and is no news: its end is.
+    content = answer.model_dump(mode="json", exclude={"tag": True, "notice_seconds": True, "assignment": {"spec"}})
+    ends = [] if service.notice_ends is None else [service.notice_ends]
+    return answer.model_copy(update={"tag": digest([content, experiment.spec_digest, *ends])})
 
 
 def weights_url(experiment: ExperimentFacts) -> str | None:

@@ -17,9 +17,21 @@ from services.gateway.registry.desired import ExperimentFacts, desired
 from services.gateway.registry.services import LiveService, Notice, Registry
 from services.gateway.signals import wait_for_any
 from shared.clock import Clock
-from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind, WorkState
+from shared.schemas.service import (
+    DRAIN_NOTICE_SECONDS,
+    DesiredState,
+    ObservedState,
+    Registered,
+    Registration,
+    ServiceKind,
+    WorkState,
+)
 
 log = logging.getLogger(__name__)
+
+
+HANDED_OVER_GAUGES = ("groups_handed_over", "tokens_handed_over")
+"""What of a rollout's load is worth keeping when it leaves."""
 
 
 class Fleet:
@@ -94,9 +106,9 @@ class Fleet:
         """Compute what a service should do now."""
         experiment = self._book.find(service.experiment_id)
         if experiment is None:
-            return desired(service.facts(), None)
+            return desired(self._registry.facts(service), None)
         order = self._publications.order_for(service.id, experiment.id)
-        return desired(service.facts(), self._facts(experiment), order)
+        return desired(self._registry.facts(service), self._facts(experiment), order)
 
     def _facts(self, experiment: Experiment) -> ExperimentFacts:
         record = experiment.record
@@ -157,16 +169,17 @@ class Fleet:
         elif not failure.fatal:
             await self._events.append(experiment.id, "service_recovers", **facts)
 
-    async def drain(self, service_id: str) -> LiveService:
-        """Let a service finish what it has in hand and take nothing new.
+    async def drain(self, service_id: str, notice_seconds: float = DRAIN_NOTICE_SECONDS) -> LiveService:
+        """Let a service finish what it has in hand within a notice, and leave.
 
         Raises:
             NotFound: it is not registered.
         """
         service = self._registry.get(service_id)
-        await self._registry.drain(service)
+        await self._registry.drain(service, notice_seconds)
         if service.experiment_id is not None:
-            await self._events.append(service.experiment_id, "service_draining", service_id=service_id)
+            facts = {"service_id": service_id, "notice_seconds": notice_seconds}
+            await self._events.append(service.experiment_id, "service_draining", **facts)
         self._on_news()
         return service
 
@@ -183,7 +196,10 @@ class Fleet:
         self._on_news()
 
     async def ask_to_leave(self, service: LiveService, reason: str, notice_seconds: float) -> None:
-        """Let a service finish what it has in hand for its experiment, and take nothing new for it."""
+        """Let a service finish what it has in hand for its experiment, and take nothing new for it.
+
+        What a rollout cannot finish within the notice it hands over, with the tokens that it has.
+        """
         if service.experiment_id is None:
             return
         service.leaving = Notice(reason, self._clock.monotonic() + notice_seconds)
@@ -213,8 +229,14 @@ class Fleet:
     async def _let_go(self, service: LiveService, experiment_id: str, reason: str) -> None:
         await self._publications.gone(experiment_id, service, reason)
         if self._book.find(experiment_id) is not None:
+            facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}
             await self._events.append(
-                experiment_id, "service_left", service_id=service.id, service_kind=service.kind.value, reason=reason
+                experiment_id,
+                "service_left",
+                service_id=service.id,
+                service_kind=service.kind.value,
+                reason=reason,
+                **facts,
             )
 
     def wake(self, experiment_id: str) -> None:

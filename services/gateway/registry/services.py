@@ -23,10 +23,13 @@ from shared.schemas.service import (
     WorkState,
 )
 
+OVERDUE_SECONDS = 10.0
+"""How long after its notice a service that still works is released all the same: its claims end with their leases."""
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """That a service was asked to leave its experiment: why, and until when it may take (monotonic seconds)."""
+    """That a service was asked to leave its experiment, or the fleet: why, and until when it may take (monotonic seconds)."""
 
     reason: str
     ends_at: float
@@ -37,6 +40,7 @@ class LiveService:
 
     Attributes:
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
+        drained: set once it is told to leave the fleet; forgotten, unlike that it was told, by a gateway that restarts.
     """
 
     def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
@@ -49,6 +53,7 @@ class LiveService:
         self.polls = 0
         self.changed = Signal()
         self.leaving: Notice | None = None
+        self.drained: Notice | None = None
 
     @property
     def id(self) -> str:
@@ -65,9 +70,11 @@ class LiveService:
         is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FINISHED, WorkState.FAILED}
         return self.observed.experiment_id == experiment_id and not is_at_rest
 
-    def facts(self) -> ServiceFacts:
-        """What matters for its desired state."""
-        return ServiceFacts(self.id, self.kind, self.is_draining)
+    def facts(self, now: float) -> ServiceFacts:
+        """What matters for its desired state, ``now`` by the registry's clock."""
+        ends = min((notice.ends_at for notice in (self.leaving, self.drained) if notice is not None), default=None)
+        left = None if ends is None else max(0.0, ends - now)
+        return ServiceFacts(self.id, self.kind, self.is_draining, ends, left)
 
     @property
     def is_draining(self) -> bool:
@@ -200,11 +207,20 @@ class Registry:
             if not self._assigned[service.experiment_id]:
                 del self._assigned[service.experiment_id]
 
-    async def drain(self, service: LiveService) -> None:
-        """Let it finish what it has in hand and take nothing new."""
+    async def drain(self, service: LiveService, notice_seconds: float) -> None:
+        """Let it finish what it has in hand and take nothing new, ever."""
         service.record = replace(service.record, is_draining=True)
+        service.drained = Notice("it was drained", self._clock.monotonic() + notice_seconds)
         service.changed.fire()
         await self._store.put_service(service.record)
+
+    def is_overdue(self, service: LiveService) -> bool:
+        """Whether it was drained and still works although its notice is long over."""
+        return service.drained is not None and self._clock.monotonic() > service.drained.ends_at + OVERDUE_SECONDS
+
+    def facts(self, service: LiveService) -> ServiceFacts:
+        """What matters for a service's desired state."""
+        return service.facts(self._clock.monotonic())
 
     def view(self, service: LiveService) -> ServiceView:
         """Show a service."""
@@ -221,5 +237,6 @@ class Registry:
             is_draining=service.is_draining,
             experiment_id=record.experiment_id,
             leaving=service.leaving.reason if service.leaving else None,
+            notice_ends_in_seconds=None if (left := self.facts(service).notice_seconds) is None else round(left, 3),
             observed=service.observed,
         )

@@ -8,7 +8,17 @@ from fastapi import APIRouter, Request
 
 from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
 from shared.schemas.experiment import Page
-from shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind, ServiceView
+from shared.schemas.service import (
+    DesiredState,
+    DrainRequest,
+    ObservedState,
+    Registered,
+    Registration,
+    ServiceKind,
+    ServiceView,
+)
+
+DEFAULT_NOTICE = DrainRequest()
 
 router = APIRouter(prefix="/services", tags=["services"])
 
@@ -36,13 +46,13 @@ async def report(
 
 
 @router.post("/{service_id}/drain")
-async def drain(service_id: str, gateway: Gateway) -> ServiceView:
-    """Let a service finish what it has in hand and give it nothing new.
+async def drain(service_id: str, gateway: Gateway, request: DrainRequest = DEFAULT_NOTICE) -> ServiceView:
+    """Let a service finish what it has in hand within a notice, hand the rest over, and leave.
 
     Raises:
         NotFound: it is not registered (404).
     """
-    return gateway.registry.view(await gateway.fleet.drain(service_id))
+    return gateway.registry.view(await gateway.fleet.drain(service_id, request.notice_seconds))
 
 
 @router.delete("/{service_id}", status_code=204)

@@ -89,6 +89,8 @@ class Conductor:
                 continue
             if service.record.is_draining and service.is_observed and not service.works_for(service.experiment_id):
                 await self._fleet.release(service, "it was drained")
+            elif service.kind is ServiceKind.ROLLOUT and self._registry.is_overdue(service):
+                await self._fleet.release(service, "its notice is over")
             elif self._book.find(service.experiment_id) is None:
                 await self._fleet.release(service, "its experiment was deleted")
         await self._publications.check_deadlines()

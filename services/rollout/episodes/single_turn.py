@@ -1,17 +1,27 @@
-"""One prompt, one completion: the simplest episode. Tokens are appended, never re-made."""
+"""One prompt, one completion: the simplest episode. Tokens are appended, never re-made.
 
+A group that was handed over goes on from what it has: finished members stay, the others are resumed.
+"""
+
+import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from services.rollout.engines.resumption import ResumeRule
 from services.rollout.episodes.rendering import Renderer
+from services.rollout.episodes.resumption import Begun, begun, rule_of
 from shared.config.rollout import SamplingConfig
+from shared.errors import FlotillaError
 from shared.prompts import PromptLimit
 from shared.schemas.task import Task, sample_seed
 from shared.schemas.trajectory import Group, Trajectory
+from shared.streams.partials import Partials
+
+GENERATION_SECONDS = "generation_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +34,29 @@ class TurnLimits:
 
 
 class SingleTurnEpisodes:
-    """Answers a task with ``group_size`` completions of its prompt."""
+    """Answers a task with ``group_size`` completions of its prompt.
 
-    def __init__(self, engine: Engine, renderer: Renderer, sampling: SamplingConfig, limits: TurnLimits) -> None:
+    Args:
+        resume: which tokens of groups that were handed over may be kept.
+    """
+
+    def __init__(
+        self, engine: Engine, renderer: Renderer, sampling: SamplingConfig, limits: TurnLimits, resume: ResumeRule
+    ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._sampling = sampling
         self._limits = limits
+        self._resume = resume
+        self._in_flight: set[str] = set()
 
-    async def run(self, task: Task) -> Group:
-        """Sample the task's group.
+    async def run(self, task: Task, partials: Partials = (), serving: int = 0) -> Group:
+        """Sample the task's group; after ``interrupt`` its unfinished members are aborted, with the tokens they have.
+
+        Args:
+            task: what to answer.
+            partials: what its members have already.
+            serving: the version that serves now.
 
         Raises:
             InvalidRequest: the prompt is longer than the spec allows and not to be cut, or does not fit the engine's
@@ -42,17 +65,45 @@ class SingleTurnEpisodes:
         """
         started = time.perf_counter()
         prompt_ids = self._limits.prompt.fit(self._renderer.prompt_ids(task.messages))
-        request = GenerationRequest(
+        sampling = self._parameters(task)
+        had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, sampling.max_new_tokens)
+        wanted = [index for index in range(task.group_size) if index not in had.finished]
+        completions = await self._generate(self._request(task, prompt_ids, sampling, had, wanted)) if wanted else ()
+        seconds = time.perf_counter() - started
+        members = {index: replace(each, resumed_tokens=each.num_sampled) for index, each in had.finished.items()}
+        for index, completion in zip(wanted, completions, strict=True):
+            before = partials[index] if partials and completion.num_resumed else None
+            spent = seconds + (before.timings.get(GENERATION_SECONDS, 0.0) if before is not None else 0.0)
+            members[index] = self._trajectory(prompt_ids, completion, spent)
+        trajectories = tuple(members[index] for index in range(task.group_size))
+        return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
+
+    async def interrupt(self) -> None:
+        """End what is being sampled now: each ``run`` returns with what it has."""
+        # An engine that has died says so to those who wait for it.
+        with contextlib.suppress(FlotillaError):
+            for request_id in list(self._in_flight):
+                await self._engine.abort(request_id)
+
+    async def _generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self._in_flight.add(request.request_id)
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    def _request(
+        self, task: Task, prompt_ids: tuple[int, ...], sampling: SamplingParameters, had: Begun, wanted: Sequence[int]
+    ) -> GenerationRequest:
+        return GenerationRequest(
             request_id=f"{'e' if task.pinned_version is not None else 't'}{task.group_id}",
             prompt_ids=prompt_ids,
-            seeds=tuple(sample_seed(task.seed, index) for index in range(task.group_size)),
-            sampling=self._parameters(task),
+            seeds=tuple(sample_seed(task.seed, index) for index in wanted),
+            sampling=sampling,
             holds_weights=task.pinned_version is not None,
+            prefixes=tuple(had.prefixes.get(index) for index in wanted) if had.prefixes else (),
+            resume=rule_of(task, self._resume),
         )
-        completions = await self._engine.generate(request)
-        seconds = time.perf_counter() - started
-        trajectories = tuple(self._trajectory(prompt_ids, each, seconds) for each in completions)
-        return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
 
     def _parameters(self, task: Task) -> SamplingParameters:
         is_evaluation = task.pinned_version is not None
@@ -74,7 +125,9 @@ class SingleTurnEpisodes:
         mask[num_prompt:] = 1
         log_probs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
         log_probs[num_prompt:] = completion.log_probs
-        shifted = [(start + num_prompt if start else 0, version) for start, version in completion.versions]
+        # A completion without a token bears no version; such a trajectory is never forwarded.
+        runs = completion.versions or ((0, 0),)
+        shifted = [(start + num_prompt if start else 0, version) for start, version in runs]
         return Trajectory(
             token_ids=token_ids,
             loss_mask=mask,
@@ -82,5 +135,6 @@ class SingleTurnEpisodes:
             versions=tuple(shifted),
             finish_reason=completion.finish_reason,
             text=self._renderer.text(completion.token_ids.tolist()),
-            timings={"generation_seconds": seconds},
+            timings={GENERATION_SECONDS: seconds},
+            resumed_tokens=completion.num_resumed,
         )

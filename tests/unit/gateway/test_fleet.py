@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.gateway.publications.publications import can_receive
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
@@ -213,6 +214,84 @@ async def test_a_draining_trainer_keeps_its_place_until_it_is_idle() -> None:
     assert gateway.registry.get(spare).experiment_id == experiment.id
     assert gateway.registry.get(trainer).experiment_id is None
     await stop(gateway)
+
+
+async def a_working_rollout(gateway: GatewayState, experiment_id: str) -> tuple[str, ObservedState]:
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment_id)
+    return service_id, ObservedState(experiment_id=experiment_id, state=WorkState.RUNNING, policy_version=0)
+
+
+async def test_a_drained_service_is_told_what_is_left_of_its_notice() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    rollout, observed = await a_working_rollout(gateway, experiment.id)
+    waiting = poll(gateway, rollout, (await say(gateway, rollout, observed)).tag)
+    await asyncio.sleep(0.01)
+
+    await gateway.fleet.drain(rollout, 20.0)
+
+    first = await asyncio.wait_for(waiting, 1.0)
+    assert (first.state, first.notice_seconds) == (WorkState.DRAINING, 20.0)
+    clock.advance(5.0)
+    later = await say(gateway, rollout, observed)
+    assert (later.tag, later.notice_seconds) == (first.tag, 15.0), "time that passes is no news"
+    await gateway.fleet.drain(rollout, 2.0)
+    shorter = await say(gateway, rollout, observed)
+    assert shorter.tag != first.tag
+    assert shorter.notice_seconds == 2.0
+    assert gateway.registry.view(gateway.registry.get(rollout)).notice_ends_in_seconds == 2.0
+
+
+async def test_a_service_that_is_asked_to_leave_its_experiment_learns_its_notice_and_what_it_handed_over_is_told() -> (
+    None
+):
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    rollout, observed = await a_working_rollout(gateway, experiment.id)
+    service = gateway.registry.get(rollout)
+
+    await gateway.fleet.ask_to_leave(service, "somebody else's turn", 5.0)
+
+    desired = await say(gateway, rollout, observed)
+    assert (desired.state, desired.notice_seconds) == (WorkState.DRAINING, 5.0)
+    assert desired.assignment is not None
+    assert desired.assignment.experiment_id == experiment.id
+    finished = observed.model_copy(update={"state": WorkState.FINISHED, "load": {"tokens_handed_over": 7.0}})
+    assert (await say(gateway, rollout, finished)).state is WorkState.DRAINING
+    await gateway.fleet.release(service, "somebody else's turn")
+    desired = await say(gateway, rollout, finished)
+    assert (desired.state, desired.assignment) == (WorkState.IDLE, None), "not drained for good"
+    left = [e for e in await gateway.store.events(experiment.id, after=0, limit=100) if e.type == "service_left"]
+    assert [(e.data["reason"], e.data["tokens_handed_over"]) for e in left] == [("somebody else's turn", 7.0)]
+
+
+async def test_a_drained_service_that_works_on_long_after_its_notice_loses_its_assignment() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, lease_seconds=1000.0)
+    experiment = await add_experiment(gateway)
+    rollout, _ = await a_working_rollout(gateway, experiment.id)
+    await gateway.fleet.drain(rollout, 5.0)
+
+    clock.advance(14.0)
+    await gateway.conductor.round()
+    assert gateway.registry.get(rollout).experiment_id == experiment.id
+
+    clock.advance(2.0)
+    await gateway.conductor.round()
+    assert gateway.registry.get(rollout).experiment_id is None
+    await stop(gateway)
+
+
+async def test_a_service_that_leaves_gets_no_part_in_the_next_publication() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    rollout, _ = await a_working_rollout(gateway, experiment.id)
+    assert can_receive(gateway.registry.get(rollout))
+
+    await gateway.fleet.ask_to_leave(gateway.registry.get(rollout), "somebody else's turn", 5.0)
+
+    assert not can_receive(gateway.registry.get(rollout))
 
 
 async def test_a_service_that_still_works_for_another_experiment_is_not_assigned() -> None:

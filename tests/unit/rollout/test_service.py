@@ -1,6 +1,7 @@
 """The service follows what is desired; an engine that dies is replaced until that proves hopeless."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 import services.rollout.service as rollout_service
+from services.rollout.departure import HAND_OVER_SECONDS
 from services.rollout.engines.base import EngineLoad
+from services.rollout.handed_over import HandOverCounts
 from services.rollout.service import MAX_DEATHS, RolloutService
 from services.rollout.version import VersionGate
 from shared.config.spec import ExperimentSpec
@@ -32,7 +35,16 @@ class ScriptedCrew:
         self.gate = VersionGate()
         self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
         self.held_image = None
-        self.is_claiming = self.is_closed = False
+        self.is_claiming = self.is_closed = self.is_interrupted = False
+        self.counts = HandOverCounts()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_work
+
+    async def interrupt(self) -> None:
+        self.is_interrupted = True
+        self.in_work = 0
 
     async def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 1, 0, 0)
@@ -59,6 +71,7 @@ class World:
         self.refusal: Exception | None = None
         self.answered = 0
         self.on_death: Callable[[WorkerDied], None] | None = None
+        self.running: asyncio.Task[None] | None = None
         self.service = RolloutService(self.open_crew)  # type: ignore[arg-type]
 
     async def open_crew(self, spec: ExperimentSpec, assignment: Assignment, tell: Any, on_death: Any) -> ScriptedCrew:
@@ -69,11 +82,14 @@ class World:
         self.crews.append(ScriptedCrew(self.answered))
         return self.crews[-1]
 
-    async def want(self, state: WorkState, experiment_id: str | None = "e1") -> None:
+    async def want(
+        self, state: WorkState, experiment_id: str | None = "e1", notice_seconds: float | None = None
+    ) -> None:
         assignment = None
         if experiment_id is not None:
             assignment = Assignment(experiment_id=experiment_id, revision=1, spec=SPEC, directory="/data")
-        await self.service.apply(DesiredState(tag=state.value, state=state, assignment=assignment))
+        desired = DesiredState(tag=state.value, state=state, assignment=assignment, notice_seconds=notice_seconds)
+        await self.service.apply(desired)
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(3):
@@ -92,13 +108,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def a_world() -> AsyncIterator[World]:
     world = World()
-    running = asyncio.create_task(world.service.run())
+    world.running = asyncio.create_task(world.service.run())
     try:
         yield world
     finally:
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        world.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await world.running
     assert all(crew.is_closed for crew in world.crews)
 
 
@@ -171,3 +187,114 @@ async def test_an_engine_that_answers_between_its_deaths_is_always_replaced() ->
             world.on_death(WorkerDied("killed by SIGKILL"))
 
         await world.until(lambda: len(world.crews) == 2 * MAX_DEATHS and world.is_in(WorkState.RUNNING))
+
+
+async def a_busy_world(world: World) -> ScriptedCrew:
+    await world.want(WorkState.RUNNING)
+    await world.until(lambda: world.is_in(WorkState.RUNNING))
+    world.crews[0].in_work = 1
+    return world.crews[0]
+
+
+async def test_a_draining_service_finishes_what_it_has_within_its_notice() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=60.0)
+        await world.until(lambda: world.is_in(WorkState.DRAINING) and not crew.is_claiming)
+        await asyncio.sleep(0.05)
+        assert not (crew.is_interrupted or crew.is_closed)
+
+        crew.in_work = 0
+
+        await world.until(lambda: world.is_in(WorkState.FINISHED) and crew.is_closed)
+        assert not crew.is_interrupted
+
+
+async def test_a_notice_that_ends_interrupts_the_work() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=HAND_OVER_SECONDS + 0.1)
+        await world.until(lambda: world.is_in(WorkState.DRAINING))
+        assert not crew.is_interrupted
+
+        await world.until(lambda: world.is_in(WorkState.FINISHED))
+
+        assert crew.is_interrupted
+
+
+async def test_news_while_it_drains_do_not_prolong_the_notice() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=HAND_OVER_SECONDS + 0.1)
+        for _ in range(5):
+            await world.want(WorkState.DRAINING)
+            await asyncio.sleep(0.01)
+
+        await world.until(lambda: world.is_in(WorkState.FINISHED))
+        assert crew.is_interrupted
+
+
+async def test_a_drain_that_is_taken_back_lets_it_work_on() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=60.0)
+        await world.until(lambda: world.is_in(WorkState.DRAINING))
+
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and crew.is_claiming)
+
+
+async def test_a_service_that_was_released_from_its_drain_ends() -> None:
+    async with a_world() as world:
+        await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=0.0)
+        await world.until(lambda: world.is_in(WorkState.FINISHED))
+
+        await world.want(WorkState.DRAINING, None)
+
+        assert world.running is not None
+        await world.until(world.running.done)
+
+
+async def test_a_released_service_that_is_not_drained_for_good_waits_for_other_work() -> None:
+    async with a_world() as world:
+        await a_busy_world(world)
+        await world.want(WorkState.DRAINING, notice_seconds=0.0)
+        await world.until(lambda: world.is_in(WorkState.FINISHED))
+
+        await world.want(WorkState.IDLE, None)
+        await world.until(lambda: world.is_in(WorkState.IDLE))
+
+        await world.want(WorkState.RUNNING, "e2")
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and len(world.crews) == 2)
+
+
+async def test_a_signal_drains_whatever_the_gateway_says_and_ends_the_service() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+
+        leaving = asyncio.create_task(world.service.leave(0.0))
+        await world.want(WorkState.RUNNING)
+
+        async with asyncio.timeout(3):
+            await leaving
+        assert crew.is_interrupted
+        assert world.is_in(WorkState.FINISHED)
+        assert world.running is not None
+        await world.until(world.running.done)
+
+
+async def test_a_signal_without_work_in_hand_waits_for_nothing() -> None:
+    async with a_world() as world, asyncio.timeout(1):
+        await world.service.leave(60.0)
+
+
+async def test_another_experiment_takes_over_only_after_the_work_was_handed_over() -> None:
+    async with a_world() as world:
+        crew = await a_busy_world(world)
+
+        await world.want(WorkState.RUNNING, "e2")
+
+        await world.until(lambda: world.service.observe().experiment_id == "e2")
+        assert crew.is_interrupted

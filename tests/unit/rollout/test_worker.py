@@ -14,6 +14,7 @@ from shared.schemas.trajectory import Group
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory import MemoryDataPlane
+from shared.streams.partials import Partials
 from shared.testing.builders import a_group, a_task
 
 
@@ -26,7 +27,7 @@ class ScriptedEpisodes:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
 
-    async def run(self, task: Task) -> Group:
+    async def run(self, task: Task, partials: Partials, serving: int) -> Group:
         self.asked.append(task)
         await self.may_finish.wait()
         return self.answer(task)

@@ -29,7 +29,7 @@ OVERDUE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """That a service was asked to leave its experiment, or the fleet: why, and until when it may take (monotonic seconds)."""
+    """That a service was asked to leave its experiment, or the fleet: why, and how long it may take."""
 
     reason: str
     ends_at: float

@@ -33,6 +33,7 @@ class Notice:
 
     reason: str
     ends_at: float
+    """On the monotonic clock, in seconds."""
 
 
 class LiveService:

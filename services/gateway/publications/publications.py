@@ -301,9 +301,16 @@ class Publications:
         if after.phase is PublicationPhase.COMMITTED:
             await self._book.update(experiment, policy_version=after.version, published_step=after.step)
             seconds = round(self._clock.now() - entry.announced_at, 3)
-            members = list(after.epoch.service_ids)
+            delta = after.manifest.delta
             await self._events.append(
-                experiment.id, "publication_committed", **facts, members=members, seconds=seconds, step=after.step
+                experiment.id,
+                "publication_committed",
+                **facts,
+                members=list(after.epoch.service_ids),
+                image_bytes=after.manifest.image_bytes,
+                patch_bytes=delta.patch_bytes if delta else None,
+                seconds=seconds,
+                step=after.step,
             )
         elif after.phase is PublicationPhase.ABORTED:
             await self._events.append(experiment.id, "publication_aborted", **facts)

@@ -176,3 +176,14 @@ def test_a_snapshot_never_changes_what_somebody_reads(model: TiedModel, image: W
 def test_modules_that_cannot_be_flat_are_refused(module: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlatParameters(module)
+
+
+def test_weights_as_published_are_those_that_a_receiver_loads() -> None:
+    flat = FlatParameters(nn.Linear(8, 8), wire_dtype=torch.bfloat16)
+
+    published = flat.as_published()
+
+    (dtype, buffer) = next(iter(flat.buffers.items()))
+    assert published[dtype].dtype is dtype
+    assert torch.equal(published[dtype], buffer.to(torch.bfloat16).to(dtype))
+    assert not torch.equal(published[dtype], buffer)

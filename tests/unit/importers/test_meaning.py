@@ -1,5 +1,6 @@
 """What several parameters mean together, and which values are refused where their parameter is not."""
 
+import math
 from typing import Any
 
 import pytest
@@ -224,3 +225,38 @@ def test_variables_alone_are_read_as_the_parameters_that_they_set(name: str) -> 
     given = read("verl", f"{name}=7.parquet\n", (), {}, source="variables.sh")
 
     assert [each.spelling for each in given] == [name]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [
+        ("0.5_2.0,0.01", [("k1", "sequence", math.log(0.5), math.log(2)), ("k3", "token", None, 0.01)]),
+        (4, [("k1", "sequence", math.log(1 / 4), math.log(4)), ("k3", "token", None, 4.0)]),
+    ],
+)
+def test_verls_rejection_becomes_tests_of_ours(threshold: Any, expected: list[Any]) -> None:
+    correction = "algorithm.rollout_correction.rollout_rs"
+
+    found = imported("verl", **{correction: "seq_mean_k1,token_k3", f"{correction}_threshold": threshold})
+
+    assert field(found, "algorithm.correction.weight") is None
+    made = field(found, "algorithm.correction.rejections")
+    assert [(each["statistic"], each["scope"], each["lower"], each["upper"]) for each in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("tests", "threshold"), [("seq_max_k1", 2), ("token_k2,token_k3", "1,2,3"), ("token_k2", None)]
+)
+def test_a_rejection_that_cannot_be_read_is_refused(tests: str, threshold: Any) -> None:
+    correction = "algorithm.rollout_correction.rollout_rs"
+
+    found = imported("verl", **{correction: tests, f"{correction}_threshold": threshold})
+
+    assert correction in {entry.name for entry in found.report.refused}
+
+
+def test_rolls_masks_become_one_of_ours() -> None:
+    found = imported("roll", max_len_mask=True, difficulty_mask=True, difficulty_low_threshold=0.1)
+
+    mask = field(found, "reward.sample_mask")
+    assert (mask["truncated"], mask["max_length"], mask["difficulty"]) == (True, 2048, [0.1, 1.0])

@@ -118,9 +118,19 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     refused("use_reward_scaling", f"{DEAD}: use reward_norm group with reward_scale", default=False),
     refused("use_reward_norm", f"{DEAD}: use reward_norm group", default=False),
     refused("add_len_reward", f"{DEAD}: use reward.shaping.length", default=False),
-    refused("max_len_mask", "write it as reward.sample_mask: --set", default=False),
-    refused("difficulty_mask", "write it as reward.sample_mask: --set", default=False),
-    refused("error_max_len_clip", "write it as reward.sample_mask: --set", default=False),
+    translated("max_len_mask", "reward.sample_mask.truncated", flag, "answers of response_length tokens are left out",
+               example=True, default=False),
+    translated("difficulty_mask", "reward.sample_mask.difficulty", flag,
+               "groups whose mean is not between the two thresholds are left out", example=True, default=False),
+    translated("difficulty_low_threshold", "reward.sample_mask.difficulty", number, "the mean must be above",
+               example=0.1, default=0.0, context={"difficulty_mask": True}),
+    translated("difficulty_high_threshold", "reward.sample_mask.difficulty", number, "the mean must be below",
+               example=0.9, default=1.0, context={"difficulty_mask": True}),
+    translated("error_max_len_clip", "reward.sample_mask.wrong_up_to_length", flag,
+               "of the wrong answers only those shorter than error_max_len_threshold are kept", example=True,
+               default=False, context={"error_max_len_threshold": 512}),
+    applied("error_max_len_threshold", "reward.sample_mask.wrong_up_to_length", integer, "tokens", example=256,
+            default=9_999_999_999, context={"error_max_len_clip": True}),
 )  # fmt: skip
 
 
@@ -263,6 +273,19 @@ def _statistics(source: Source) -> tuple[str | None, str | None]:
         shifts, scales = source.value("reward_shift"), source.value("reward_scale")
         return (old if shifts or not scales else None), (old if scales or not shifts else None)
     return _group(source, "norm_mean_type"), _group(source, "norm_std_type")
+
+
+def masks(source: Source) -> Fields:
+    """Make the mask of samples."""
+    section: Section = {}
+    if source.value("max_len_mask"):
+        section |= {"truncated": True, "max_length": response_length(source)}
+    if source.value("difficulty_mask"):
+        names = ("difficulty_low_threshold", "difficulty_high_threshold")
+        section["difficulty"] = [source.required(name) for name in names]
+    if source.value("error_max_len_clip"):
+        section["wrong_up_to_length"] = source.required("error_max_len_threshold")
+    return {"reward.sample_mask": section} if section else {}
 
 
 def _group(source: Source, name: str) -> str | None:

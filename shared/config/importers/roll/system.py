@@ -216,7 +216,7 @@ ROLL: System = make_system(
     ),
     rules=(
         data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
-        rewards, tracking,
+        learning.masks, rewards, tracking,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """What verl's algorithm parameters mean together: advantage, loss, KL, old policy, correction, critic."""
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ MODES = {
     name: name
     for name in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
+TEST = re.compile(r"(?:token|seq_(?P<reduce>sum|mean|max(?!_k1)))_(?P<statistic>k[123])")
+"""A test of verl's rollout_rs."""
 ALWAYS_BY_SEQUENCE = frozenset({"sapo", "geo_mean"})
 """Losses that verl averages by sequence, whatever loss_agg_mode says."""
 NOT_OFFERED = {
@@ -187,9 +191,10 @@ def _old_log_probs(source: Source) -> str:
 
 
 def _correction(source: Source) -> Section | None:
+    rejections = _rejections(source)
     level = source.value(f"{CORRECTION}.rollout_is")
     if level is None:
-        return _legacy_correction(source)
+        return {"weight": None, "rejections": rejections} if rejections else _legacy_correction(source)
     level = source.choose(f"{CORRECTION}.rollout_is", {"token": "token", "sequence": "sequence"}) or "token"
     name = f"{CORRECTION}.rollout_is_threshold"
     written = source.required(name)
@@ -201,7 +206,47 @@ def _correction(source: Source) -> Section | None:
     if len(bounds) == 2:
         weight |= {"lower": bounds[0], "outside": "zero"}
     weight["batch_normalise"] = bool(source.value(f"{CORRECTION}.rollout_is_batch_normalize"))
-    return {"weight": weight}
+    return {"weight": weight, "rejections": rejections} if rejections else {"weight": weight}
+
+
+def _rejections(source: Source) -> list[Section]:
+    name = f"{CORRECTION}.rollout_rs"
+    written = source.value(name)
+    if written is None:
+        return []
+    tests = [test.strip() for test in str(written).split(",")]
+    bounds = source.value(f"{name}_threshold")
+    texts = [bound.strip() for bound in str(bounds).split(",")] if bounds is not None else []
+    if len(texts) not in {1, len(tests)}:
+        source.refuse(name, f"{len(tests)} tests need one bound, or one each, in rollout_rs_threshold")
+        return []
+    made = [
+        _rejection(source, test, text) for test, text in zip(tests, texts * (len(tests) // len(texts)), strict=True)
+    ]
+    return [rejection for rejection in made if rejection is not None]
+
+
+def _rejection(source: Source, test: str, written: str) -> Section | None:
+    match = TEST.fullmatch(test)
+    if match is None:
+        offered = "token_k1 to _k3, seq_sum_ and seq_mean_ likewise, seq_max_k2 and seq_max_k3"
+        source.refuse(f"{CORRECTION}.rollout_rs", f"{test} is not offered here: use {offered}")
+        return None
+    name = f"{CORRECTION}.rollout_rs_threshold"
+    try:
+        bounds = [float(part) for part in written.split("_")]
+    except ValueError:
+        raise wrong(name, written, "a number above 0, or two as lo_hi") from None
+    is_k1 = match["statistic"] == "k1"
+    if min(bounds) <= 0 or len(bounds) > (2 if is_k1 else 1):
+        raise wrong(name, written, "a number above 0, or for k1 two as lo_hi")
+    scope: Section = (
+        {"scope": "token"} if test.startswith("token") else {"scope": "sequence", "reduce": match["reduce"]}
+    )
+    if not is_k1:
+        return {"statistic": match["statistic"], **scope, "upper": bounds[0]}
+    low = bounds[0] if len(bounds) == 2 else 1 / bounds[0]
+    return {"statistic": "k1", **scope, "lower": math.log(low), "upper": math.log(bounds[-1])}
 
 
 def _legacy_correction(source: Source) -> Section | None:

@@ -54,6 +54,14 @@ def test_environments_are_refused_one_by_one() -> None:
     assert not imported.may_run(allow_refused=True)  # what is graded is not known without the environments
 
 
+def test_what_is_not_of_environments_imports_once_a_grader_is_named() -> None:
+    given = read("roll", read_launch_text(RECIPES / WITH_ENVIRONMENTS), (), {}, source=WITH_ENVIRONMENTS)
+
+    imported = build(SYSTEMS["roll"], given, rows=1000, overrides=["reward.components=[{kind: math}]"])
+
+    assert imported.may_run(allow_refused=True) and not imported.may_run()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_of_a_recipe_has_its_entry_once(name: str) -> None:
     system = name.partition("_")[0]

@@ -146,7 +146,7 @@ def assemble(
     publications = Publications(store, clock, registry, book, events, phase_seconds=settings.publication_seconds)
     control = Control(book, registry, publications, events, clock, settings.experiments)
     news = asyncio.Event()
-    fleet = Fleet(registry, book, publications, control, events, clock, on_news=news.set)
+    fleet = Fleet(registry, book, publications, control, events, clock, store, on_news=news.set)
 
     work = ExperimentWork(settings, store, clock, registry, book, publications, control, fleet, events)
     scheduler = Scheduler(

@@ -80,7 +80,7 @@ class RolloutService:
             policy_version=crew.gate.version if crew else None,
             publication=crew.receiver.report if crew else None,
             held_image=crew.receiver.held_image if crew else None,
-            load=self._load,
+            load=self._load | crew.worker.busy.to_load() if crew else self._load,
             failure=self._failure,
         )
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.version import VersionGate
@@ -68,6 +69,7 @@ class RolloutWorker:
         self._claims_under_way = 0
         self.in_work = 0
         self.answered = 0
+        self.busy = BusyTime()
         self.counts = HandOverCounts()
 
     @property
@@ -147,7 +149,8 @@ class RolloutWorker:
                     await asyncio.sleep(0 if self._is_interrupted.is_set() else OTHER_VERSION_PAUSE_SECONDS)
                     await hop.hand_back(claim)
                     return
-                group = await self._episodes.run(task, claim.partials(), version)
+                with self.busy.sampling():
+                    group = await self._episodes.run(task, claim.partials(), version)
             await self._end(hop, claim, group)
         except InvalidRequest as error:
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})

@@ -111,6 +111,7 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
         "prompt_tokens/mean": float(np.mean([t.token_ids.size for t, _ in flat]) - lengths.mean()),
         "lag/mean": float(lags.mean()) if lags.size else 0.0,
         "lag/max": float(lags.max()) if lags.size else 0.0,
+        **_lag_histogram(lags),
         "tokens/trained_in_step": float(lengths.sum()),
         "tokens/resumed_in_step": float(sum(t.resumed_tokens for t, _ in flat)),
         "tokens/trained": float(totals.trained_tokens),
@@ -128,3 +129,8 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
         "fully_async/partial/max_partial_span": float(spans.max()),
     }
+
+
+def _lag_histogram(lags: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
+    """Count the trained tokens of each lag, as ``lag/tokens/LAG``; lags that no token has are left out."""
+    return {f"lag/tokens/{lag}": float(count) for lag, count in enumerate(np.bincount(lags)) if count}

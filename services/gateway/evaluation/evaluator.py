@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 BATCH = 64
 COLLECT_SECONDS = 0.5
 AWAY_SECONDS = 1.0
+LAG = "evaluation/lag_versions"
+"""How many versions were published while the evaluation lasted."""
 
 
 class Evaluator:
@@ -99,6 +101,7 @@ class Evaluator:
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
             return
         metrics = summarise_sets(groups, self._dataset.parts, num_issued=num_issued)
+        metrics[LAG] = float(self._experiment.record.policy_version - version)
         # Not the step that was done meanwhile: the result belongs to the version, and versions follow steps.
         spec = self._experiment.spec
         step = min(version * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from services.gateway.experiments.idleness import Idleness
 from services.gateway.experiments.window import Window
 from services.gateway.registry.desired import digest
 from services.gateway.signals import Signal
@@ -61,6 +62,7 @@ class Experiment:
         ledger: the train lane as last seen; None until it was read.
         full_stream: the first stream of the train lane that has reached its bound, if any.
         window: what was seen of it in the last minute.
+        idleness: how much of each version's time its rollouts sampled nothing.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -74,6 +76,7 @@ class Experiment:
         self.ledger: Ledger | None = None
         self.full_stream: FullStream | None = None
         self.window = Window()
+        self.idleness = Idleness()
 
     @property
     def id(self) -> str:

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
+from services.gateway.experiments.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.desired import ExperimentFacts, desired
 from services.gateway.registry.services import LiveService, Notice, Registry
 from services.gateway.signals import wait_for_any
-from shared.clock import Clock
+from services.gateway.store.base import Store
+from shared.clock import Clock, rfc3339
+from shared.schemas.experiment import MetricPoint
 from shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     DesiredState,
@@ -49,6 +52,7 @@ class Fleet:
         control: Control,
         events: EventLog,
         clock: Clock,
+        store: Store,
         on_news: Callable[[], None],
     ) -> None:
         self._registry = registry
@@ -57,6 +61,7 @@ class Fleet:
         self._control = control
         self._events = events
         self._clock = clock
+        self._store = store
         self._on_news = on_news
 
     async def register(self, registration: Registration) -> Registered:
@@ -151,6 +156,8 @@ class Fleet:
         ):
             # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
             await self._publications.gone(experiment.id, service, "its engine starts again")
+        if service.kind is ServiceKind.ROLLOUT:
+            await self._take_idleness(service, experiment)
         if service.kind is ServiceKind.TRAINER:
             if observed.step is not None:
                 await self._book.update(experiment, step=observed.step)
@@ -158,6 +165,16 @@ class Fleet:
                 await self._book.update(experiment, is_trained=True)
                 await self._events.append(experiment.id, "training_finished", step=observed.step)
                 self._on_news()
+
+    async def _take_idleness(self, service: LiveService, experiment: Experiment) -> None:
+        observed, spec = service.observed, experiment.spec
+        found = experiment.idleness.take_in(service.id, observed.policy_version, observed.load)
+        if found is not None:
+            version, ratio = found
+            step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+            at = rfc3339(self._clock.now())
+            point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
+            await self._store.put_metrics(experiment.id, [point])
 
     async def _take_failure(self, service: LiveService, experiment: Experiment) -> None:
         failure = service.observed.failure

@@ -1,9 +1,10 @@
 """Metrics that users of other systems look for by name, and whether the fleet records them under it."""
 
-from shared.config.importers.parameter import Parameter, Verdict, refused
+from shared.config.importers.parameter import Parameter, Verdict
 
 RECORDED = {
     "trainer/idle_ratio": "share of the time that the trainer waited for groups, per version",
+    "rollouter/idle_ratio": "share of the time that the rollouts sampled nothing, per version",
     "fully_async/count/stale_samples_processed": "groups trained with a token of an older version, so far",
     "fully_async/count/stale_trajectory_processed": "trajectories trained with a token of an older version, so far",
     "fully_async/partial/total_partial_num": "trajectories of the step that span versions",
@@ -16,6 +17,4 @@ METRICS: tuple[Parameter, ...] = (
         Parameter(name=name, verdict=Verdict.APPLIED, reason=f"recorded: {reason}", targets=(f"metric {name}",))
         for name, reason in RECORDED.items()
     ),
-    refused("rollouter/idle_ratio", "rollouts do not record how long they were idle: GET .../diagnosis names the "
-            "bottleneck"),
 )  # fmt: skip

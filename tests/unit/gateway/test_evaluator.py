@@ -69,6 +69,7 @@ async def test_the_first_version_is_evaluated_pinned_greedy_and_held() -> None:
     assert [(t.row, t.pinned_version, t.greedy, t.group_size) for t in tasks] == [(n, 0, True, 2) for n in range(3)]
     found = await series(gateway, experiment)
     assert (found["evaluation/accuracy", 0], found["evaluation/num_scored", 0]) == (0.5, 6.0)
+    assert found["evaluation/lag_versions", 0] == 0
     ledger = await experiment.evaluation.ledger()
     assert (ledger.trained, ledger.outstanding, ledger.balanced) == (3, 0, True)
     assert gateway.fleet.desired(gateway.registry.get(rollout)).hold_version is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import services.rollout.service as rollout_service
+from services.rollout.busy import BusyTime
 from services.rollout.departure import HAND_OVER_SECONDS
 from services.rollout.engines.base import EngineLoad
 from services.rollout.handed_over import HandOverCounts
@@ -37,6 +38,7 @@ class ScriptedCrew:
         self.held_image = None
         self.is_claiming = self.is_closed = self.is_interrupted = False
         self.counts = HandOverCounts()
+        self.busy = BusyTime()
 
     @property
     def is_idle(self) -> bool:

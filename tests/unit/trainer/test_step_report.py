@@ -62,6 +62,8 @@ def test_lags_and_partial_trajectories_are_counted_token_by_token() -> None:
     values = describe_groups([stale, a_group([1.0, 0.0, None], 1, version=3)], 3, totals)
 
     assert values["lag/max"] == 2
+    assert (values["lag/tokens/0"], values["lag/tokens/2"]) == (13, 1)
+    assert "lag/tokens/1" not in values
     assert values["lag/mean"] == pytest.approx(2 / 14)
     assert values["fully_async/partial/total_partial_num"] == 1
     assert values["fully_async/partial/partial_ratio"] == pytest.approx(1 / 4)

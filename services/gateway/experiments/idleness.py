@@ -1,0 +1,54 @@
+"""verl's ``rollouter/idle_ratio``: the share of a version's time in which the rollouts sampled nothing.
+
+Every rollout reports, with its version, how long it was busy and idle since it began. The difference between its
+switches to a version and to the next one is what it did under that version; a version's ratio is taken over all
+rollouts, by their time. verl has one rollouter and divides the time that its generation was paused by that between two
+synchronisations of weights.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+IDLE_RATIO: Final = "rollouter/idle_ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    version: int
+    busy: float
+    idle: float
+
+
+class Idleness:
+    """The idle times of one experiment's rollouts, by version. In memory: a restarted gateway begins with the next."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, _Reading] = {}
+        self._sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def take_in(self, service_id: str, version: int | None, load: Mapping[str, float]) -> tuple[int, float] | None:
+        """Take in what a rollout reports.
+
+        Returns:
+            The version that it has just left, and the idle ratio of all rollouts under it as far as it is known; None
+            while it still serves the version of its last report.
+        """
+        if version is None or version < 0 or "busy_seconds" not in load:
+            return None
+        now = _Reading(version, load["busy_seconds"], load["idle_seconds"])
+        began = self._began.get(service_id)
+        if began is None or now.version < began.version or now.busy < began.busy:
+            # Another engine, or another life of the service: what it did between the reports is not known.
+            self._began[service_id] = now
+            return None
+        if now.version == began.version:
+            return None
+        self._began[service_id] = now
+        sums = self._sums[began.version]
+        sums[0] += max(0.0, now.idle - began.idle)
+        sums[1] += max(0.0, now.idle - began.idle) + now.busy - began.busy
+        for old in [each for each in self._sums if each < began.version - 1]:
+            del self._sums[old]
+        return (began.version, sums[0] / sums[1]) if sums[1] > 0 else None

@@ -38,7 +38,8 @@ def test_each_verdict_has_its_reason_and_those_with_an_effect_their_fields() -> 
 
 @pytest.mark.parametrize("metric", RECORDED)
 def test_a_metric_that_is_called_recorded_is_recorded_under_its_name(metric: str) -> None:
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "services" / "trainer").rglob("*.py")]
+    recorders = (ROOT / "services" / "trainer", ROOT / "services" / "gateway" / "experiments")
+    sources = [path.read_text(encoding="utf-8") for folder in recorders for path in folder.rglob("*.py")]
 
     assert any(f'"{metric}"' in source for source in sources)
 

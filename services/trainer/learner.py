@@ -16,6 +16,7 @@ from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, summarise
 from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
+from services.trainer.algorithms.resampling import redraw
 from services.trainer.algorithms.sample_weights import sequence_weights
 from services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
@@ -60,6 +61,20 @@ class _Prepared:
     values: Tensor | None
     returns: Tensor | None
     sequence_weights: Tensor | None
+
+    def take(self, members: Tensor) -> "_Prepared":
+        """Make the same of some sequences [S'], in this order and as often as they are named."""
+        batch, tokens = self.batch.take(members)
+        weights = None if self.sequence_weights is None else self.sequence_weights[members]
+        return _Prepared(
+            batch,
+            self.old_log_probs[tokens],
+            _of_tokens(self.ref_log_probs, tokens),
+            self.advantages[tokens],
+            _of_tokens(self.values, tokens),
+            _of_tokens(self.returns, tokens),
+            None if weights is None else weights / weights.mean(),
+        )
 
 
 class Learner:
@@ -107,7 +122,11 @@ class Learner:
         batch = make_batch(groups).to(self.device)
         weights = _sequence_weights(self.spec.algorithm, batch, groups)
         prepared, advantage_metrics = self._prepare(batch, weights)
-        generator = torch.Generator(self.device).manual_seed(self.spec.seed * 1_000_003 + step)
+        seed = self.spec.seed * 1_000_003 + step
+        generator = torch.Generator(self.device).manual_seed(seed)
+        if self.spec.algorithm.resampling is not None:
+            # The places are drawn, not the groups: mini-batches keep their sizes, and advantages their groups.
+            prepared = prepared.take(redraw(self.spec.algorithm.resampling, batch.rewards, seed))
         mini_batches = [self._micro_batches(prepared, members) for members in self._mini_batches(batch)]
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
@@ -322,6 +341,10 @@ def _selected(
         response_mask=prepared.batch.sequences.response_mask & of_mini_batch,
         generator=generator,
     )
+
+
+def _of_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if values is None else values[tokens]
 
 
 def _of_members(values: Tensor | None, micro: MicroBatch) -> Tensor | None:

@@ -13,7 +13,9 @@ __all__ = [
     "AdvantageConfig",
     "AggregationConfig",
     "AlgorithmConfig",
+    "BestResamplingConfig",
     "CorrectionConfig",
+    "ExtremesResamplingConfig",
     "GaeConfig",
     "GrpoConfig",
     "GspoConfig",
@@ -23,8 +25,10 @@ __all__ = [
     "OldLogProbs",
     "PolicyGradientConfig",
     "PolicyLossConfig",
+    "PowerResamplingConfig",
     "PpoConfig",
     "RejectionConfig",
+    "ResamplingConfig",
     "SequenceWeightsConfig",
     "SupervisedConfig",
     "ValueLossConfig",
@@ -157,6 +161,32 @@ class SequenceWeightsConfig(Config):
         return self
 
 
+class PowerResamplingConfig(Config):
+    """Sequences are drawn by |reward|^power: large rewards, good or bad, appear more often."""
+
+    kind: Literal["pow"] = "pow"
+    power: float = Field(2.0, gt=0)
+    """Exponent; rewards that are all 0 are drawn alike."""
+
+
+class ExtremesResamplingConfig(Config):
+    """Only sequences with the step's largest or smallest reward are drawn, all of them alike."""
+
+    kind: Literal["max_min"] = "max_min"
+
+
+class BestResamplingConfig(Config):
+    """Sequences with the step's largest reward are drawn four times as often as the others."""
+
+    kind: Literal["max_random"] = "max_random"
+
+
+ResamplingConfig = Annotated[
+    PowerResamplingConfig | ExtremesResamplingConfig | BestResamplingConfig, Field(discriminator="kind")
+]
+"""PF-PPO (Shen et al. 2024): as many sequences as a step has are drawn from it anew, with replacement."""
+
+
 class ValueLossConfig(Config):
     """The critic's loss: 0.5 max((v-R)^2, (clip(v, v_old +- clip) - R)^2)."""
 
@@ -201,6 +231,9 @@ class AlgorithmConfig(Config):
     """Likelihood term on sequences with a positive reward; null for none."""
     sequence_weights: SequenceWeightsConfig | None = None
     """Weights of whole sequences in the policy loss; null for none."""
+    resampling: ResamplingConfig | None = None
+    """Draw the step's sequences anew by their rewards, once advantages are known and before it is split into
+    mini-batches (PF-PPO); the draw depends on the seed and the step's number alone. Null trains each once."""
     value_loss: ValueLossConfig | None = None
     """The critic's loss; null for its defaults where there is a critic."""
 

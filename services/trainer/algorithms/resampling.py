@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shared.config.algorithm import PowerResamplingConfig, ResamplingConfig
+
 SMALLEST_WEIGHT = 1e-8
 
 
@@ -39,3 +41,19 @@ def filtration_weights(
 def resample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw as many sequences as there are, with replacement, by weight: [S] int64 indices."""
     return torch.multinomial(weights, weights.numel(), replacement=True, generator=generator)
+
+
+def redraw(config: ResamplingConfig, scores: Tensor, seed: int) -> Tensor:
+    """Draw a step's sequences anew.
+
+    Args:
+        config: by which weights.
+        scores: [S] rewards.
+        seed: the same seed and rewards give the same draw, on any device.
+
+    Returns:
+        [S] int64 on the device of ``scores``: the sequence that each place of the step takes.
+    """
+    power = config.power if isinstance(config, PowerResamplingConfig) else 1.0
+    weights = filtration_weights(scores.cpu(), method=config.kind, power=power)
+    return resample(weights, torch.Generator().manual_seed(seed)).to(scores.device)

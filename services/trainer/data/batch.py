@@ -65,6 +65,35 @@ class TrainingBatch:
         """Tokens that the policy sampled."""
         return int(self.sequences.response_mask.sum())
 
+    def take(self, members: Tensor) -> tuple["TrainingBatch", Tensor]:
+        """Make a batch of some sequences, in this order and as often as they are named.
+
+        Args:
+            members: [S'] int64, numbers of sequences of this batch.
+
+        Returns:
+            The batch, and for each of its span tokens [T'] int64 the token of this batch that it is.
+        """
+        spans = torch.tensor(self.span_lengths, device=members.device)
+        taken, starts = spans[members], (spans.cumsum(0) - spans)[members]
+        index = torch.arange(len(members), device=members.device).repeat_interleave(taken)
+        within = torch.arange(len(index), device=members.device) - (taken.cumsum(0) - taken)[index]
+        tokens = starts[index] + within
+        numbers = members.tolist()
+        made = TrainingBatch(
+            token_ids=tuple(self.token_ids[number] for number in numbers),
+            span_starts=tuple(self.span_starts[number] for number in numbers),
+            group_ids=self.group_ids[members],
+            group_index=self.group_index[members],
+            rewards=self.rewards[members],
+            components=tuple(self.components[number] for number in numbers),
+            sequences=PackedSequences(index, self.sequences.response_mask[tokens], len(numbers)),
+            positions=self.positions[tokens],
+            rollout_log_probs=self.rollout_log_probs[tokens],
+            versions=self.versions[tokens],
+        )
+        return made, tokens
+
     def to(self, device: torch.device) -> "TrainingBatch":
         """Move the tensors."""
         if device.type == "cpu":

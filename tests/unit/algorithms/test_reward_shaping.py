@@ -20,8 +20,9 @@ from services.reward.shaping import (
     truncated_reward,
 )
 from services.trainer.algorithms.preference import dpo_loss, implicit_accuracy, pairwise_loss
-from services.trainer.algorithms.resampling import filtration_weights, resample
+from services.trainer.algorithms.resampling import filtration_weights, redraw, resample
 from services.trainer.algorithms.sample_weights import sequence_weights
+from shared.config.algorithm import BestResamplingConfig, PowerResamplingConfig
 from shared.config.shaping import (
     GroupFilterConfig,
     LengthRewardConfig,
@@ -176,6 +177,18 @@ def test_resampling_draws_by_weight() -> None:
     drawn = resample(weights, torch.Generator().manual_seed(0))
 
     assert drawn.tolist() == [1, 1, 1]
+
+
+def test_a_draw_depends_on_the_seed_alone_and_by_the_power_on_large_rewards() -> None:
+    scores = torch.tensor([1.0, -3.0] * 1000)
+
+    drawn = redraw(PowerResamplingConfig(power=2.0), scores, seed=5)
+    best = redraw(BestResamplingConfig(), scores, seed=5)
+
+    assert torch.equal(drawn, redraw(PowerResamplingConfig(power=2.0), scores, seed=5))
+    assert not torch.equal(drawn, redraw(PowerResamplingConfig(power=2.0), scores, seed=6))
+    assert float((scores[drawn] == -3).float().mean()) == pytest.approx(0.9, abs=0.03)
+    assert float((scores[best] == 1).float().mean()) == pytest.approx(0.8, abs=0.04)
 
 
 def test_preferring_the_chosen_answer_lowers_the_loss() -> None:

@@ -11,7 +11,7 @@ from services.trainer.models.loading import LoadedModel
 from shared.schemas.trajectory import Group
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {"packing": "padded", "micro_batch_tokens": 100_000},
     {"packing": "padded", "micro_batch_tokens": 64},
     {"packing": "packed", "micro_batch_tokens": 100_000},
@@ -28,16 +28,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "recomputed, corrected": {"old_log_probs": "recompute"},
     "gspo": {"policy_loss": {"kind": "gspo"}, "aggregation": {"mode": "seq-mean-token-mean"}},
+    "drawn anew, with loss weights": {
+        "resampling": {"kind": "pow"},
+        "kl": {"placement": "loss"},
+        "sequence_weights": {"length": True},
+    },
     "kl in the reward": {"kl": {"placement": "reward"}, "old_log_probs": "recompute"},
 }
 
 
-def trained(groups: list[Group], algorithm: dict[str, Any], **optimisation: Any) -> tuple[Learner, dict[str, float]]:
+def trained(
+    groups: list[Group], algorithm: dict[str, Any], *, seed: int = 0, **optimisation: Any
+) -> tuple[Learner, dict[str, float]]:
     """Train one step on a fresh model, with large steps and no division by small gradients."""
     settings = {"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1.0}
     spec = a_spec(
         algorithm=algorithm, optimisation=settings | optimisation, asynchrony={"require_batches": len(groups) // 2}
-    )
+    ).model_copy(update={"seed": seed})
     reference = LoadedModel(a_model(), Path()) if algorithm.get("kl") else None
     learner = Learner(spec, LoadedModel(a_model(), Path()), reference)
     return learner, dict(learner.train(groups, 1).metrics)
@@ -57,6 +64,29 @@ def test_a_step_does_not_depend_on_how_it_is_cut(algorithm: dict[str, Any]) -> N
             found.loaded.model.named_parameters(), expected.loaded.model.named_parameters(), strict=True
         ):
             torch.testing.assert_close(parameter, reference, atol=1e-5, rtol=0, msg=f"{layout} {name}")
+
+
+def test_only_the_largest_and_smallest_rewards_are_trained_where_these_are_drawn() -> None:
+    algorithm = {"advantage": {"kind": "reinforce"}, "resampling": {"kind": "max_min"}}
+    rewards = [0.5, 2.0, -1.0, 0.3]
+    one, other = [a_group(rewards, number) for number in (0, 1)], [a_group(rewards, number) for number in (0, 1)]
+    for group in other:
+        for middle in (0, 3):
+            group.trajectories[middle].token_ids[-2:] = 7
+
+    first, losses = trained(one, algorithm)
+    second, _ = trained(other, algorithm)
+    seeded, _ = trained(one, algorithm, seed=1)
+    whole, _ = trained(one, {"advantage": {"kind": "reinforce"}})
+    whole_other, _ = trained(other, {"advantage": {"kind": "reinforce"}})
+
+    def weights(learner: Learner) -> torch.Tensor:
+        return learner.flat.buffers[torch.float32]
+
+    assert torch.equal(weights(first), weights(second))
+    assert not torch.equal(weights(first), weights(seeded)), "another seed draws others"
+    assert not torch.equal(weights(whole), weights(whole_other)), "without it every sequence counts"
+    assert losses["loss/policy"] != 0
 
 
 def test_every_mini_batch_makes_an_update_in_every_epoch() -> None:

@@ -8,6 +8,7 @@ ALGORITHM = "algorithm"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
 IN_REWARD = {f"{ALGORITHM}.use_kl_in_reward": True}
 ADAPTIVE = {**IN_REWARD, f"{ALGORITHM}.kl_ctrl.type": "adaptive"}
+FILTERED = {f"{ALGORITHM}.adv_estimator": "gae", f"{ALGORITHM}.use_pf_ppo": True}
 LEGACY = {f"{ALGORITHM}.rollout_is": True, f"{ALGORITHM}.rollout_is_threshold": 2.0}
 DAPO = {
     "reward_model.reward_manager": "dapo",
@@ -45,9 +46,13 @@ ALGORITHM_ROWS: tuple[Parameter, ...] = (
             harmless=("score",)),
     refused(f"{ALGORITHM}.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0",
             default=0),
-    refused(f"{ALGORITHM}.use_pf_ppo", "the batch is not drawn anew by its rewards: leave it false", default=False),
-    *ignored("only read with use_pf_ppo, which is refused", f"{ALGORITHM}.pf_ppo.reweight_method",
-             f"{ALGORITHM}.pf_ppo.weight_pow"),
+    translated(f"{ALGORITHM}.use_pf_ppo", "algorithm.resampling", flag,
+               "sequences are drawn anew by their rewards; verl only does so with gae", example=True, default=False,
+               context={f"{ALGORITHM}.adv_estimator": "gae"}),
+    translated(f"{ALGORITHM}.pf_ppo.reweight_method", "algorithm.resampling.kind", text, "pow, max_min or max_random",
+               example="max_min", default="pow", context=FILTERED),
+    applied(f"{ALGORITHM}.pf_ppo.weight_pow", "algorithm.resampling.power", number, "exponent of pow", example=3.0,
+            default=2.0, context=FILTERED),
     *ignored("the feeder's admission budget bounds what is in flight",
              f"{ALGORITHM}.filter_groups.max_inflight_gen_batches"),
 )  # fmt: skip

@@ -267,6 +267,18 @@ def _legacy_correction(source: Source) -> Section | None:
     return section if veto is None else {**section, "veto": {"lower": veto}}
 
 
+def resampling(source: Source) -> Fields:
+    """Make the draw of PF-PPO, which verl makes with a critic only."""
+    if source.value(f"{ALGORITHM}.adv_estimator") != "gae" or not source.value(f"{ALGORITHM}.use_pf_ppo"):
+        return {}
+    name = f"{ALGORITHM}.pf_ppo.reweight_method"
+    kind = source.choose(name, {each: each for each in ("pow", "max_min", "max_random")})
+    if kind is None:
+        return {}
+    power = {"power": source.required(f"{ALGORITHM}.pf_ppo.weight_pow")} if kind == "pow" else {}
+    return {"algorithm.resampling": {"kind": kind, **power}}
+
+
 def critic(source: Source) -> Fields:
     """Make the critic's loss, where the estimator has a critic."""
     if source.value(f"{ALGORITHM}.adv_estimator") != "gae":

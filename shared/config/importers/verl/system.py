@@ -22,8 +22,8 @@ VERL: System = make_system(
     ),
     rules=(
         rules.data_files, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
-        learning.kl, learning.old_policy, learning.critic, rules.rewards, rules.evaluation, rules.checkpoints,
-        rules.placement, rules.publication, rules.tracking,
+        learning.kl, learning.old_policy, learning.critic, learning.resampling, rules.rewards, rules.evaluation,
+        rules.checkpoints, rules.placement, rules.publication, rules.tracking,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
 )  # fmt: skip

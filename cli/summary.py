@@ -44,6 +44,22 @@ def summarise(
     }
 
 
+def lengths_of(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write the lengths of what was filtered, dropped or failed for a person.
+
+    Returns:
+        For each reason its name and its histogram, such as ``("dropped stale", "up to 256 tokens: 3, 512: 1")``:
+        groups by the sampled tokens of all their members.
+    """
+    found = []
+    for kind, reasons in ledger.get("lengths", {}).items():
+        for reason, histogram in reasons.items():
+            (first, count), *others = histogram.items()
+            rest = "".join(f", {most}: {number}" for most, number in others)
+            found.append((f"{kind} {reason}", f"up to {first} tokens: {count}{rest}"))
+    return found
+
+
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Show a summary to a person."""
     ledger = summary["ledger"]
@@ -65,6 +81,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         + (f" + {ledger.get('outstanding', 0)} outstanding" if ledger.get("outstanding") else "")
         + (" (balanced)" if ledger.get("balanced") else " (NOT balanced)"),
     )
+    for what, histogram in lengths_of(ledger):
+        table.add_row(f"  {what}", f"groups of {histogram}")
     table.add_row("checkpoint", summary["checkpoint"] or "none")
     table.add_row("plot", summary["plot"] or "none")
     table.add_row("logs", summary["logs"])

@@ -14,6 +14,7 @@ from cli.commands.run import follow
 from cli.connection import connect, find_experiment
 from cli.launch_file import read_launch_file, run_prepare
 from cli.progress import Progress, new_console
+from cli.summary import lengths_of
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
 
@@ -87,7 +88,10 @@ async def ledger(arguments: argparse.Namespace) -> int:
     rows: dict[str, dict[str, str]] = {}
     for lane, counts in content.items():
         for key, value in counts.items():
-            if isinstance(value, dict):
+            if key == "lengths":
+                for what, histogram in lengths_of(counts):
+                    rows.setdefault(f"lengths: {what}", {})[lane] = histogram
+            elif isinstance(value, dict):
                 for inner, count in value.items():
                     rows.setdefault(f"{key}: {inner}", {})[lane] = str(count)
             else:

@@ -7,10 +7,13 @@ for index = 3, #ARGV do
   local encoded = redis.call('HGET', plans, ARGV[index])
   if encoded then
     local entries = cmsgpack.unpack(encoded).entry_ids
-    for _, entry in ipairs(entries) do remove(stream, entry) end
+    for _, entry in ipairs(entries) do
+      local found = redis.call('XRANGE', stream, entry, entry)[1]
+      remove(stream, entry)
+      count_end(ledger, ARGV[2], found and cmsgpack.unpack(found[2][2]).token_count or 0)
+    end
     redis.call('HDEL', plans, ARGV[index])
     redis.call('HINCRBY', ledger, 'planned', string.format('%d', -#entries))
-    redis.call('HINCRBY', ledger, ARGV[2], string.format('%d', #entries))
     ended = ended + #entries
   end
 end

@@ -22,6 +22,16 @@ local function remove(stream, entry)
   redis.call('XDEL', stream, entry)
 end
 
+-- Count a group's end and, unless it was trained, its length: in the bucket of the lowest power of two that is not
+-- below the tokens sampled of it. Nothing else counts an end with a reason, so both numbers agree at any time.
+local function count_end(ledger, counter, tokens)
+  redis.call('HINCRBY', ledger, counter, 1)
+  if not string.find(counter, ':', 1, true) then return end
+  local bucket = math.min(tokens, 1)
+  while bucket < tokens do bucket = bucket * 2 end
+  redis.call('HINCRBY', ledger, 'length:' .. counter .. ':' .. string.format('%d', bucket), 1)
+end
+
 -- Give a pending entry to a reserved consumer; the delivery that ends so does not count.
 local function put_aside(stream, consumer, entry, deliveries)
   redis.call('XCLAIM', stream, GROUP, consumer, 0, entry,

@@ -1,8 +1,8 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
 -- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
---   msgpack of a list of entry, deliveries, amount, group id, header for each claim, then the payload of each.
---   Header and payload are empty when resolving. One list, since each further argument costs client and server more
+--   msgpack of a list of entry, deliveries, tokens, group id, header for each claim, then the payload of each.
+--   Header and payload are empty when resolving. The counter grows by the tokens or, when resolving, by the groups. One list, since each further argument costs client and server more
 --   than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
@@ -28,6 +28,7 @@ for index = 1, number do
       redis.call('XADD', next_stream, '*', 'header', claims[at + 4], 'payload', ARGV[7 + index])
     else
       redis.call('ZREM', outstanding, claims[at + 3])
+      count_end(ledger, counter, claims[at + 2])
     end
     -- The same claim may come twice in one call: it counts once.
     ended[#ended + 1], held[entry] = entry, false
@@ -42,5 +43,5 @@ if #ended > 0 then
   redis.call('XACK', stream, GROUP, unpack(ended))
   redis.call('XDEL', stream, unpack(ended))
 end
-if total > 0 then redis.call('HINCRBY', ledger, counter, string.format('%d', total)) end
+if is_forward and total > 0 then redis.call('HINCRBY', ledger, counter, string.format('%d', total)) end
 return answers

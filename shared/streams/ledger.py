@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from shared.streams.keys import HopName
 
 REASONED = ("filtered", "dropped", "failed")
+LENGTH = "length"
+"""Kind of the counters of a length histogram, such as ``length:dropped:stale:256``."""
 
 
 class HopCounts(BaseModel):
@@ -60,6 +62,9 @@ class Ledger(BaseModel):
     consumed_since_publication: int = 0
     """Planned under a version that no publication has followed yet."""
     tokens: TokenCounts = TokenCounts()
+    lengths: dict[str, dict[str, dict[int, int]]] = Field(default_factory=dict)
+    """For what was filtered, dropped or failed: reason -> most tokens -> groups. A group counts at the lowest power of
+    two that is not below the number of tokens sampled of it, in all members; at 0 if none was, or none had arrived."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -90,10 +95,18 @@ class Ledger(BaseModel):
             consumed: groups planned since the last publication.
         """
         reasons: dict[str, dict[str, int]] = {kind: {} for kind in REASONED}
+        lengths: dict[str, dict[str, dict[int, int]]] = {}
         for name, value in counters.items():
             kind, colon, reason = name.partition(":")
             if colon and kind in reasons:
                 reasons[kind][reason] = value
+            elif kind == LENGTH:
+                ended_as, reason, bucket = reason.split(":")
+                lengths.setdefault(ended_as, {}).setdefault(reason, {})[int(bucket)] = value
+        for histogram in (each for kind in lengths.values() for each in kind.values()):
+            in_order = sorted(histogram.items())
+            histogram.clear()
+            histogram.update(in_order)
         return cls(
             issued=counters.get("issued", 0),
             waiting=HopCounts(**{hop.value: waiting for hop, (waiting, _) in depths.items()}),
@@ -103,8 +116,15 @@ class Ledger(BaseModel):
             outstanding=outstanding,
             consumed_since_publication=consumed,
             tokens=TokenCounts(**{name: counters.get(f"tokens:{name}", 0) for name in TokenCounts.model_fields}),
+            lengths=lengths,
             **reasons,
         )
+
+
+def length_field(counter: str, tokens: int) -> str:
+    """Name the counter of a group's length, given the counter of its end; the scripts name it alike."""
+    bucket = 1 << (tokens - 1).bit_length() if tokens else 0
+    return f"{LENGTH}:{counter}:{bucket}"
 
 
 def _values(counts: HopCounts) -> tuple[int, int, int]:

@@ -83,7 +83,8 @@ class MemoryHop:
             return self._store.done.get(claim.token) == counter
         header = group_header(group)
         self._store.streams[destination].append(header, encode_group(group))
-        self._finish(claim, counter, header.token_count)
+        self._store.count(counter, header.token_count)
+        self._finish(claim, counter)
         return True
 
     async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
@@ -96,7 +97,8 @@ class MemoryHop:
         if not self._holds(claim):
             return self._store.done.get(claim.token) == counter
         self._store.outstanding.pop(claim.header.group_id, None)
-        self._finish(claim, counter, 1)
+        self._store.count_end(counter, claim.header.token_count)
+        self._finish(claim, counter)
         return True
 
     async def hand_back(self, claim: Claim) -> bool:
@@ -122,9 +124,8 @@ class MemoryHop:
         check_hop(claim, self.name)
         return self._stream.holds(claim.entry_id, self.consumer, claim.deliveries)
 
-    def _finish(self, claim: Claim, counter: str, amount: int) -> None:
+    def _finish(self, claim: Claim, counter: str) -> None:
         self._stream.remove(claim.entry_id)
-        self._store.count(counter, amount)
         self._store.done[claim.token] = counter
         self._store.wake()
 
@@ -157,9 +158,10 @@ class MemoryHop:
         return list(dict.fromkeys(handed_back + idle))
 
     def _give_up(self, entry_id: str) -> None:
-        self._store.outstanding.pop(self._stream.entries[entry_id].header.group_id, None)
+        header = self._stream.entries[entry_id].header
+        self._store.outstanding.pop(header.group_id, None)
         self._stream.remove(entry_id)
-        self._store.count(f"{Resolution.FAILED.value}:{TOO_MANY_DELIVERIES}")
+        self._store.count_end(f"{Resolution.FAILED.value}:{TOO_MANY_DELIVERIES}", header.token_count)
 
     def _claim(self, entry_id: str, deliveries: int) -> Claim:
         entry = self._stream.entries[entry_id]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.streams.codec import EntryHeader
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
-from shared.streams.ledger import Ledger
+from shared.streams.ledger import Ledger, length_field
 from shared.streams.plans import Plan
 
 Clock = Callable[[], float]
@@ -156,6 +156,12 @@ class MemoryStore:
     def count(self, counter: str, amount: int = 1) -> None:
         """Change a counter."""
         self.counters[counter] = self.counters.get(counter, 0) + amount
+
+    def count_end(self, counter: str, tokens: int) -> None:
+        """Count a group's end and, unless it was trained, its length."""
+        self.count(counter)
+        if ":" in counter:
+            self.count(length_field(counter, tokens))
 
     def used(self) -> int:
         """Count what the budget bounds."""

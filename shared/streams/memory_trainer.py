@@ -86,10 +86,10 @@ class MemoryTrainerQueue:
         plans = [plan for step in steps if (plan := self._store.plans.pop(step, None)) is not None]
         entry_ids = [entry_id for plan in plans for entry_id in plan.entry_ids]
         for entry_id in entry_ids:
+            header = self._stream.entries[entry_id].header
             self._stream.remove(entry_id)
-        if entry_ids:
-            self._store.count("planned", -len(entry_ids))
-            self._store.count(counter_of(resolution, reason), len(entry_ids))
+            self._store.count("planned", -1)
+            self._store.count_end(counter_of(resolution, reason), header.token_count)
         return len(entry_ids)
 
     async def record(self, plans: Sequence[Plan]) -> int:

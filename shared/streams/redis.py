@@ -45,10 +45,10 @@ MARKER_SECONDS = 120
 
 
 class _Ended(NamedTuple):
-    """A claim whose work has ended: what the counter grows by and, when it is forwarded, the entry to append."""
+    """A claim whose work has ended: tokens sampled of it and, when it is forwarded, the entry to append."""
 
     claim: Claim
-    amount: int
+    tokens: int
     header: bytes = b""
     payload: bytes = b""
 
@@ -129,7 +129,8 @@ class RedisHop:
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""
-        return (await self._finish(counter_of(resolution, reason), [_Ended(check_hop(claim, self.name), 1)]))[0]
+        ended = _Ended(check_hop(claim, self.name), claim.header.token_count)
+        return (await self._finish(counter_of(resolution, reason), [ended]))[0]
 
     async def hand_back(self, claim: Claim) -> bool:
         """See ``Hop.hand_back``."""
@@ -158,7 +159,7 @@ class RedisHop:
         facts: list[Argument] = []
         for each in ended:
             held = each.claim
-            facts += (held.entry_id, held.deliveries, each.amount, str(held.header.group_id), each.header)
+            facts += (held.entry_id, held.deliveries, each.tokens, str(held.header.group_id), each.header)
         # The server's reader knows no binary type: headers travel as raw strings.
         packed: bytes = msgpack.packb(facts, use_bin_type=False)
         arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, packed]

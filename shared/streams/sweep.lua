@@ -14,7 +14,7 @@ local function give_up(entry)
   remove(stream, entry)
   if #found == 1 then
     local header = cmsgpack.unpack(found[1][2][2])
-    redis.call('HINCRBY', ledger, 'failed:too_many_deliveries', 1)
+    count_end(ledger, 'failed:too_many_deliveries', header.token_count)
     redis.call('ZREM', outstanding, string.format('%d', header.group_id))
   end
   given_up = given_up + 1

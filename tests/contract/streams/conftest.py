@@ -14,7 +14,7 @@ from shared.schemas.task import Lane
 from shared.streams.connection import connect
 from shared.streams.hop import Hop
 from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
+from shared.streams.ledger import REASONED, Ledger
 from shared.streams.memory import MemoryDataPlane
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
@@ -50,8 +50,19 @@ class Checked:
             finally:
                 ledger = await self._plane.ledger()
                 assert ledger.balanced, (name, ledger)
+                assert lengths_add_up(ledger), (name, ledger)
 
         return checked
+
+
+def lengths_add_up(ledger: Ledger) -> bool:
+    """Whether the lengths of each reason count every group that ended for it, and nothing else."""
+    counts = {kind: getattr(ledger, kind) for kind in REASONED if getattr(ledger, kind)}
+    sums = {
+        kind: {reason: sum(histogram.values()) for reason, histogram in reasons.items()}
+        for kind, reasons in ledger.lengths.items()
+    }
+    return sums == counts
 
 
 @dataclass

@@ -14,6 +14,7 @@ from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
 from shared.testing.builders import a_group, a_task, a_trajectory
+from tests.contract.streams.conftest import lengths_add_up
 
 Answer = TypeVar("Answer")
 picks = st.integers(0, 10**6)
@@ -69,6 +70,7 @@ class Fleet(RuleBasedStateMachine):
     def balances(self) -> None:
         ledger = self.do(self._plane.ledger())
         assert ledger.balanced, ledger
+        assert lengths_add_up(ledger), ledger
         assert ledger.issued == self._issued
         live = [step for step in self._planned if step not in self._committed]
         assert ledger.planned == sum(len(self._planned[step]) for step in live)
@@ -93,7 +95,7 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self._holders)
     def forward(self, pick: int) -> None:
         hop, claim = self._holders[pick % len(self._holders)]
-        if self.do(hop.forward(claim, a_group(claim.header.group_id))):
+        if self.do(hop.forward(claim, a_group(claim.header.group_id, sampled_tokens=1 + pick % 40))):
             self._record(claim)
 
     @rule(pick=picks, resolution=st.sampled_from([Resolution.FILTERED, Resolution.DROPPED, Resolution.FAILED]))

@@ -141,6 +141,29 @@ async def test_resolutions_are_counted_by_reason(plane: DataPlane, resolution: R
     assert ledger.outstanding == ledger.waiting.total == ledger.claimed.total == 0
 
 
+async def test_ends_are_counted_by_length(plane: DataPlane) -> None:
+    await issue(plane, 5)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    # Groups of two: 2, 10, 16 and 130 sampled tokens; the last task fails before any.
+    *answered, failed = await rollout.claim(5, wait_seconds=0)
+    for claim, tokens in zip(answered, [1, 5, 8, 65], strict=True):
+        assert await rollout.forward(claim, a_group(claim.task(), sampled_tokens=tokens))
+    assert await rollout.resolve(failed, Resolution.FAILED, "timeout")
+    first, *others = await reward.claim(4, wait_seconds=0)
+    assert await reward.resolve(first, Resolution.FILTERED, "flat")
+    for _ in range(2):  # the answer was lost: the repetition counts nothing
+        for claim in others:
+            assert await reward.resolve(claim, Resolution.DROPPED, "stale")
+
+    ledger = await ledger_of(plane)
+
+    assert ledger.lengths == {
+        "failed": {"timeout": {0: 1}},
+        "filtered": {"flat": {2: 1}},
+        "dropped": {"stale": {16: 2, 256: 1}},
+    }
+
+
 async def test_a_claim_that_is_not_renewed_is_taken_over(world: World, plane: DataPlane) -> None:
     await issue(plane, 1)
     one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
@@ -252,6 +275,7 @@ async def test_an_entry_that_nobody_finishes_is_given_up(world: World) -> None:
 
     ledger = await ledger_of(plane)
     assert ledger.failed == {"too_many_deliveries": 1}
+    assert ledger.lengths == {"failed": {"too_many_deliveries": {0: 1}}}
     assert ledger.outstanding == 1
     assert await plane.admission.outstanding_older_than(1) == [1]
 

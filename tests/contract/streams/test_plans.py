@@ -257,6 +257,7 @@ async def test_plans_that_are_abandoned_end_with_the_reason(plane: DataPlane) ->
 
     ledger = await ledger_of(plane)
     assert (ledger.planned, ledger.dropped, ledger.outstanding) == (1, {"no_checkpoint": 2}, 0)
+    assert ledger.lengths == {"dropped": {"no_checkpoint": {16: 2}}}
     assert await trainer.load_plan(2) is None
     await a_trainer(plane)
     with pytest.raises(ClaimLost):

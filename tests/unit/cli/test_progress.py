@@ -1,12 +1,14 @@
 """What the live view and the summary are made of."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from cli.progress import Progress, duration, live_line, seconds_left
-from cli.summary import summarise
+from cli.summary import summarise, summary_table
 from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
@@ -104,6 +106,22 @@ async def test_a_summary_holds_before_and_after() -> None:
 
     assert (summary["accuracy_before"], summary["accuracy_after"], summary["max_lag_trained"]) == (0.25, 0.9, 1.0)
     assert summary["checkpoint"] is None
+
+
+async def test_a_summary_says_how_long_the_dropped_were() -> None:
+    progress = await refreshed([])
+    progress.ledger = {"lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"timeout": {"0": 2}}}}
+    summary = summarise(
+        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
+    )
+    console = Console(width=100, file=io.StringIO())
+
+    console.print(summary_table(summary))
+
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "dropped stale" in shown
+    assert "up to 256 tokens: 3, 512: 1" in shown
+    assert "up to 0 tokens: 2" in shown
 
 
 async def test_one_evaluation_is_no_improvement() -> None:

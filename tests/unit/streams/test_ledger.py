@@ -1,7 +1,7 @@
 import pytest
 
 from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
+from shared.streams.ledger import Ledger, length_field
 
 COUNTERS = {
     "issued": 20,
@@ -45,6 +45,21 @@ def test_it_travels_as_json() -> None:
     assert wire["balanced"] is True
     assert wire["waiting"] == {"tasks": 4, "generated": 0, "scored": 1}
     assert Ledger.model_validate_json(ledger.model_dump_json()) == ledger
+
+
+def test_lengths_are_in_order_by_kind_and_reason() -> None:
+    counters = {"length:dropped:too old:256": 1, "length:dropped:too old:32": 1, "length:failed:timeout:0": 1}
+
+    ledger = Ledger.from_counters(COUNTERS | counters, DEPTHS, outstanding=10, consumed=2)
+
+    assert ledger.lengths == {"dropped": {"too old": {32: 1, 256: 1}}, "failed": {"timeout": {0: 1}}}
+    assert list(ledger.lengths["dropped"]["too old"]) == [32, 256]
+    assert Ledger.model_validate_json(ledger.model_dump_json()) == ledger
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (256, 256), (257, 512)])
+def test_a_length_counts_up_to_a_power_of_two(tokens: int, bucket: int) -> None:
+    assert length_field("dropped:too old", tokens) == f"length:dropped:too old:{bucket}"
 
 
 def test_an_empty_ledger_balances() -> None:

@@ -12,7 +12,7 @@ from services.rollout.engines.process_engine import ProcessEngine
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, TurnLimits
+from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.receiver import Puller, WeightReceiver
 from services.rollout.version import VersionGate
 from services.rollout.worker import LaneConfig, RolloutWorker
@@ -103,14 +103,13 @@ class CrewOpener:
             on_engine_death,
             keeps_pulled=spec.asynchrony.publication.delta is not None,
         )
-        limits = TurnLimits(
-            train=spec.rollout.sampling.max_new_tokens,
-            evaluation=(spec.evaluation and spec.evaluation.max_new_tokens) or spec.rollout.sampling.max_new_tokens,
+        training = spec.rollout.sampling
+        turns = Turns(
+            train=training,
+            evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
             prompt=PromptLimit.of(spec),
         )
-        episodes = SingleTurnEpisodes(
-            engine, rendering.result(), spec.rollout.sampling, limits, resume_rule(spec.asynchrony)
-        )
+        episodes = SingleTurnEpisodes(engine, rendering.result(), turns, resume_rule(spec.asynchrony))
         worker = RolloutWorker(self._lanes(spec, assignment), episodes, gate, on_engine_death)
         return RolloutCrew(engine, gate, worker, receiver, endpoint)
 

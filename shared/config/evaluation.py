@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from shared.config.base import Config
 from shared.config.data import RowsConfig
+from shared.config.rollout import SamplingConfig
 
 
 class HeldOutConfig(RowsConfig):
@@ -27,7 +28,13 @@ class EvaluationConfig(Config):
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows of `path` only; a set has its own."""
     greedy: bool = True
-    """Take the most likely token; false samples as training does."""
+    """Take the most likely token; false samples, as training does where the next three say nothing else."""
+    temperature: float | None = Field(None, gt=0, le=2)
+    """Softmax temperature of the evaluation; null takes that of ``rollout.sampling``."""
+    top_k: int | None = Field(None, ge=0)
+    """Keep this many most likely tokens, 0 for all; null takes that of ``rollout.sampling``."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Keep the smallest set of most likely tokens of this probability; null takes that of ``rollout.sampling``."""
     group_size: int = Field(1, ge=1)
     """Answers per problem; accuracy is their mean."""
     max_new_tokens: int | None = Field(None, ge=1)
@@ -46,6 +53,21 @@ class EvaluationConfig(Config):
         if twice is not None:
             raise ValueError(f"sets: two are called {twice!r}: their series would be one")
         return self
+
+    @model_validator(mode="after")
+    def _greedy_samples_nothing(self) -> Self:
+        for name in ("temperature", "top_k", "top_p"):
+            if self.greedy and getattr(self, name) is not None:
+                raise ValueError(
+                    f"evaluation.{name} has no effect while evaluation.greedy is true: set greedy to false, or remove "
+                    f"{name}"
+                )
+        return self
+
+    def sampling(self, training: SamplingConfig) -> SamplingConfig:
+        """Give how held-out problems are answered: as in training, but for what is said here."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}
+        return training.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     @property
     def all_sets(self) -> tuple[RowsConfig, ...]:

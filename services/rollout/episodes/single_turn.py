@@ -25,11 +25,11 @@ GENERATION_SECONDS = "generation_seconds"
 
 
 @dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """Upper bounds on sampled tokens per turn, for training and for evaluation, and on those of a prompt."""
+class Turns:
+    """How a turn is sampled, in training and in evaluation, and how long its prompt may be."""
 
-    train: int
-    evaluation: int
+    train: SamplingConfig
+    evaluation: SamplingConfig
     prompt: PromptLimit = field(default_factory=PromptLimit)
 
 
@@ -37,16 +37,14 @@ class SingleTurnEpisodes:
     """Answers a task with ``group_size`` completions of its prompt.
 
     Args:
+        turns: how they are sampled.
         resume: which tokens of groups that were handed over may be kept.
     """
 
-    def __init__(
-        self, engine: Engine, renderer: Renderer, sampling: SamplingConfig, limits: TurnLimits, resume: ResumeRule
-    ) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, turns: Turns, resume: ResumeRule) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._sampling = sampling
-        self._limits = limits
+        self._turns = turns
         self._resume = resume
         self._in_flight: set[str] = set()
 
@@ -64,7 +62,7 @@ class SingleTurnEpisodes:
             WorkerDied: the engine's process ended.
         """
         started = time.perf_counter()
-        prompt_ids = self._limits.prompt.fit(self._renderer.prompt_ids(task.messages))
+        prompt_ids = self._turns.prompt.fit(self._renderer.prompt_ids(task.messages))
         sampling = self._parameters(task)
         had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, sampling.max_new_tokens)
         wanted = [index for index in range(task.group_size) if index not in had.finished]
@@ -106,16 +104,16 @@ class SingleTurnEpisodes:
         )
 
     def _parameters(self, task: Task) -> SamplingParameters:
-        is_evaluation = task.pinned_version is not None
+        sampling = self._turns.train if task.pinned_version is None else self._turns.evaluation
         return SamplingParameters(
-            max_new_tokens=self._limits.evaluation if is_evaluation else self._limits.train,
-            temperature=self._sampling.temperature,
-            top_k=self._sampling.top_k,
-            top_p=self._sampling.top_p,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
             greedy=task.greedy,
-            stop_token_ids=() if self._sampling.ignore_eos else self._renderer.stop_token_ids,
-            stop=self._sampling.stop,
-            ignore_eos=self._sampling.ignore_eos,
+            stop_token_ids=() if sampling.ignore_eos else self._renderer.stop_token_ids,
+            stop=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
         )
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:

@@ -28,7 +28,6 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "--remote_rm_url": "http://grader:5000/get_reward",
         "--n_samples_per_prompt": 4,
         "--eval_dataset": "heldout.jsonl",
-        "--eval_temperature": 1.0,
         "--max_steps": 10,
     },
     "roll": {

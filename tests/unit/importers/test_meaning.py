@@ -15,6 +15,7 @@ from tests.unit.importers.sources import BASES, import_flat
 ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 VAL = "actor_rollout_ref.rollout.val_kwargs"
 ACTOR = "actor_rollout_ref.actor"
+HELD_OUT = {"validation.data_args.file_name": "heldout.jsonl"}
 TRAIN = "actor_train.training_args"
 
 
@@ -36,6 +37,15 @@ def field(found: Imported, path: str) -> Any:
         ("verl", {}, "optimisation.weight_decay", 0.01),
         ("verl", {}, "algorithm.advantage.epsilon", 1e-6),
         ("verl", {}, "evaluation.greedy", True),
+        ("verl", {f"{VAL}.temperature": 0.6}, "evaluation.greedy", True),
+        ("verl", {f"{VAL}.temperature": 0.6, f"{VAL}.top_k": 5}, "evaluation.top_k", None),
+        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 0.6}, "evaluation.top_k", 0),
+        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 0.6}, "evaluation.top_p", 1.0),
+        ("openrlhf", {}, "evaluation.temperature", 0.6),
+        ("openrlhf", {"--eval_temperature": 0}, "evaluation.temperature", None),
+        ("roll", {**HELD_OUT, "validation.generating_args.temperature": 0.6}, "evaluation.top_k", 50),
+        ("roll", {**HELD_OUT, "validation.generating_args.top_k": -1}, "evaluation.top_k", 0),
+        ("roll", {**HELD_OUT, "validation.generating_args.temperature": 0}, "evaluation.top_p", None),
         ("verl", {}, "checkpoint.every_steps", 10),
         ("verl", {f"{ACTOR}.clip_ratio": 0.3}, "algorithm.policy_loss.clip_high", 0.3),
         ("verl", {f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_high": 0.28},
@@ -114,9 +124,7 @@ def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any
         ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full"}, "algorithm.kl_penalty"),
         ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type"),
         ("verl", {f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.loss_mode"),
-        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 0.6}, f"{VAL}.temperature"),
-        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 1.0, f"{VAL}.top_k": 5}, f"{VAL}.top_k"),
-        ("verl", {f"{VAL}.do_sample": True, f"{VAL}.temperature": 1.0, f"{VAL}.top_p": 0.5}, f"{VAL}.top_p"),
+        ("verl", {f"{VAL}.min_p": 0.1}, f"{VAL}.min_p"),
         ("verl", {**ASYNC, "async_training.compute_prox_log_prob": True}, "async_training.compute_prox_log_prob"),
         ("verl", {"reward_model.reward_manager": "prime"}, "reward_model.reward_manager"),
         ("verl", {"actor_rollout_ref.rollout.dtype": "float16"}, "actor_rollout_ref.rollout.dtype"),
@@ -129,7 +137,6 @@ def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any
         ("openrlhf", {"--remote_rm_url": "http://a/x,http://b/x"}, "--remote_rm_url"),
         ("openrlhf", {"--prompt_data": "org/dataset"}, "--prompt_data"),
         ("openrlhf", {"--param_dtype": "fp16"}, "--param_dtype"),
-        ("openrlhf", {"--eval_temperature": 0.3}, "--eval_temperature"),
         ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
         ("roll", {"actor_train.data_args.prompt": "text", "actor_train.data_args.messages": None},
          "actor_train.data_args.prompt"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, TurnLimits
+from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.version import VersionGate
 from services.rollout.worker import LaneConfig, RolloutWorker
 from shared.config.rollout import SamplingConfig
@@ -41,8 +41,7 @@ class Rollout:
         self.engine = ScriptedEngine(version=version, eos_token_id=999, slots=4)
         self.gate = VersionGate()
         sampling = SamplingConfig(max_new_tokens=LENGTH)
-        limits = TurnLimits(LENGTH, LENGTH)
-        self.episodes = SingleTurnEpisodes(self.engine, Numbers(), sampling, limits, rule)
+        self.episodes = SingleTurnEpisodes(self.engine, Numbers(), Turns(sampling, sampling), rule)
         lanes = [(LaneConfig(name, max_groups=4, task_seconds=30), plane.hop(HopName.TASKS, name))]
         self.worker = RolloutWorker(lanes, self.episodes, self.gate, lambda _: None)
 

@@ -57,8 +57,9 @@ DATA: tuple[Parameter, ...] = (
                aliases=("--eval.dataset",)),
     translated("--eval_steps", "evaluation.every_versions", integer, "steps; -1 is at the start and the end only",
                example=5, default=-1, context=EVALUATED, aliases=("--eval.steps",)),
-    translated("--eval_temperature", "evaluation.greedy", number, "0 is greedy; another must be --temperature",
-               example=0, default=0.6, context={**EVALUATED, "--temperature": 0.6}, aliases=("--eval.temperature",)),
+    translated("--eval_temperature", ("evaluation.temperature", "evaluation.greedy"), number,
+               "softmax temperature; 0 is greedy", example=0, default=0.6, context=EVALUATED,
+               aliases=("--eval.temperature",)),
     applied("--eval_n_samples_per_prompt", "evaluation.group_size", count, "answers per held-out prompt", example=2,
             default=4, context=EVALUATED, aliases=("--eval.n_samples_per_prompt",)),
 )  # fmt: skip

@@ -142,14 +142,11 @@ def evaluation(source: Source) -> Fields:
     if not is_data_file(path) or "," in path:
         source.refuse("--eval_dataset", "one local JSON, JSONL, CSV or parquet file")
     every, temperature = source.required("--eval_steps"), source.required("--eval_temperature")
-    if temperature and temperature != source.value("--temperature"):
-        source.refuse(
-            "--eval_temperature", "an evaluation samples as training does: use --temperature, or 0 for greedy"
-        )
     return {
         "evaluation.path": path,
         "evaluation.every_versions": every if every > 0 else None,
         "evaluation.greedy": not temperature,
+        **({"evaluation.temperature": temperature} if temperature else {}),
         "evaluation.group_size": source.required("--eval_n_samples_per_prompt"),
     }
 

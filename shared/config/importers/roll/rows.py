@@ -13,6 +13,7 @@ CUTTING = "log-probabilities do not depend on how they are cut into batches"
 ENVIRONMENTS = "episodes are single turns: there are no environments here"
 TRAIN = "actor_train"
 INFER = "actor_infer"
+VALIDATION = "validation.generating_args"
 VALIDATED = {"validation.data_args.file_name": "heldout.jsonl"}
 
 RUN: tuple[Parameter, ...] = (
@@ -146,6 +147,24 @@ WORKERS: tuple[Parameter, ...] = (
             default=Inherit("num_return_sequences_in_group")),
     refused(f"{INFER}.generating_args.num_beams", "answers are sampled", default=1),
     refused(f"{INFER}.generating_args.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+)  # fmt: skip
+
+GENERATED = {**VALIDATED, f"{VALIDATION}.top_p": 0.8}
+
+EVALUATION: tuple[Parameter, ...] = (
+    translated(f"{VALIDATION}.temperature", ("evaluation.temperature", "evaluation.greedy"), number,
+               "softmax temperature; 0 is greedy", example=0.6, default=0.95, context=VALIDATED),
+    applied(f"{VALIDATION}.top_p", "evaluation.top_p", number,
+            "smallest set of tokens of this probability (by itself 0.7 in ROLL)", example=0.6, default=0.7,
+            context=VALIDATED),
+    translated(f"{VALIDATION}.top_k", "evaluation.top_k", integer,
+               "-1, all tokens, is 0 here (by itself 50 in ROLL)", example=20, default=50, context=GENERATED),
+    applied(f"{VALIDATION}.num_return_sequences", "evaluation.group_size", count, "answers per held-out prompt",
+            example=4, default=1, context=GENERATED),
+    refused(f"{VALIDATION}.num_beams", "answers are sampled", default=1),
+    refused(f"{VALIDATION}.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+    *ignored("ROLL replaces it by its own lengths; a held-out answer is as long as a trained one: for another bound "
+             "set evaluation.max_new_tokens", f"{VALIDATION}.max_new_tokens"),
 )  # fmt: skip
 
 CONFIG = "strategy_args.strategy_config"

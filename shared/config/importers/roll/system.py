@@ -9,7 +9,7 @@ from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_
 from shared.config.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
 from shared.config.importers.roll import learning, rows
 from shared.config.importers.roll.learning import response_length
-from shared.config.importers.roll.rows import INFER, TRAIN
+from shared.config.importers.roll.rows import INFER, TRAIN, VALIDATION
 from shared.config.importers.source import Given, Source
 from shared.config.importers.spelling import is_data_file
 from shared.config.importers.trackers import chosen
@@ -127,7 +127,23 @@ def run(source: Source) -> Fields:
         if every > 0 and every % period:
             source.refuse("eval_steps", f"must be a multiple of model_update_frequency {period}")
         versions = max(every // period, 1) if every > 0 else None
-        fields |= {"evaluation.path": files[0], "evaluation.every_versions": versions}
+        fields |= {"evaluation.path": files[0], "evaluation.every_versions": versions, **_evaluation_sampling(source)}
+    return fields
+
+
+def _evaluation_sampling(source: Source) -> Fields:
+    """Make how held-out rows are answered, where that is written; what is silent is as ROLL has it."""
+    names = [f"{VALIDATION}.{name}" for name in ("temperature", "top_p", "top_k", "num_return_sequences")]
+    if all(name not in source.given for name in names):
+        return {}
+    temperature, top_p, top_k, answers = (source.required(name) for name in names)
+    fields: Fields = {"evaluation.greedy": not temperature, "evaluation.group_size": answers}
+    if temperature:
+        fields |= {
+            "evaluation.temperature": temperature,
+            "evaluation.top_p": top_p,
+            "evaluation.top_k": max(top_k, 0),
+        }
     return fields
 
 
@@ -211,8 +227,8 @@ def rewards(source: Source) -> Fields:
 ROLL: System = make_system(
     "roll",
     (
-        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, learning.ROWS, learning.LOSS_ROWS,
-        learning.REWARD_ROWS, REWARD_ROWS,
+        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, rows.EVALUATION, learning.ROWS,
+        learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
         data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,

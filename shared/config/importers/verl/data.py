@@ -61,6 +61,7 @@ DATA: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
+VALIDATED_BY_SAMPLES = {f"{ROLLOUT_NAME}.val_kwargs.do_sample": True, f"{ROLLOUT_NAME}.val_kwargs.temperature": 1.0}
 
 ROLLOUT: tuple[Parameter, ...] = (
     translated(f"{ROLLOUT_NAME}.temperature", "rollout.sampling.temperature", number,
@@ -87,18 +88,19 @@ ROLLOUT: tuple[Parameter, ...] = (
                "element type in sampling and training, over float32 masters; float16 is refused",
                example="float32", default="bfloat16"),
     translated(f"{ROLLOUT_NAME}.val_kwargs.do_sample", "evaluation.greedy", flag, "false is greedy", example=True,
-               default=False, context={f"{ROLLOUT_NAME}.val_kwargs.temperature": 1.0}),
-    translated(f"{ROLLOUT_NAME}.val_kwargs.temperature", "evaluation.greedy", number,
-               "0 is greedy; another must be that of training", example=1.0, default=0,
+               default=False, context={f"{ROLLOUT_NAME}.val_kwargs.temperature": 1.0},
+               aliases=(f"{ROLLOUT_NAME}.val_kwargs.*",)),
+    translated(f"{ROLLOUT_NAME}.val_kwargs.temperature", ("evaluation.temperature", "evaluation.greedy"), number,
+               "softmax temperature; 0 is greedy", example=0.6, default=0,
                context={f"{ROLLOUT_NAME}.val_kwargs.do_sample": True}),
     applied(f"{ROLLOUT_NAME}.val_kwargs.n", "evaluation.group_size", count, "answers per held-out prompt",
             example=4, default=1, context={}),
-    refused(f"{ROLLOUT_NAME}.val_kwargs.top_k", "an evaluation samples as training does: use its value, or greedy",
-            default=-1, is_judged=True),
-    refused(f"{ROLLOUT_NAME}.val_kwargs.top_p", "an evaluation samples as training does: use its value, or greedy",
-            default=1.0, is_judged=True),
-    refused(f"{ROLLOUT_NAME}.val_kwargs", "of the evaluation's sampling only n, do_sample and temperature are offered",
-            default={}, is_tree=True, aliases=(f"{ROLLOUT_NAME}.val_kwargs.*",)),
+    translated(f"{ROLLOUT_NAME}.val_kwargs.top_k", "evaluation.top_k", integer, "-1, all tokens, is 0 here",
+               example=20, default=-1, context=VALIDATED_BY_SAMPLES),
+    applied(f"{ROLLOUT_NAME}.val_kwargs.top_p", "evaluation.top_p", number,
+            "smallest set of tokens of this probability", example=0.9, default=1.0, context=VALIDATED_BY_SAMPLES),
+    refused(f"{ROLLOUT_NAME}.val_kwargs", "of the evaluation's sampling n, do_sample, temperature, top_k and top_p "
+            "are offered", default={}, is_tree=True),
     refused(f"{ROLLOUT_NAME}.do_sample", "greedy answers are no policy to train: leave it true", default=True),
     refused(f"{ROLLOUT_NAME}.use_fire_sampling", "a hotter first token would not be the policy's: leave it false",
             default=False),

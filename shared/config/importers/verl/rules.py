@@ -164,19 +164,21 @@ def evaluation(source: Source) -> Fields:
         "evaluation.path": files[0],
         "evaluation.every_versions": every if every and every > 0 else None,
         "evaluation.max_rows": None if most is None or most < 0 else most,
-        "evaluation.greedy": _is_greedy(source),
+        **_evaluation_sampling(source),
         "evaluation.group_size": source.required(f"{ROLLOUT_NAME}.val_kwargs.n"),
     }
 
 
-def _is_greedy(source: Source) -> bool:
+def _evaluation_sampling(source: Source) -> Fields:
     options = f"{ROLLOUT_NAME}.val_kwargs"
     if not source.value(f"{options}.do_sample") or not source.value(f"{options}.temperature"):
-        return True
-    for name in ("temperature", "top_k", "top_p"):
-        if source.value(f"{options}.{name}") != source.value(f"{ROLLOUT_NAME}.{name}"):
-            source.refuse(f"{options}.{name}", "an evaluation samples as training does: use its value, or greedy")
-    return False
+        return {"evaluation.greedy": True}
+    return {
+        "evaluation.greedy": False,
+        "evaluation.temperature": source.value(f"{options}.temperature"),
+        "evaluation.top_k": max(source.required(f"{options}.top_k"), 0),
+        "evaluation.top_p": source.required(f"{options}.top_p"),
+    }
 
 
 def checkpoints(source: Source) -> Fields:

@@ -1,0 +1,66 @@
+"""How one prompt's completions are sampled, in training and in evaluation."""
+
+from collections.abc import Sequence
+
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import UNMIXED
+from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
+from shared.config.evaluation import EvaluationConfig
+from shared.config.rollout import SamplingConfig
+from shared.schemas.task import Message, Task
+from shared.testing.builders import a_task
+
+
+class Letters:
+    """Renders a prompt as one number."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (5,)
+
+    def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Recording(ScriptedEngine):
+    """Remembers how it was asked to sample."""
+
+    def __init__(self) -> None:
+        super().__init__(version=0, eos_token_id=999, slots=4)
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.requests.append(request)
+        return await super().generate(request)
+
+
+async def requested(evaluation: EvaluationConfig, *tasks: Task) -> list[GenerationRequest]:
+    training = SamplingConfig(temperature=0.9, top_k=7, top_p=0.8, max_new_tokens=6)
+    engine = Recording()
+    await engine.start()
+    episodes = SingleTurnEpisodes(engine, Letters(), Turns(training, evaluation.sampling(training)), UNMIXED)
+    for task in tasks:
+        await episodes.run(task)
+    await engine.close()
+    return engine.requests
+
+
+async def test_an_evaluation_samples_by_its_own_settings_and_training_by_its_own() -> None:
+    own = EvaluationConfig(path="held.jsonl", greedy=False, temperature=0.6, top_k=0, max_new_tokens=3)
+
+    trained, evaluated = await requested(own, a_task(0), a_task(1, pinned_version=0))
+
+    sampling = trained.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (0.9, 7, 0.8, 6)
+    sampling = evaluated.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (0.6, 0, 0.8, 3)
+
+
+async def test_an_evaluation_without_settings_samples_as_training_does() -> None:
+    trained, evaluated = await requested(
+        EvaluationConfig(path="held.jsonl", greedy=False), a_task(0), a_task(1, pinned_version=0)
+    )
+
+    assert evaluated.sampling == trained.sampling

@@ -273,6 +273,11 @@ class MemoryDataPlane:
         """See ``DataPlane.ledger``."""
         return self._store.ledger()
 
+    async def oldest_seconds(self) -> dict[HopName, float]:
+        """See ``DataPlane.oldest_seconds``."""
+        ages = {hop: stream.oldest_seconds() for hop, stream in self._store.streams.items()}
+        return {hop: age for hop, age in ages.items() if age is not None}
+
     async def remove(self) -> None:
         """See ``DataPlane.remove``."""
         self._store.clear()

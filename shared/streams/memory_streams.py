@@ -19,6 +19,7 @@ class Entry:
     entry_id: str
     header: EntryHeader
     payload: bytes
+    added_at: float
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class MemoryStream:
 
     def append(self, header: EntryHeader, payload: bytes) -> None:
         """Add an entry at the end."""
-        entry = Entry(f"{self._next_number}-0", header, payload)
+        entry = Entry(f"{self._next_number}-0", header, payload, self._clock())
         self._next_number += 1
         self.entries[entry.entry_id] = entry
         self.undelivered[entry.entry_id] = None
@@ -98,6 +99,12 @@ class MemoryStream:
         planned = len(self.held_by(PLANNED))
         pending = len(self.pending)
         return len(self.entries) - pending + handed_back, pending - handed_back - planned
+
+    def oldest_seconds(self) -> float | None:
+        """Tell how long ago the oldest entry came that is not planned; None without one."""
+        planned = set(self.held_by(PLANNED))
+        added = [entry.added_at for entry_id, entry in self.entries.items() if entry_id not in planned]
+        return self._clock() - min(added) if added else None
 
     def in_order(self) -> Iterator[tuple[str, Pending]]:
         """Go through pending entries in stream order."""

@@ -29,6 +29,13 @@ class DataPlane(Protocol):
         """Take a snapshot of the ledger in one atomic step."""
         ...
 
+    async def oldest_seconds(self) -> dict[HopName, float]:
+        """Tell how long ago the oldest entry of each hop came there; hops without an entry are left out.
+
+        What is claimed counts, what is planned does not. A task that was handed over came again.
+        """
+        ...
+
     async def remove(self) -> None:
         """Delete everything of the lane. For experiments that are deleted."""
         ...

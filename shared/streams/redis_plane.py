@@ -45,6 +45,11 @@ class RedisDataPlane:
         by_hop = {hop: (waiting, claimed) for hop, (waiting, claimed) in zip(HopName, depths, strict=True)}
         return Ledger.from_counters(counters, by_hop, outstanding=outstanding, consumed=consumed)
 
+    async def oldest_seconds(self) -> dict[HopName, float]:
+        """See ``DataPlane.oldest_seconds``."""
+        ages = await self._runner.run("oldest", list(map(self._keys.stream, HopName)))
+        return {hop: age / 1000 for hop, age in zip(HopName, ages, strict=True) if age >= 0}
+
     async def remove(self) -> None:
         """See ``DataPlane.remove``."""
         await self._runner.command("UNLINK", *self._keys.all())

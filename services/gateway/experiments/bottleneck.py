@@ -6,10 +6,11 @@ outstanding groups lie. If both stages wait in turn, each for the other, the adm
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Final
 
+from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
 SLOW_REDIS_SECONDS: Final = 0.1
@@ -30,12 +31,14 @@ class Look:
         redis_seconds: round trip of reading it.
         is_publishing: whether a publication was open.
         is_evaluating: whether rollouts were held at a version that is evaluated.
+        oldest_seconds: how long ago the oldest entry of a hop came there; without hops that are empty.
     """
 
     ledger: Ledger | None
     redis_seconds: float
     is_publishing: bool
     is_evaluating: bool
+    oldest_seconds: Mapping[HopName, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ def _evidence(looks: Sequence[Look], steps: Sequence[StepTimes], budget: int) ->
             "trainer/pace_share": sum(step.paced for step in steps) / total,
             "trainer/publish_share": sum(step.published for step in steps) / total,
         }
+    for hop in HopName:
+        evidence[f"{hop.value}/oldest_seconds"] = max(look.oldest_seconds.get(hop, 0.0) for look in looks)
     if ledgers:
         evidence |= {
             "tasks/groups": fmean(each.waiting.tasks + each.claimed.tasks for each in ledgers),

@@ -12,6 +12,7 @@ from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.task import Lane
+from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
 LOOK_SECONDS = 1.0
@@ -62,7 +63,7 @@ class Watchdog:
         asked = self._clock.monotonic()
         train = await self._ledger(Lane.TRAIN)
         now = self._clock.monotonic()
-        self._note(train, now, now - asked)
+        await self._note(train, now, now - asked)
         evaluation = await self._ledger(Lane.EVALUATION)
         now = self._clock.monotonic()
         services = [
@@ -94,14 +95,15 @@ class Watchdog:
         )
         await self._name(component, cause)
 
-    def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
+    async def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
         experiment = self._experiment
         if experiment.state is not ExperimentState.RUNNING:
             experiment.window.clear()
             return
         is_publishing = self._publications.open_phase(experiment.id) is not None
         is_evaluating = experiment.record.evaluating_version is not None
-        experiment.window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating))
+        oldest = {} if ledger is None else await self._oldest()
+        experiment.window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest))
 
     async def _name(self, component: str, cause: str) -> None:
         known = self._experiment.record.problem
@@ -116,6 +118,13 @@ class Watchdog:
         if known is not None and known["component"] != SCHEDULER:
             await self._book.update(self._experiment, problem=None)
             await self._events.append(self._experiment.id, "progress_resumed", component=known["component"])
+
+    async def _oldest(self) -> dict[HopName, float]:
+        try:
+            async with asyncio.timeout(LEDGER_SECONDS):
+                return await self._experiment.train.oldest_seconds()
+        except (Unavailable, TimeoutError):
+            return {}
 
     async def _ledger(self, lane: Lane) -> Ledger | None:
         plane = self._experiment.train if lane is Lane.TRAIN else self._experiment.evaluation

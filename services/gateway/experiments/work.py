@@ -66,7 +66,11 @@ class ExperimentWork:
             self._clock,
             stall_seconds=self._settings.stall_seconds,
         )
-        lanes = [Feeder(experiment, dataset, self._clock).run(), watchdog.run(), self._tracking.run(experiment)]
+        lanes = [
+            Feeder(experiment, dataset, self._store, self._clock).run(),
+            watchdog.run(),
+            self._tracking.run(experiment),
+        ]
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, self._book, self._store, self._events, self._clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))

@@ -8,12 +8,14 @@ import asyncio
 import logging
 
 from services.gateway.experiments.book import Experiment, FullStream
-from services.gateway.feeder.admission import admitted
+from services.gateway.feeder.admission import admitted, groups_left
 from services.gateway.feeder.dataset import Dataset
+from services.gateway.feeder.held import ADMISSION_WAIT, HeldByBudget
 from services.gateway.signals import wait_for_any
-from shared.clock import Clock
+from services.gateway.store.base import Store
+from shared.clock import Clock, rfc3339
 from shared.errors import Unavailable
-from shared.schemas.experiment import ExperimentState
+from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Task
 
 log = logging.getLogger(__name__)
@@ -33,10 +35,12 @@ SILENT_SECONDS = 600.0
 class Feeder:
     """Issues tasks of one experiment while it runs."""
 
-    def __init__(self, experiment: Experiment, dataset: Dataset, clock: Clock) -> None:
+    def __init__(self, experiment: Experiment, dataset: Dataset, store: Store, clock: Clock) -> None:
         self._experiment = experiment
         self._dataset = dataset
         self._clock = clock
+        self._store = store
+        self._held = HeldByBudget()
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
@@ -51,6 +55,7 @@ class Feeder:
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
                 pause = AWAY_SECONDS
+                self._held.release()
             if pause:
                 await wait_for_any(pause, changed)
             else:
@@ -60,6 +65,8 @@ class Feeder:
         """Issue one batch, as far as the budget admits; return how long to wait before the next, in seconds."""
         version = self._experiment.record.policy_version
         now = self._clock.monotonic()
+        if (ended := self._held.look(version, now)) is not None:
+            await self._store_wait(*ended)
         # Recorded again now and then: a server that came back from its log may have forgotten it.
         if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
             await self._admission.published(version)
@@ -74,19 +81,25 @@ class Feeder:
         if self._experiment.state is not ExperimentState.RUNNING:
             return IDLE_SECONDS
         spec = self._experiment.spec
-        room = admitted(
-            ledger,
-            budget=spec.admission_budget,
-            steps=spec.optimisation.steps,
-            groups_per_step=spec.groups_per_step,
-        )
+        wanted = {"steps": spec.optimisation.steps, "groups_per_step": spec.groups_per_step}
+        room = admitted(ledger, budget=spec.admission_budget, **wanted)
         if room == 0:
+            if groups_left(ledger, **wanted):
+                self._held.hold(now)
             return BLOCKED_SECONDS
         first = await self._admission.next_group_id()
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         tasks = await asyncio.to_thread(self._tasks, range(first, first + min(room, BATCH)), version)
         result = await self._admission.issue_many(tasks, limit=spec.admission_budget)
         return 0.0 if result.count else BLOCKED_SECONDS
+
+    async def _store_wait(self, version: int, seconds: float) -> None:
+        spec = self._experiment.spec
+        # The step that ends with the next publication, to which the trainer's figures of this version belong.
+        step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+        at = rfc3339(self._clock.now())
+        point = MetricPoint(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
+        await self._store.put_metrics(self._experiment.id, [point])
 
     async def _measure(self) -> None:
         """Set the bound on the streams' memory, which may have changed, and note which stream has reached it."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
+from services.gateway.publications.durations import Durations
 from services.gateway.publications.epochs import Epoch, epoch_for
 from services.gateway.publications.negotiation import DeadlinePassed as Late
 from services.gateway.publications.negotiation import (
@@ -74,6 +75,7 @@ class Publications:
         self._book = book
         self._events = events
         self._phase_seconds = phase_seconds
+        self.durations = Durations(store, clock)
         self._open: dict[str, _Open] = {}
         self._epochs: dict[str, Epoch] = {}
         self._last_numbers: dict[str, int] = {}
@@ -130,6 +132,7 @@ class Publications:
             negotiation = announce(version, request.step, manifest, epoch)
             entry = _Open(negotiation, self._clock.now(), self._deadline(negotiation))
             self._open[experiment_id] = entry
+            self.durations.announced(experiment_id)
             await self._events.append(
                 experiment_id,
                 "publication_announced",
@@ -259,11 +262,13 @@ class Publications:
             await self.apply(experiment_id, SenderGone(f"trainer {service.id}: {reason}"))
         elif service.kind is ServiceKind.ROLLOUT:
             await self.apply(experiment_id, MemberGone(service.id))
+            await self.durations.gone(experiment_id, service.id)
 
     async def close(self, experiment_id: str, reason: str) -> None:
         """Abort what is open and forget the epoch: the experiment ends."""
         await self.apply(experiment_id, SenderGone(reason))
         self._epochs.pop(experiment_id, None)
+        await self.durations.close(experiment_id)
 
     def _forget_epoch(self, experiment_id: str, event: NegotiationEvent) -> None:
         epoch = self._epochs.get(experiment_id)
@@ -275,6 +280,7 @@ class Publications:
 
     async def _take(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
         before, entry.negotiation = entry.negotiation, after
+        self.durations.moved(experiment.id, before, after)
         if (after.phase, after.epoch) != (before.phase, before.epoch):
             entry.deadline = self._deadline(after)
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)

@@ -158,6 +158,7 @@ class Fleet:
             await self._publications.gone(experiment.id, service, "its engine starts again")
         if service.kind is ServiceKind.ROLLOUT:
             await self._take_idleness(service, experiment)
+            await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service.kind is ServiceKind.TRAINER:
             if observed.step is not None:
                 await self._book.update(experiment, step=observed.step)

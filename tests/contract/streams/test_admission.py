@@ -6,8 +6,8 @@ from shared.streams.admission import IssueOutcome, IssueResult
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, a_task
-from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
+from shared.testing.builders import a_group, a_task, graded
+from tests.contract.streams.conftest import REDIS_LEASE_SECONDS, World, a_trainer, issue, ledger_of, move_to_scored
 
 
 async def test_tasks_are_issued_up_to_the_budget(plane: DataPlane) -> None:
@@ -81,6 +81,36 @@ async def test_nothing_is_claimed_that_a_full_stream_would_have_to_take(plane: D
         assert await reward.resolve(claim, Resolution.FILTERED, "zero variance")
     assert len(await other.claim(3, wait_seconds=2)) == 3
     assert (await ledger_of(plane)).balanced
+
+
+async def test_the_oldest_entry_of_each_hop_tells_how_long_it_waits(world: World, plane: DataPlane) -> None:
+    assert await plane.oldest_seconds() == {}
+    await issue(plane, 2)
+    await world.let_leases_end()
+    await issue(plane, 1, first=2)
+
+    waited = (await plane.oldest_seconds())[HopName.TASKS]
+    assert REDIS_LEASE_SECONDS < waited < REDIS_LEASE_SECONDS + 2
+
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
+    first, second = await rollout.claim(2, wait_seconds=0)
+    assert (await plane.oldest_seconds())[HopName.TASKS] >= waited, "what is claimed waits on"
+    assert await rollout.forward(first, a_group(first.task()))
+    ages = await plane.oldest_seconds()
+    assert ages[HopName.TASKS] >= waited
+    assert ages[HopName.GENERATED] < REDIS_LEASE_SECONDS, "a hop's age begins with the arrival there"
+
+    assert await rollout.resolve(second, Resolution.FAILED, "timeout")
+    [third] = await rollout.claim(1, wait_seconds=1)
+    assert await rollout.hand_back(third)
+    ages = await plane.oldest_seconds()
+    assert ages[HopName.TASKS] < REDIS_LEASE_SECONDS, "the third came later"
+    for claim in await reward.claim(1, wait_seconds=0):
+        assert await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
+    assert set(await plane.oldest_seconds()) == {HopName.TASKS, HopName.SCORED}
+    trainer = await a_trainer(plane)
+    assert await trainer.plan(1, await trainer.hop.claim(1, wait_seconds=0), version=0)
+    assert set(await plane.oldest_seconds()) == {HopName.TASKS}, "a planned group waits for nobody"
 
 
 async def test_a_lifted_bound_bounds_nothing(plane: DataPlane) -> None:

@@ -1,11 +1,13 @@
 """Each bottleneck, from the figures that it leaves."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.gateway.experiments.bottleneck import Look, StepTimes, find_bottleneck
 from services.gateway.experiments.window import WINDOW_SECONDS, Window
+from shared.streams.keys import HopName
 from shared.streams.ledger import HopCounts, Ledger
 
 BUDGET = 24
@@ -18,7 +20,7 @@ def a_look(
     ledger = Ledger(
         issued=waiting.total, waiting=waiting, outstanding=waiting.total, consumed_since_publication=consumed
     )
-    given = {"is_publishing": False, "is_evaluating": False} | flags
+    given: dict[str, Any] = {"is_publishing": False, "is_evaluating": False} | flags
     return Look(ledger, seconds, **given)
 
 
@@ -67,3 +69,11 @@ def test_a_window_forgets_what_is_old_and_keeps_what_is_not() -> None:
     window.clear()
     assert window.seconds(5.0) == 0
     assert window.bottleneck(5.0, budget=BUDGET).component == "none"
+
+
+def test_the_longest_wait_of_the_window_is_evidence() -> None:
+    looks = [replace(a_look(tasks=3), oldest_seconds={HopName.TASKS: age}) for age in (1.5, 9.25, 0.5)]
+
+    evidence = find_bottleneck(looks, [a_step()], budget=BUDGET).evidence
+
+    assert (evidence["tasks/oldest_seconds"], evidence["scored/oldest_seconds"]) == (9.25, 0.0)

@@ -9,6 +9,7 @@ from services.gateway.feeder import feeder as feeding
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
 from services.gateway.feeder.loading import load_training
+from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.task import Lane
@@ -24,7 +25,8 @@ async def a_feeder(clock: ManualClock | None = None, **spec: object) -> Feeder:
     gateway = a_gateway(clock=clock)
     document = a_spec(**spec).model_dump(mode="json")
     experiment = await add_experiment(gateway, spec=document)
-    return Feeder(experiment, Dataset(ROWS, experiment.spec.data, experiment.spec.seed), clock or ManualClock())
+    dataset = Dataset(ROWS, experiment.spec.data, experiment.spec.seed)
+    return Feeder(experiment, dataset, gateway.store, clock or ManualClock())
 
 
 async def test_it_fills_the_budget_and_waits() -> None:
@@ -124,11 +126,42 @@ async def test_a_publication_that_the_server_forgot_is_recorded_again() -> None:
     assert await feeder._experiment.train.admission.published_version() == 4
 
 
+async def test_what_the_budget_held_is_stored_with_the_version_that_ends() -> None:
+    clock = ManualClock()
+    feeder = await a_feeder(clock, optimisation={"steps": 3, "groups_per_mini_batch": 2})
+    await feeder.feed()
+    clock.advance(5.0)  # nothing held it yet
+    await feeder.feed()
+    clock.advance(1.5)
+    await feeder.feed()
+    clock.advance(0.25)
+
+    await gateway_commits(feeder, version=1)
+    await feeder.feed()
+
+    [(_, point)] = await feeder._store.metrics(feeder._experiment.id, names=[], after=0, limit=9)
+    assert (point.name, point.version, point.step, point.value) == ("admission/wait_seconds", 0, 1, 1.75)
+
+
+async def test_a_feeder_that_has_issued_everything_is_not_held_by_the_budget() -> None:
+    clock = ManualClock()
+    feeder = await a_feeder(clock, optimisation={"steps": 1, "groups_per_mini_batch": 2})
+    for _ in range(3):
+        await feeder.feed()
+        clock.advance(4.0)
+
+    await gateway_commits(feeder, version=1)
+    await feeder.feed()
+
+    [(_, point)] = await feeder._store.metrics(feeder._experiment.id, names=[], after=0, limit=9)
+    assert point.value == 0.0
+
+
 async def test_the_next_gateway_goes_on_with_the_next_group() -> None:
     feeder = await a_feeder()
     await feeder.feed()
 
-    again = Feeder(feeder._experiment, feeder._dataset, ManualClock())
+    again = Feeder(feeder._experiment, feeder._dataset, MemoryStore(), ManualClock())
     await again.feed()
 
     ledger = await feeder._experiment.train.ledger()
@@ -243,7 +276,8 @@ async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly
 
     for batch in (4, 3, 29):  # each by a gateway that knows nothing of the others, and loads the files again
         monkeypatch.setattr(feeding, "BATCH", batch)
-        await Feeder(experiment, load_training(experiment.spec.data, seed=11), ManualClock()).feed()
+        dataset = load_training(experiment.spec.data, seed=11)
+        await Feeder(experiment, dataset, MemoryStore(), ManualClock()).feed()
 
     claims = await experiment.train.hop(HopName.TASKS, "r").claim(99, wait_seconds=0.01)
     issued = [(claim.task().group_id, claim.task().messages[0].content) for claim in claims]

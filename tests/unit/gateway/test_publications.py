@@ -291,3 +291,68 @@ async def test_stopping_aborts_what_is_open() -> None:
     await stage.gateway.publications.close(stage.experiment.id, "the experiment stops")
 
     assert await stage.phase() is PublicationPhase.ABORTED
+
+
+async def durations(stage: Stage) -> dict[tuple[str, int], float]:
+    rows = await stage.gateway.store.metrics(stage.experiment.id, names=[], after=0, limit=99)
+    return {(point.name.removeprefix("publication/"), point.version): point.value for _, point in rows}
+
+
+async def serve(stage: Stage, rollout: str, version: int) -> None:
+    observed = ObservedState(experiment_id=stage.experiment.id, state=WorkState.RUNNING, policy_version=version)
+    await say(stage.gateway, rollout, observed)
+
+
+async def test_each_part_is_timed_until_every_member_serves_the_version() -> None:
+    clock = ManualClock()
+    stage = await Stage.of(2, clock=clock)
+    await stage.announce()
+    await stage.open(1)
+    clock.advance(2.0)
+    for rollout in stage.rollouts:
+        await stage.report(rollout, ReceiveState.JOINED, 1)
+    clock.advance(3.0)
+    for rollout in stage.rollouts:
+        await stage.report(rollout, ReceiveState.RECEIVED, 1)
+    clock.advance(0.5)
+    await serve(stage, stage.rollouts[0], 1)
+    assert await durations(stage) == {}
+    clock.advance(0.25)
+    await serve(stage, stage.rollouts[1], 1)
+
+    times = {("prepare_seconds", 1): 2.0, ("transfer_seconds", 1): 3.0, ("commit_seconds", 1): 0.75}
+    assert await durations(stage) == times
+
+    await serve(stage, stage.rollouts[1], 1)
+    assert await durations(stage) == times
+
+
+async def test_nobody_waits_for_a_member_that_died_to_serve_the_version() -> None:
+    clock = ManualClock()
+    stage = await Stage.of(2, clock=clock)
+    await stage.publish(1, 1)
+    await serve(stage, stage.rollouts[0], 1)
+    clock.advance(4.0)
+
+    service = stage.gateway.registry.get(stage.rollouts[1])
+    await stage.gateway.publications.gone(stage.experiment.id, service, "its lease ended")
+
+    assert (await durations(stage))["commit_seconds", 1] == 4.0
+
+
+async def test_the_last_version_of_an_experiment_is_timed_as_far_as_it_came() -> None:
+    stage = await Stage.of(1, clock=ManualClock())
+    await stage.publish(1, 1)
+
+    await stage.gateway.publications.close(stage.experiment.id, "training is over")
+
+    assert set(await durations(stage)) == {("prepare_seconds", 1), ("transfer_seconds", 1)}
+
+
+async def test_an_aborted_publication_is_not_timed() -> None:
+    stage = await Stage.of(1, clock=ManualClock())
+    await stage.announce()
+
+    await stage.gateway.publications.close(stage.experiment.id, "stopped")
+
+    assert await durations(stage) == {}

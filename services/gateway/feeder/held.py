@@ -1,0 +1,45 @@
+"""How long the admission budget held the feeder, by version: the price of the bound on lag, in seconds."""
+
+from typing import Final
+
+ADMISSION_WAIT: Final = "admission/wait_seconds"
+
+
+class HeldByBudget:
+    """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
+
+    In memory: what a restarted gateway reports of its first version is what it saw of it.
+    """
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._seconds = 0.0
+        self._held_since: float | None = None
+
+    def look(self, version: int, now: float) -> tuple[int, float] | None:
+        """Take in that the feeder looks again, whatever it will find.
+
+        Args:
+            version: that is current.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            When another version was current at the last look: that version, and the seconds that its budget held the
+            feeder. The time up to this look counts with it.
+        """
+        if self._held_since is not None:
+            self._seconds += now - self._held_since
+            self._held_since = None
+        if version == self._version:
+            return None
+        ended = None if self._version is None else (self._version, self._seconds)
+        self._version, self._seconds = version, 0.0
+        return ended
+
+    def hold(self, now: float) -> None:
+        """Take in that the budget admits nothing, up to the next look."""
+        self._held_since = now
+
+    def release(self) -> None:
+        """Forget that the budget held: something else does now."""
+        self._held_since = None

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.service_app import STOP_SECONDS
+from shared.settings import NOTICE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -42,6 +45,15 @@ def test_every_variable_is_one_that_the_code_reads(name: str) -> None:
     unknown = [key for key in SERVICES[name]["environment"] if key.startswith("FLOTILLA_") and f'"{key}"' not in read]
 
     assert unknown == []
+
+
+def test_a_rollout_has_time_to_hand_over_its_work() -> None:
+    rollout = SERVICES["rollout"]
+    grace = re.fullmatch(r"(\d+)s", rollout["stop_grace_period"])
+    notice = float(rollout["environment"].get("FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS))
+
+    assert grace
+    assert float(grace[1]) >= notice + STOP_SECONDS
 
 
 def test_nothing_is_published_beyond_loopback() -> None:

@@ -1,10 +1,11 @@
 """The computation of one step: from groups to updated weights. Everything here blocks and knows no service.
 
 A step's groups are split in order into K mini-batches, each of which makes one optimiser update, and that
-``epochs_per_step`` times over. Advantages are computed once, over all groups of the step.
+``epochs_per_step`` times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all
+groups of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,16 +128,15 @@ class Learner:
         if self.spec.algorithm.resampling is not None:
             # The places are drawn, not the groups: mini-batches keep their sizes, and advantages their groups.
             prepared = prepared.take(redraw(self.spec.algorithm.resampling, batch.rewards, seed))
-        mini_batches = [self._micro_batches(prepared, members) for members in self._mini_batches(batch)]
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
-        for _ in range(self.spec.optimisation.epochs_per_step):
+        for ordered, mini_batches in self._passes(prepared, self._mini_batches(batch), seed):
             for members, micro_batches in mini_batches:
                 denominators_at = slice(members.start, members.stop)
                 if self.critic is not None:
-                    tallies.append(_teach_critic(self.critic, prepared, micro_batches))
+                    tallies.append(_teach_critic(self.critic, ordered, micro_batches))
                 if self.critic is None or step > self.critic.config.warmup_steps:
-                    tallies.append(self._accumulate(prepared, denominators_at, micro_batches, generator))
+                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator))
                 results.append(self.optimizer.update())
         metrics = combine(tallies)
         self._adapt_kl(metrics, batch.num_sequences)
@@ -153,6 +153,21 @@ class Learner:
         size = self.spec.optimisation.groups_per_mini_batch
         starts = torch.searchsorted(batch.group_index.cpu(), torch.arange(0, batch.num_groups, size)).tolist()
         return [range(start, end) for start, end in zip(starts, [*starts[1:], batch.num_sequences], strict=True)]
+
+    def _passes(
+        self, prepared: _Prepared, ranges: Sequence[range], seed: int
+    ) -> Iterator[tuple[_Prepared, list[tuple[range, list[MicroBatch]]]]]:
+        """Give the step's samples, and its mini-batches, once for each pass over them."""
+        config = self.spec.optimisation
+        if not config.shuffle:
+            mini_batches = [self._micro_batches(prepared, members) for members in ranges]
+            yield from [(prepared, mini_batches)] * config.epochs_per_step
+            return
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(config.epochs_per_step):
+            order = torch.randperm(prepared.batch.num_sequences, generator=generator)
+            ordered = prepared.take(order.to(self.device))
+            yield ordered, [self._micro_batches(ordered, members) for members in ranges]
 
     def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[_Prepared, Metrics]:
         config = self.spec.algorithm

@@ -26,6 +26,11 @@ def check_agreement(spec: "ExperimentSpec") -> None:
     """
     _advantage(spec)
     _lengths(spec)
+    if spec.optimisation.shuffle and spec.asynchrony.require_batches == 1:
+        raise ValueError(
+            "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
+            "mini-batch: remove shuffle, or raise require_batches"
+        )
 
 
 def _advantage(spec: "ExperimentSpec") -> None:

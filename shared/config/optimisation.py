@@ -16,6 +16,9 @@ class OptimisationConfig(Config):
     """Groups whose gradient makes one optimiser update."""
     epochs_per_step: int = Field(1, ge=1)
     """Passes over a step's groups."""
+    shuffle: bool = False
+    """In each pass draw anew which samples of the step a mini-batch holds, groups apart; false keeps groups together,
+    in the order in which they arrived. Advantages are computed before. The draw depends on the seed and the step."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -22,6 +22,7 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"rollout": {"group_size": 1}}, "rollout.group_size", "algorithm.advantage.kind grpo"),
         ({"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo_passk"}}}, "rollout.group_size",
          "algorithm.advantage.kind grpo_passk"),
+        ({"optimisation": {"steps": 1, "shuffle": True}}, "optimisation.shuffle", "asynchrony.require_batches"),
         ({"rollout": SHORT, "evaluation": {"path": "x", "max_new_tokens": 64}}, "evaluation.max_new_tokens",
          "rollout.engine.context_tokens 64"),
         ({"rollout": SHORT, "reward": {"shaping": {"overlong": {"max_length": 64, "buffer": 8}}}},

@@ -15,6 +15,7 @@ from tests.unit.importers.sources import BASES, import_flat
 ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 VAL = "actor_rollout_ref.rollout.val_kwargs"
 ACTOR = "actor_rollout_ref.actor"
+RC = "algorithm.rollout_correction"
 HELD_OUT = {"validation.data_args.file_name": "heldout.jsonl"}
 TRAIN = "actor_train.training_args"
 
@@ -56,6 +57,13 @@ def field(found: Imported, path: str) -> Any:
         ("verl", {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"}, "algorithm.aggregation.mode", "seq-mean-token-mean"),
         ("verl", {f"{ACTOR}.policy_loss.loss_mode": "gpg"}, "algorithm.old_log_probs", "rollout"),
         ("verl", {"algorithm.rollout_is": True}, "algorithm.correction", None),
+        ("verl", {f"{RC}.bypass_mode": True, f"{RC}.loss_type": "reinforce", f"{RC}.rollout_is": "token"},
+         "algorithm.correction.weight.upper", 2.0),
+        ("verl", {f"{RC}.bypass_mode": True, f"{RC}.loss_type": "reinforce"}, "algorithm.correction", None),
+        ("verl", {f"{RC}.bypass_mode": True, f"{RC}.rollout_is": "token"}, "algorithm.correction", None),
+        ("verl", {f"{RC}.bypass_mode": True, f"{RC}.rollout_rs": "token_k2", f"{RC}.rollout_rs_threshold": 0.5},
+         "algorithm.correction.denominators", "original"),
+        ("verl", {f"{ACTOR}.shuffle": True, "data.train_batch_size": 256}, "optimisation.shuffle", False),
         ("verl", {"algorithm.use_pf_ppo": True}, "algorithm.resampling", None),
         ("verl", {"algorithm.adv_estimator": "gae"}, "algorithm.advantage.lam", 1.0),
         ("verl", {"algorithm.rollout_correction.rollout_is": "token",
@@ -109,6 +117,51 @@ def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any
         assert field(found, path) == pytest.approx(expected)
 
 
+QUERY = "rewards.math.query_filter_config"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({f"{QUERY}.type": "no_filter"}, None),
+        ({f"{QUERY}.type": "std_filter"}, None),
+        ({f"{QUERY}.type": "mean_filter", f"{QUERY}.filter_args.threshold_up": 0.9},
+         {"kind": "mean_in_range", "low": -1.0, "high": 0.9, "keep_single": True}),
+        ({f"{QUERY}.type": "std_filter", f"{QUERY}.filter_args.std_threshold": 0},
+         {"kind": "spread_above", "statistic": "std", "threshold": 0.0, "keep_single": True}),
+    ],
+)  # fmt: skip
+def test_rolls_filter_of_prompts_becomes_ours(values: dict[str, Any], expected: object) -> None:
+    found = imported("roll", **values)
+
+    assert found.report.refused == []
+    assert field(found, "reward.group_filter") == expected
+
+
+def test_rolls_filters_of_tokens_become_tests() -> None:
+    filters = [
+        {"agg_type": "geometric", "ratio_enabled": True},
+        {"diff_enabled": True, "diff_high": 0.1},
+        {"agg_type": "token"},
+    ]
+
+    correction = field(imported("roll", **{"train_infer_correction.filters": filters}), "algorithm.correction")
+
+    assert correction["weight"] is None
+    assert [(test["statistic"], test["scope"], test["reduce"], test["lower"], test["upper"])
+            for test in correction["rejections"]] == [
+        ("ratio", "sequence", "mean", 0.8, 1.2),
+        ("probability_difference", "token", "mean", -0.2, 0.1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", [["x"], [{"agg_type": "word"}], [{"ratio_enable": True}],
+                                     [{"ratio_enabled": True, "ratio_low": "x"}]])  # fmt: skip
+def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: list[Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"train_infer_correction\.filters"):
+        imported("roll", **{"train_infer_correction.filters": filters})
+
+
 @pytest.mark.parametrize(
     ("system", "values", "name"),
     [
@@ -123,7 +176,8 @@ def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any
         ("verl", {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss"),
         ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full"}, "algorithm.kl_penalty"),
         ("verl", {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type"),
-        ("verl", {f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.loss_mode"),
+        ("verl", {f"{ACTOR}.policy_loss.clip_kov_ratio": 0.1}, f"{ACTOR}.policy_loss.clip_kov_ratio"),
+        ("verl", {f"{RC}.bypass_mode": True, f"{RC}.loss_type": "grpo"}, f"{RC}.loss_type"),
         ("verl", {f"{VAL}.min_p": 0.1}, f"{VAL}.min_p"),
         ("verl", {**ASYNC, "async_training.compute_prox_log_prob": True}, "async_training.compute_prox_log_prob"),
         ("verl", {"reward_model.reward_manager": "prime"}, "reward_model.reward_manager"),
@@ -147,7 +201,11 @@ def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any
          "reward_normalization.grouping"),
         ("roll", {f"{TRAIN}.gradient_accumulation_steps": 3}, "rollout_batch_size"),
         ("roll", {"max_steps": -1}, "max_steps"),
-        ("roll", {"rewards.math.query_filter_config.type": "mean_filter"}, "rewards.math.query_filter_config.type"),
+        ("roll", {"rewards.math.query_filter_config.type": "best"}, "rewards.math.query_filter_config.type"),
+        ("roll", {"rewards.math.query_filter_config.filter_args.std_threshold": 0},
+         "rewards.math.query_filter_config.filter_args.std_threshold"),
+        ("roll", {"rewards.math.query_filter_config.type": "mean_filter",
+                  "rewards.code.worker_cls": "x.CodeSandboxRewardWorker"}, "rewards.math.query_filter_config.type"),
         ("roll", {"rewards.judge.worker_cls": "x.LLMJudgeRewardWorker"}, "rewards.judge.worker_cls"),
         ("roll", {"eval_steps": 3, "model_update_frequency": 2, "validation.data_args.file_name": "h.jsonl"},
          "eval_steps"),

@@ -89,6 +89,23 @@ def test_only_the_largest_and_smallest_rewards_are_trained_where_these_are_drawn
     assert losses["loss/policy"] != 0
 
 
+def test_a_shuffled_pass_trains_the_same_samples_in_other_mini_batches() -> None:
+    groups = uneven_groups()
+    frozen: dict[str, Any] = {"learning_rate": 1e-30}
+
+    _, losses = trained(groups, {}, **frozen)
+    _, mixed = trained(groups, {}, shuffle=True, **frozen)
+    learner, _ = trained(groups, {}, shuffle=True, epochs_per_step=2)
+    again, _ = trained(groups, {}, shuffle=True, epochs_per_step=2)
+    ordered, _ = trained(groups, {}, epochs_per_step=2)
+
+    name = torch.float32
+    assert torch.equal(learner.flat.buffers[name], again.flat.buffers[name])
+    assert not torch.equal(learner.flat.buffers[name], ordered.flat.buffers[name])
+    assert mixed["loss/policy"] != losses["loss/policy"], "means over other mini-batches"
+    assert mixed["ratio/approx_kl"] == pytest.approx(losses["ratio/approx_kl"], rel=1e-4), "of the same tokens"
+
+
 def test_every_mini_batch_makes_an_update_in_every_epoch() -> None:
     spec = a_spec(
         optimisation={"steps": 5, "groups_per_mini_batch": 2, "epochs_per_step": 3}, asynchrony={"require_batches": 2}

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.config.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from shared.config.importers.roll.filtering import FILTERS, rejections
 from shared.config.importers.source import Source
-from shared.config.importers.values import count, flag, integer, number, text
+from shared.config.importers.values import count, flag, integer, number, text, unchanged
 
 Fields = dict[str, Any]
 Section = dict[str, Any]
@@ -88,8 +89,9 @@ LOSS_ROWS: tuple[Parameter, ...] = (
                context={f"{INFER}.enabled": True}),
     applied(f"{INFER}.upper_bound", "algorithm.correction.weight.upper", number, "largest weight", example=2.0,
             default=1.2, context={f"{INFER}.enabled": True}),
-    refused("train_infer_correction.filters", "write the tests as algorithm.correction.rejections: --set",
-            default=None, harmless=([],)),
+    translated(FILTERS, "algorithm.correction", unchanged,
+               "tests on ratio and probability; agg_type says what leaves together",
+               example=[{"agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.5}], default=None),
     refused("l2", f"{DEAD}: use training_args.weight_decay", default=0.0),
     *ignored("old log-probabilities are always those of the trainer before the step",
              "enable_old_logprobs_recompute"),
@@ -197,11 +199,14 @@ def policy_loss(source: Source) -> Fields:
     aggregation: Section = {"mode": mode or "seq-mean-token-mean"}
     if mode == "token-sum-norm":
         aggregation["fixed_length"] = response_length(source)
-    correction = None
+    correction: Section | None = None
     if source.value(f"{INFER}.enabled"):
         levels = {name: name for name in ("token", "segment", "geometric", "sequence")}
         level = source.choose(f"{INFER}.weight_type", levels) or "token"
         correction = {"weight": {"level": level, "upper": source.required(f"{INFER}.upper_bound")}}
+    tests = rejections(source)
+    if tests:
+        correction = {"weight": None, **(correction or {}), "rejections": tests}
     is_read = correction is not None or source.value("add_token_level_kl") or section["kind"] != "policy_gradient"
     fields: Fields = {
         "algorithm.policy_loss": section,

@@ -8,6 +8,7 @@ from typing import Any
 from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_yaml
 from shared.config.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
 from shared.config.importers.roll import learning, rows
+from shared.config.importers.roll.filtering import group_filter
 from shared.config.importers.roll.learning import response_length
 from shared.config.importers.roll.rows import INFER, TRAIN, VALIDATION
 from shared.config.importers.source import Given, Source
@@ -36,7 +37,7 @@ REWARD_ROWS: tuple[Parameter, ...] = (
         name="rewards",
         verdict=Verdict.TRANSLATED,
         reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker kind code; tag_included names "
-        "its data sources; devices and backends of the worker do not matter",
+        "its data sources, query_filter_config is reward.group_filter; where the worker runs does not matter",
         targets=("reward.components",),
         is_tree=True,
     ),
@@ -202,10 +203,10 @@ def rewards(source: Source) -> Fields:
         domain, option = (match[1], match[2]) if match else ("", "")
         if option in {"worker_cls", "tag_included"}:
             workers.setdefault(domain, {})[option] = value
-        elif option.partition(".")[0] not in PLACED and not (
-            option == "query_filter_config.type" and value == "no_filter"
-        ):
-            source.refuse_written(spelling, "of a domain only worker_cls and tag_included are offered")
+        elif option.partition(".")[0] not in PLACED | {"query_filter_config"}:
+            source.refuse_written(
+                spelling, "of a domain only worker_cls, tag_included and query_filter_config are offered"
+            )
     components: list[dict[str, Any]] = []
     for domain, options in workers.items():
         kind = str(options.get("worker_cls", "")).rpartition(".")[2]
@@ -221,7 +222,7 @@ def rewards(source: Source) -> Fields:
             "reward.components: no domain under rewards is offered here: --set 'reward.components=[{kind: math}]'"
         )
         return {}
-    return {"reward.components": components}
+    return {"reward.components": components, **group_filter(source)}
 
 
 ROLL: System = make_system(

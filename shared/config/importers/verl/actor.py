@@ -14,6 +14,9 @@ MICRO = "denominators are those of the whole mini-batch, so that micro-batches d
 PROFILING = "read by a profiler that trainer.profile_steps, which is refused, would start"
 WITH_GAE = {"algorithm.adv_estimator": "gae"}
 DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
+CLIP_COV = {f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}
+KL_COV = {f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}
+SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
 WITH_KL = {f"{ACTOR}.use_kl_loss": True}
 
 MODEL_ROWS: tuple[Parameter, ...] = (
@@ -85,10 +88,29 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
     translated(f"{ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss.kind", text,
                "vanilla is ppo, geo_mean is gmpo, dppo_tv and dppo_kl are dppo, gpg is policy_gradient",
                example="gspo", default="vanilla"),
-    refused(f"{ACTOR}.shuffle", "mini-batches keep the order in which groups arrived: leave it false", default=False),
-    refused(f"{ACTOR}.policy_loss", "of the policy loss only loss_mode is offered; the others keep their defaults",
-            is_tree=True),
-    *ignored("only read with shuffle, which is refused", f"{ACTOR}.data_loader_seed"),
+    applied(f"{ACTOR}.shuffle", "optimisation.shuffle", flag,
+            "each pass draws which samples a mini-batch holds; without effect where a step has one", example=True,
+            default=False, context={}),
+    applied(f"{ACTOR}.policy_loss.clip_cov_ratio", "algorithm.policy_loss.fraction", number, "share of tokens dropped",
+            example=0.001, default=0.0002, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.clip_cov_lb", "algorithm.policy_loss.lower", number, "least covariance of those",
+            example=0.5, default=1.0, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.clip_cov_ub", "algorithm.policy_loss.upper", number, "largest covariance of those",
+            example=10.0, default=5.0, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.kl_cov_ratio", "algorithm.policy_loss.fraction", number, "share of tokens penalised",
+            example=0.001, default=0.0002, context=KL_COV),
+    applied(f"{ACTOR}.policy_loss.ppo_kl_coef", "algorithm.policy_loss.coefficient", number, "strength of the penalty",
+            example=0.5, default=0.1, context=KL_COV),
+    applied(f"{ACTOR}.policy_loss.dro_beta", "algorithm.policy_loss.beta", number, "pull of dro to the old policy",
+            example=0.5, default=None, context={f"{ACTOR}.policy_loss.loss_mode": "dro",
+                                                f"{ACTOR}.policy_loss.dro_beta": 0.2}),
+    applied(f"{ACTOR}.tau_pos", "algorithm.policy_loss.tau_positive", number, "temperature of sapo's gate, A > 0",
+            example=2.0, default=1.0, context=SAPO),
+    applied(f"{ACTOR}.tau_neg", "algorithm.policy_loss.tau_negative", number, "temperature of sapo's gate elsewhere",
+            example=2.0, default=1.05, context=SAPO),
+    refused(f"{ACTOR}.policy_loss", "of the policy loss loss_mode and the options of clip_cov, kl_cov and dro are "
+            "offered", is_tree=True),
+    *ignored("what shuffle draws depends on the experiment's seed and the step", f"{ACTOR}.data_loader_seed"),
     *ignored(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
     *ignored(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
              f"{ACTOR}.entropy_checkpointing"),

@@ -95,8 +95,9 @@ CORRECTION_ROWS: tuple[Parameter, ...] = (
     translated(f"{CORRECTION}.rollout_rs_threshold", "algorithm.correction.rejections", unchanged,
                "one bound for all tests, or one for each with commas; k1 also takes lo_hi, and alone means 1/u to u",
                example=0.5, default=None, context={f"{CORRECTION}.rollout_rs": "token_k2"}),
-    refused(f"{CORRECTION}.loss_type", "choose the loss by policy_loss.loss_mode: gpg is reinforce",
-            default="ppo_clip"),
+    translated(f"{CORRECTION}.loss_type", "algorithm.policy_loss.kind", text,
+               "reinforce, read in bypass mode, is policy_gradient, weighed by rollout_is", example="reinforce",
+               default="ppo_clip", context={f"{CORRECTION}.bypass_mode": True}),
 )  # fmt: skip
 
 RM = "reward_model"

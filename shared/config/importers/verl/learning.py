@@ -87,27 +87,46 @@ def _dppo(divergence: str) -> Callable[[Source], Section]:
     return make
 
 
+def _covariance(source: Source, **names: str) -> Section:
+    own = {field: source.required(f"{ACTOR}.policy_loss.{name}") for field, name in names.items()}
+    return {**own, "covariance_of": "current", "log_ratio_clamp": None}
+
+
 LOSSES: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
     "vanilla": ("ppo", lambda s: {**_widths(s), "dual_clip": s.required(f"{ACTOR}.clip_ratio_c")}),
     "gspo": ("gspo", lambda s: {**_widths(s), "gradient": "token"}),
-    "sapo": ("sapo", lambda s: {}),
+    "sapo": ("sapo", lambda s: {"tau_positive": s.required(f"{ACTOR}.tau_pos"),
+                               "tau_negative": s.required(f"{ACTOR}.tau_neg")}),
+    "dro": ("dro", lambda s: {"beta": s.required(f"{ACTOR}.policy_loss.dro_beta")}),
     "gpg": ("policy_gradient", lambda s: {}),
-    "clip_cov": ("clip_cov", lambda s: {**_widths(s), "covariance_of": "current", "log_ratio_clamp": None}),
-    "kl_cov": ("kl_cov", lambda s: {"covariance_of": "current", "log_ratio_clamp": None}),
+    "clip_cov": ("clip_cov", lambda s: {**_widths(s), **_covariance(s, fraction="clip_cov_ratio", lower="clip_cov_lb",
+                                                                    upper="clip_cov_ub")}),
+    "kl_cov": ("kl_cov", lambda s: _covariance(s, fraction="kl_cov_ratio", coefficient="ppo_kl_coef")),
     "geo_mean": ("gmpo", lambda s: {**_widths(s), "log_ratio_clamp": None}),
     "cispo": ("cispo", _widths),
     "dppo_tv": ("dppo", _dppo("tv")),
     "dppo_kl": ("dppo", _dppo("binary_kl")),
-}
+}  # fmt: skip
 
 
 def policy_loss(source: Source) -> Fields:
     """Make the loss and how it is averaged."""
+    if _is_reinforce(source):
+        fields: Fields = {"algorithm.policy_loss": {"kind": "policy_gradient"}}
+        return fields | {"algorithm.aggregation": _aggregation(source, f"{ACTOR}.loss_agg_mode")}
     found = source.choose(f"{ACTOR}.policy_loss.loss_mode", LOSSES)
-    fields: Fields = {} if found is None else {"algorithm.policy_loss": {"kind": found[0], **found[1](source)}}
+    fields = {} if found is None else {"algorithm.policy_loss": {"kind": found[0], **found[1](source)}}
     if source.value(f"{ACTOR}.policy_loss.loss_mode") in ALWAYS_BY_SEQUENCE:
         return fields | {"algorithm.aggregation": {"mode": "seq-mean-token-mean"}}
     return fields | {"algorithm.aggregation": _aggregation(source, f"{ACTOR}.loss_agg_mode")}
+
+
+def _is_reinforce(source: Source) -> bool:
+    """Whether the loss is the weighted log-likelihood of bypass mode."""
+    if not source.value(f"{CORRECTION}.bypass_mode"):
+        return False
+    kinds = {"ppo_clip": False, "reinforce": True}
+    return bool(source.choose(f"{CORRECTION}.loss_type", kinds))
 
 
 def _aggregation(source: Source, name: str) -> Section:
@@ -165,7 +184,7 @@ def _kl_in_loss(source: Source) -> Fields:
 def old_policy(source: Source) -> Fields:
     """Make the ratio's denominator, and the correction for the sampler."""
     old = _old_log_probs(source)
-    correction = None if old == "rollout" else _correction(source)
+    correction = _bypass_correction(source) if old == "rollout" else _correction(source)
     loss = source.value(f"{ACTOR}.policy_loss.loss_mode")
     uses_old = correction is not None or source.value(f"{ALGORITHM}.use_kl_in_reward")
     uses_old = uses_old or "optimal_token" in str(source.value(f"{ALGORITHM}.adv_estimator"))
@@ -190,11 +209,26 @@ def _old_log_probs(source: Source) -> str:
     return "recompute_at_version"
 
 
-def _correction(source: Source) -> Section | None:
+def _bypass_correction(source: Source) -> Section | None:
+    """Make what verl does within the loss, of the weights being trained: reject, and in reinforce weigh."""
     rejections = _rejections(source)
-    level = source.value(f"{CORRECTION}.rollout_is")
-    if level is None:
-        return {"weight": None, "rejections": rejections} if rejections else _legacy_correction(source)
+    weight = _weight(source) if _is_reinforce(source) else None
+    if weight is None and not rejections:
+        return None
+    more = {"rejections": rejections, "denominators": "original"} if rejections else {}
+    return {"numerator": "current", "weight": weight, **more}
+
+
+def _correction(source: Source) -> Section | None:
+    rejections, weight = _rejections(source), _weight(source)
+    if weight is None and not rejections:
+        return _legacy_correction(source)
+    return {"weight": weight, "rejections": rejections} if rejections else {"weight": weight}
+
+
+def _weight(source: Source) -> Section | None:
+    if source.value(f"{CORRECTION}.rollout_is") is None:
+        return None
     level = source.choose(f"{CORRECTION}.rollout_is", {"token": "token", "sequence": "sequence"}) or "token"
     name = f"{CORRECTION}.rollout_is_threshold"
     written = source.required(name)
@@ -205,8 +239,9 @@ def _correction(source: Source) -> Section | None:
     weight: Section = {"level": level, "upper": bounds[-1]}
     if len(bounds) == 2:
         weight |= {"lower": bounds[0], "outside": "zero"}
-    weight["batch_normalise"] = bool(source.value(f"{CORRECTION}.rollout_is_batch_normalize"))
-    return {"weight": weight, "rejections": rejections} if rejections else {"weight": weight}
+    if source.value(f"{CORRECTION}.rollout_is_batch_normalize"):
+        weight["batch_normalise"] = True
+    return weight
 
 
 def _rejections(source: Source) -> list[Section]:

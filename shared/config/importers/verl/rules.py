@@ -56,7 +56,9 @@ def steps(source: Source) -> int | None:
 def batches(source: Source) -> Fields:
     """Make the sizes of mini-batch and step, and the asynchrony."""
     mini, number = source.required(f"{ACTOR}.ppo_mini_batch_size"), mini_batches(source)
-    fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
+    fields: Fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
+    if number > 1 and source.value(f"{ACTOR}.shuffle"):
+        fields["optimisation.shuffle"] = True
     batch = source.value("data.train_batch_size")
     if not is_fully_async(source):
         if batch != mini * number:

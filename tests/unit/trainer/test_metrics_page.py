@@ -1,0 +1,48 @@
+"""docs/metrics.md names every metric that is recorded."""
+
+import re
+from pathlib import Path
+
+from services.trainer.data.plan import StepGroups
+from services.trainer.learner import StepResult
+from services.trainer.metrics import RENAMED, Totals, describe_groups
+from services.trainer.models.optimizer import UpdateResult
+from services.trainer.step_report import StepTimes, describe_step
+from shared.config.importers.metrics import RECORDED
+from shared.schemas.trajectory import Group
+from shared.testing.builders import a_task
+from tests.unit.trainer.builders import a_trajectory
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTED = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/LAG)?)`", (ROOT / "docs/metrics.md").read_text()))
+
+
+def is_documented(name: str) -> bool:
+    return name in DOCUMENTED or re.sub(r"^lag/tokens/\d+$", "lag/tokens/LAG", name) in DOCUMENTED
+
+
+def test_every_figure_of_a_step_is_in_the_page() -> None:
+    group = Group(a_task(0, group_size=1), (a_trajectory(2, [4], 1.0, versions=((0, 1), (3, 3))),))
+    times = StepTimes()
+    times.add(StepGroups((), False, wait_seconds=1.0, pace_seconds=0.0), compute=1.0, publish=0.0, checkpoint=0.0)
+    result = StepResult((UpdateResult(grad_norm=1.0, learning_rate=0.1, is_applied=True),), {})
+
+    recorded = describe_groups([group], 3, Totals()) | describe_step(result, times, 0.0, ends_version=True)
+
+    assert [name for name in [*recorded, *RENAMED.values(), *RECORDED] if not is_documented(name)] == []
+
+
+def test_every_metric_that_the_code_names_is_in_the_page() -> None:
+    """Names that are written out where an algorithm or the gateway measures: with a slash, and a known prefix."""
+    pattern = re.compile(r'"((?:correction|evaluation|publication|admission|rollouter)/[a-z_0-9]+)"')
+    places = [*(ROOT / "services/trainer/algorithms").rglob("*.py"), *(ROOT / "services/gateway").rglob("*.py")]
+    named = {name for path in places for name in pattern.findall(path.read_text())}
+    evidence = {"publication/open_share", "evaluation/held_share", "admission/full_share"}
+
+    assert len(named) > 20
+    assert [name for name in sorted(named - evidence) if not is_documented(name)] == []
+
+
+def test_a_name_that_nobody_records_would_be_found() -> None:
+    assert not is_documented("lag/tokens/")
+    assert not is_documented("reward/median")

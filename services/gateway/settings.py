@@ -15,7 +15,8 @@ class GatewaySettings:
         database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
         lease_seconds: how long a service may be silent.
         grace_seconds: the first lease of the services that a restarted gateway finds.
-        rest_seconds: what remains of a lease when the connection of a waiting call breaks.
+        rest_seconds: what remains of a lease when the connection of a waiting call breaks, and how long a rollout may
+            be silent between two calls.
         longest_wait_seconds: upper bound of a long poll.
         publication_seconds: what each phase of a publication may take, besides the time of its bytes.
         stall_seconds: time without progress after which a stall is named.

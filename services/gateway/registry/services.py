@@ -1,7 +1,8 @@
 """The services that are members of the fleet, each under a lease.
 
 A lease is renewed by every status call and lasts through the call's wait. A caller whose connection broke while it
-waited keeps a short rest of it, long enough to call again.
+waited keeps a short rest of it, long enough to call again. A rollout has no more than that between two calls either:
+while it is silent its experiment's next version waits for it, and one that was given up too early only registers again.
 """
 
 import secrets
@@ -160,12 +161,17 @@ class Registry:
         """Start its lease anew, lasting through a wait."""
         service.lease_ends = max(
             service.lease_ends if wait_seconds == 0 else 0.0,
-            self._clock.monotonic() + wait_seconds + self.lease_seconds,
+            self._clock.monotonic() + wait_seconds + self._silence(service),
         )
 
     def settle(self, service: LiveService) -> None:
         """End the lease's extension for a wait that is over."""
-        service.lease_ends = self._clock.monotonic() + self.lease_seconds
+        service.lease_ends = self._clock.monotonic() + self._silence(service)
+
+    def _silence(self, service: LiveService) -> float:
+        """How long it may take from one call to the next."""
+        is_rollout = service.kind is ServiceKind.ROLLOUT
+        return min(self._rest_seconds, self.lease_seconds) if is_rollout else self.lease_seconds
 
     def shorten(self, service: LiveService) -> None:
         """Leave it a short rest of its lease: the connection of its waiting call broke."""

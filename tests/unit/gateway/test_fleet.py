@@ -68,11 +68,12 @@ async def test_a_poll_answers_at_once_when_the_desired_state_is_not_the_acknowle
     assert answer.state is WorkState.IDLE
 
 
-async def test_a_poll_waits_for_a_change_and_keeps_the_lease_while_it_waits() -> None:
+@pytest.mark.parametrize(("kind", "seconds"), [(ServiceKind.REWARD, 10.0), (ServiceKind.ROLLOUT, 5.0)])
+async def test_a_poll_waits_for_a_change_and_keeps_the_lease_while_it_waits(kind: ServiceKind, seconds: float) -> None:
     clock = ManualClock()
-    gateway = a_gateway(clock=clock, lease_seconds=10.0)
+    gateway = a_gateway(clock=clock, lease_seconds=10.0, rest_seconds=5.0)
     experiment = await add_experiment(gateway)
-    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    service_id = await add_service(gateway, kind, "one")
     tag = (await say(gateway, service_id, ObservedState())).tag
     waiting = poll(gateway, service_id, tag)
     await asyncio.sleep(0.01)
@@ -84,7 +85,7 @@ async def test_a_poll_waits_for_a_change_and_keeps_the_lease_while_it_waits() ->
 
     answer = await asyncio.wait_for(waiting, 1.0)
     assert answer.assignment is not None and answer.assignment.experiment_id == experiment.id
-    assert gateway.registry.get(service_id).lease_ends == clock.monotonic() + 10.0
+    assert gateway.registry.get(service_id).lease_ends == clock.monotonic() + seconds
 
 
 async def test_a_broken_connection_leaves_a_short_rest_of_the_lease() -> None:

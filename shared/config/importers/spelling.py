@@ -2,22 +2,14 @@
 
 import ipaddress
 import re
-from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
-
-FILE_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".parquet"})
 
 
 def experiment_name(value: Any) -> str:
     """Keep what an experiment's name may hold."""
     kept = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value if value is not None else "")).strip("-._")
     return kept[:63] or "imported"
-
-
-def is_data_file(path: str) -> bool:
-    """Say whether the fleet can read a dataset at this path: a hub name or a folder it cannot."""
-    return PurePosixPath(path).suffix.lower() in FILE_SUFFIXES and "://" not in path
 
 
 def is_private_host(url: str) -> bool:

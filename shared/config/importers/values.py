@@ -108,6 +108,12 @@ def texts(name: str, value: Any) -> list[str] | None:
     return [str(text(name, item) or "") for item in items]
 
 
+def pieces(name: str, value: Any) -> list[str] | None:
+    """Read a list of texts that may also be written as one, with commas between them."""
+    found = texts(name, value)
+    return found and [part.strip() for item in found for part in item.split(",") if part.strip()]
+
+
 def numbers(name: str, value: Any) -> list[float] | None:
     """Read a list of numbers: a list, or text with spaces or commas between them."""
     if is_null(value):

@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from cli.__main__ import main
 from cli.launch_file import read_launch_file
@@ -18,9 +20,7 @@ RECIPES = Path(__file__).parents[2] / "unit" / "importers" / "recipes"
 SECONDS = 120
 SMALL = (
     "model.dtype=float32",
-    "data.prompt_column=prompt",
-    "data.label_column=answer",
-    "data.data_source_column=null",
+    "data.max_prompt_tokens=64",
     "rollout.group_size=4",
     "resources.rollouts.min=1",
     "rollout.sampling.max_new_tokens=16",
@@ -36,12 +36,15 @@ SMALL = (
     "tracking.trackers=[{kind: jsonl}, {kind: tensorboard}]",
 )
 """What makes a recipe small; what it says about the algorithm, the asynchrony and the reward stays."""
+COLUMNS = ("data.prompt_column=prompt", "data.label_column=answer", "data.data_source_column=null")
+"""Of the rows of OpenRLHF and ROLL; verl's are read as verl writes them."""
 GRADERS = """
 import zlib
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    assert ground_truth.isdigit()
+    assert data_source == "shop/sums" and extra_info["split"] == "train", (data_source, extra_info)
+    assert ground_truth == str(extra_info["index"] + extra_info["bought"]["pens"]), (ground_truth, extra_info)
     return {"score": float(zlib.crc32(solution_str.encode()) % 2), "acc": True}
 
 
@@ -54,6 +57,21 @@ def reward_func(queries, prompts, labels):
 """
 NUMERIC = "reward.components=[{kind: numeric, pattern: '(.)'}]"
 """In place of graders that are elsewhere: a server, or data of another kind."""
+
+
+def write_verl_rows(path: Path) -> None:
+    """Write rows as verl's preprocessing does: chat messages, nested structures."""
+    rows = [
+        {
+            "data_source": "shop/sums",
+            "prompt": [{"role": "user", "content": f"Ana has {n} pens, buys {n % 7}."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + n % 7)},
+            "extra_info": {"split": "train", "index": n, "bought": {"pens": n % 7}},
+        }
+        for n in range(200)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +100,12 @@ def test_an_imported_recipe_trains_three_steps(
     for name in ("grade.py", "gsm8k.py", "reward_func.py", "rewards/grade.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(GRADERS)
-    paths = (f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'train.jsonl'}")
-    sets = [word for pair in (*paths, *SMALL, *more) for word in ("--set", pair)]
+    write_verl_rows(tmp_path / "train.parquet")
     system, output = recipe.partition("_")[0], tmp_path / "spec.yaml"
+    rows = "train.parquet" if system == "verl" else "train.jsonl"
+    columns = () if system == "verl" else COLUMNS
+    paths = (f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / rows}")
+    sets = [word for pair in (*paths, *columns, *SMALL, *more) for word in ("--set", pair)]
 
     code = main(["import", system, str(RECIPES / recipe), "--rows", "100000", "--output", str(output), *sets])
 
@@ -93,6 +114,10 @@ def test_an_imported_recipe_trains_three_steps(
     assert (view.state, view.step) == (ExperimentState.COMPLETED, 3), view
     lines = [json.loads(line) for line in (Path(view.directory) / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} >= {1, 2, 3}
+    if NUMERIC not in more:  # an answer of its own grader was right, and no grading failed
+        steps = [line["values"] for line in lines if "reward/max" in line["values"]]
+        assert max(values["reward/max"] for values in steps) == 1.0
+        assert not any(values["groups/failed"] or values["samples/without_reward"] for values in steps)
     assert list(Path(view.directory).glob("tensorboard/events.out.tfevents.*"))
 
 

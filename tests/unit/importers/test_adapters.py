@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway.feeder.loading import load_training
 from services.reward.verifiers.custom import grade_of, load_function
-from shared.config.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter
+from shared.config.data import DataConfig
+from shared.config.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
 from shared.schemas.grading import GradingSample
 from shared.schemas.trajectory import GradeStatus
 
@@ -27,10 +29,10 @@ def reward_func(queries, prompts, labels):
 
 
 def a_sample(**values: Any) -> GradingSample:
-    label = '{"style": "rule", "ground_truth": "4"}'
+    column = {"style": "rule", "ground_truth": "4"}
     return GradingSample(
-        **{"id": "1/0", "prompt": "2+2=", "response": "so 4", "label": label, "data_source": "gsm8k",
-           "metadata": {"extra_info": {"index": 3}}, **values}
+        **{"id": "1/0", "prompt": "2+2=", "response": "so 4", "label": "4", "data_source": "gsm8k",
+           "metadata": {"extra_info": {"index": 3}, "reward_model": column}, **values}
     )  # fmt: skip
 
 
@@ -61,7 +63,15 @@ def test_a_label_that_is_plain_text_is_passed_as_it_is(tmp_path: Path, label: st
     )
     score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), user)
 
-    assert score(a_sample(label=label)) == 1.0
+    assert score(a_sample(label=label, metadata={})) == 1.0
+
+
+@pytest.mark.parametrize("column", [{"ground_truth": [3, {"x": 1.5}]}, '{"ground_truth": [3, {"x": 1.5}]}'])
+def test_a_label_that_is_a_structure_reaches_a_function_of_verl_as_one(tmp_path: Path, column: Any) -> None:
+    user = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth[1]['x']"
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score"), user)
+
+    assert score(a_sample(label='[3, {"x": 1.5}]', metadata={"reward_model": column})) == 1.5
 
 
 def test_a_function_of_openrlhf_gets_lists_of_one(tmp_path: Path) -> None:
@@ -70,6 +80,50 @@ def test_a_function_of_openrlhf_gets_lists_of_one(tmp_path: Path) -> None:
     grade = grade_of(score(a_sample(response="4", label="4")))
 
     assert (grade.reward, grade.metrics) == (1.0, {"length": 1.0, "score": 0.5})
+
+
+DATASET = """
+import json
+from pathlib import Path
+
+
+class Tensor:
+    pass
+
+
+class Chats:
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        assert processor is None and max_samples == -1
+        self.rows = [json.loads(line) for name in data_files for line in Path(name).read_text().splitlines()]
+        self.length = config.max_prompt_length + config.get("absent", 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"raw_prompt": [{"role": "user", "content": self.rows[index]["q"]}], "input_ids": Tensor(),
+                "data_source": "own", "reward_model": {"ground_truth": self.length}, "extra_info": {"index": index}}
+"""
+
+
+def test_a_dataset_class_of_verl_makes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.py").write_text(DATASET)
+    (tmp_path / "adapter.py").write_text(verl_rows_adapter("rows.py", "Chats"))
+    (tmp_path / "a.jsonl").write_text('{"q": "1+1="}\n{"q": "2+2="}\n')
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path, **_: path)
+    options = {"data_files": ["a.jsonl"], "tokenizer": "model", "config": {"prompt_key": "prompt",
+                                                                           "max_prompt_length": 7}}  # fmt: skip
+    config = DataConfig.model_validate(
+        {"format": "verl", "sources": [{"custom": f"{tmp_path / 'adapter.py'}:Rows", "options": options}]}
+    )
+
+    dataset = load_training(config, seed=0)
+
+    assert [dict(row) for row in dataset.rows] == [
+        {"prompt": [{"role": "user", "content": text}], "data_source": "own", "reward_model": {"ground_truth": 8},
+         "extra_info": {"index": index}}
+        for index, text in enumerate(["1+1=", "2+2="])
+    ]  # fmt: skip
 
 
 def test_an_error_of_the_function_stays_an_error(tmp_path: Path) -> None:

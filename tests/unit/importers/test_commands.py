@@ -59,10 +59,10 @@ def test_a_spec_that_needs_a_file_beside_it_needs_an_output(tmp_path: Path, caps
 
 def test_a_refusal_fails_and_is_shown_unless_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "spec.yaml"
-    command = ["import", "verl", verl_file(tmp_path, **{"data.truncation": "left"}), "--output", str(output)]
+    command = ["import", "verl", verl_file(tmp_path, **{"data.image_key": "pictures"}), "--output", str(output)]
 
     assert main(command) == 1
-    assert "data.truncation = left" in capsys.readouterr().out
+    assert "data.image_key = pictures" in capsys.readouterr().out
     assert not output.exists()
     assert main([*command, "--allow-refused"]) == 0
     assert output.exists()
@@ -81,12 +81,12 @@ def test_a_file_that_is_there_is_not_replaced_unasked(tmp_path: Path, capsys: py
 
 def test_fields_of_the_spec_can_be_set_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = verl_file(tmp_path, **{"custom_reward_function.path": None})
-    sets = ["--set", "reward.components=[{kind: math}]", "--set", "data.label_column=answer"]
+    sets = ["--set", "reward.components=[{kind: math}]", "--set", "rollout.group_size=6"]
 
     assert main(["import", "verl", file]) == 1
     assert "reward.components: verl's own scorers" in " ".join(capsys.readouterr().err.split())
     assert main(["import", "verl", file, *sets]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["label_column"] == "answer"
+    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["group_size"] == 6
 
 
 def test_passes_over_the_data_need_the_number_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ ACTOR = "actor_rollout_ref.actor"
 RC = "algorithm.rollout_correction"
 HELD_OUT = {"validation.data_args.file_name": "heldout.jsonl"}
 TRAIN = "actor_train.training_args"
+MIX = "actor_train.data_args.domain_interleave_probs"
 
 
 def imported(system: str, **values: Any) -> Imported:
@@ -80,6 +81,25 @@ def field(found: Imported, path: str) -> Any:
          "algorithm.old_log_probs", "recompute_at_version"),
         ("verl", {**ASYNC, "trainer.save_freq": 2}, "checkpoint.every_steps", 8),
         ("verl", {"megatron.optim.lr": 1e-5, f"{ACTOR}.optim.lr": 1e-6}, "optimisation.learning_rate", 1e-5),
+        ("verl", {}, "data.format", "verl"),
+        ("verl", {}, "data.label_column", "reward_model.ground_truth"),
+        ("verl", {"data.prompt_key": "chat"}, "data.label_column", "reward_model.ground_truth"),
+        ("verl", {"data.prompt_key": "chat"}, "data.data_source_column", "data_source"),
+        ("verl", {}, "data.overlong.kind", "error"),
+        ("verl", {"data.truncation": "middle"}, "data.overlong.side", "middle"),
+        ("verl", {"data.truncation": "left", "data.filter_overlong_prompts": True}, "data.overlong.kind", "filter"),
+        ("verl", {"data.max_prompt_length": 512, "data.max_response_length": 500,
+                  "actor_rollout_ref.rollout.max_model_len": 700}, "data.max_prompt_tokens", 200),
+        ("openrlhf", {"--apply_chat_template": False}, "data.input_template", "{}"),
+        ("openrlhf", {"--apply_chat_template": False, "--input_template": "no place"}, "data.input_template", "{}"),
+        ("openrlhf", {"--input_template": "Q: {}"}, "data.input_template", None),
+        ("openrlhf", {"--max_samples": 10}, "data.max_rows", 10),
+        ("openrlhf", {}, "data.overlong.side", "left"),
+        ("openrlhf", {"--generate_max_len": 512, "--data.max_len": 4096}, "data.max_prompt_tokens", None),
+        ("openrlhf", {"--prompt_split": "other"}, "data.path", "train.jsonl"),
+        ("openrlhf", {"--prompt_data": "./folder"}, "data.path", "./folder"),
+        ("roll", {}, "data.overlong.kind", "filter"),
+        ("roll", {}, "data.input_template", None),
         ("openrlhf", {}, "algorithm.kl.order", "before_baseline"),
         ("openrlhf", {"--advantage_estimator": "rloo"}, "algorithm.kl.order", "after_baseline"),
         ("openrlhf", {}, "algorithm.advantage.whiten.variance", "population"),
@@ -163,10 +183,50 @@ def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: list[Any]) -> 
 
 
 @pytest.mark.parametrize(
+    ("system", "values", "path", "expected"),
+    [
+        ("verl", {"data.train_files": ["s3://b/a.parquet", "b.parquet"], "data.train_max_samples": 9},
+         "data.sources", [{"path": "s3://b/a.parquet"}, {"path": "b.parquet"}]),
+        ("verl", {"data.val_files": ["x/test.parquet", "y/test.parquet"]}, "evaluation.sets",
+         [{"name": "test", "path": "x/test.parquet"}, {"name": "test-2", "path": "y/test.parquet"}]),
+        ("openrlhf", {"--prompt_data": "a.jsonl, owner/name@math", "--prompt_data_probs": "0.2,0.8",
+                      "--max_samples": 50, "--prompt_split": "other"}, "data.sources",
+         [{"path": "a.jsonl", "weight": 0.2, "max_rows": 50},
+          {"hub": "owner/name", "subset": "math", "split": "other", "weight": 0.8, "max_rows": 50}]),
+        ("openrlhf", {"--prompt_data": ["/data/x", "s3://b/y"], "--prompt_split": "other"}, "data.sources",
+         [{"path": "/data/x", "split": "other"}, {"path": "s3://b/y", "split": "other"}]),
+        ("openrlhf", {"--prompt_data": "owner/name", "--prompt_data_probs": "1.0"}, "data.sources",
+         [{"hub": "owner/name"}]),
+        ("openrlhf", {"--eval_dataset": "owner/name", "--eval_split": "test"}, "evaluation.sets",
+         [{"name": "name", "hub": "owner/name", "split": "test"}]),
+        ("roll", {f"{MIX}.math": 0.75, f"{MIX}.code": 0.25, f"{MIX}.off": 0,
+                  "rewards.math.tag_included": ["m1", "m2"], "rewards.code.tag_included": ["c"],
+                  "rewards.off.tag_included": ["o"],
+                  "rewards.code.worker_cls": "x.CodeSandboxRewardWorker",
+                  "rewards.off.worker_cls": "x.MathRuleRewardWorker"}, "data.sources",
+         [{"path": "train.jsonl", "only_data_sources": ["c"], "weight": 0.25},
+          {"path": "train.jsonl", "only_data_sources": ["m1", "m2"], "weight": 0.75}]),
+        ("roll", {"actor_train.data_args.file_name": ["a.jsonl", "b.jsonl"]}, "data.sources",
+         [{"path": "a.jsonl"}, {"path": "b.jsonl"}]),
+        ("verl", {"data.apply_chat_template_kwargs.enable_thinking": False}, "data.chat_template_options",
+         {"enable_thinking": False}),
+    ],
+)  # fmt: skip
+def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], path: str, expected: Any) -> None:
+    found = imported(system, **values)
+
+    assert found.report.refused == []
+    assert found.spec is not None, found.report.problems
+    assert look_up(found.document, path) == expected
+
+
+@pytest.mark.parametrize(
     ("system", "values", "name"),
     [
         ("verl", {"data.train_batch_size": 1000}, "data.train_batch_size"),
-        ("verl", {"data.train_files": ["a.parquet", "b.parquet"]}, "data.train_files"),
+        ("verl", {"data.val_files": ["a.parquet", "b.parquet"], "data.val_max_samples": 5}, "data.val_max_samples"),
+        ("verl", {"data.truncation": "top"}, "data.truncation"),
+        ("verl", {"data.val_files": "folder"}, "data.val_files"),
         ("verl", {"data.train_files": "org/dataset"}, "data.train_files"),
         ("verl", {"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator"),
         ("verl", {"algorithm.adv_estimator": "gdpo"}, "algorithm.adv_estimator"),
@@ -184,16 +244,18 @@ def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: list[Any]) -> 
         ("verl", {"actor_rollout_ref.rollout.dtype": "float16"}, "actor_rollout_ref.rollout.dtype"),
         ("verl", {"trainer.device": "npu"}, "trainer.device"),
         ("verl", {"data.tuncation": "left"}, "data.tuncation"),
-        ("openrlhf", {"--apply_chat_template": False}, "--apply_chat_template"),
+        ("openrlhf", {"--prompt_data": "a.jsonl,b.jsonl", "--prompt_data_probs": "1"}, "--prompt_data_probs"),
         ("openrlhf", {"--critic_pretrain": "other"}, "--critic_pretrain"),
         ("openrlhf", {"--advantage_estimator": "rloo", "--n_samples_per_prompt": 1}, "--advantage_estimator"),
         ("openrlhf", {"--use_kl_loss": True}, "--kl_estimator"),
         ("openrlhf", {"--remote_rm_url": "http://a/x,http://b/x"}, "--remote_rm_url"),
-        ("openrlhf", {"--prompt_data": "org/dataset"}, "--prompt_data"),
         ("openrlhf", {"--param_dtype": "fp16"}, "--param_dtype"),
         ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
-        ("roll", {"actor_train.data_args.prompt": "text", "actor_train.data_args.messages": None},
-         "actor_train.data_args.prompt"),
+        ("roll", {"actor_train.data_args.template": "qwen2_5"}, "actor_train.data_args.template"),
+        ("roll", {"actor_train.data_args.file_name": "folder"}, "actor_train.data_args.file_name"),
+        ("roll", {f"{MIX}.math": 1.0}, f"{MIX}.math"),
+        ("roll", {f"{MIX}.math": 1.0, "rewards.math.tag_included": ["x"],
+                  "actor_train.data_args.file_name": ["a.jsonl", "b.jsonl"]}, f"{MIX}.math"),
         ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "actor_infer.generating_args.max_new_tokens"),
         ("roll", {"adv_estimator": "gigpo"}, "adv_estimator"),
         ("roll", {"adv_estimator": "reinforce", "reward_norm": "running"}, "reward_norm"),
@@ -222,7 +284,9 @@ def test_a_value_that_is_not_offered_is_refused_by_name(system: str, values: dic
     ("system", "values", "lack"),
     [
         ("verl", {"custom_reward_function.path": None}, "reward.components"),
-        ("verl", {"custom_reward_function.path": None}, "data.label_column"),
+        ("verl", {"data.custom_cls.path": "rows.py"}, "data.sources"),
+        ("openrlhf", {"--prompt_data": None}, "data.path"),
+        ("roll", {"actor_train.data_args.file_name": None}, "data.path"),
         ("verl", {**ASYNC, "rollout.total_rollout_steps": 3}, "optimisation.steps"),
         ("openrlhf", {"--remote_rm_url": None}, "reward.components"),
         ("openrlhf", {"--data.max_len": 4096}, "rollout.sampling.max_new_tokens"),
@@ -243,6 +307,20 @@ def test_a_parameter_that_nothing_reads_is_reported_as_without_effect() -> None:
     entry = next(entry for entry in found.report.entries if entry.name == "algorithm.kl_ctrl.kl_coef")
     assert entry.verdict is Verdict.IGNORED
     assert entry.detail.startswith("has no effect beside the other parameters here")
+
+
+def test_a_dataset_class_of_verl_makes_both_sets_of_rows() -> None:
+    found = imported("verl", **{"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Chats",
+                                "data.train_files": ["a.x", "b.jsonl"], "data.val_files": "c.jsonl",
+                                "data.val_max_samples": 5, "data.max_prompt_length": 77})  # fmt: skip
+
+    source, held_out = field(found, "data.sources")[0], field(found, "evaluation.sets")[0]
+    assert [source["custom"], held_out["custom"]] == ["rows_Chats_adapter.py:Rows"] * 2
+    assert source["options"]["data_files"] == ["a.x", "b.jsonl"]
+    assert source["options"]["config"]["max_prompt_length"] == 77
+    assert (held_out["options"]["data_files"], held_out["max_rows"]) == (["c.jsonl"], 5)
+    assert "rows_Chats_adapter.py" in found.files
+    assert found.report.refused == []
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_name() -> None:

@@ -41,7 +41,6 @@ def test_environments_are_refused_one_by_one() -> None:
 
     refused = {entry.name for entry in imported.report.entries if entry.verdict is Verdict.REFUSED}
     assert refused == {
-        "actor_train.data_args.prompt",
         "env_manager.env_groups",
         "env_manager.group_size",
         "env_manager.tags",

@@ -3,7 +3,7 @@
 from shared.config.importers.parameter import Parameter, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
 from shared.config.importers.trackers import KEY
-from shared.config.importers.values import count, flag, integer, number, numbers, share, text, unchanged
+from shared.config.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
 
 PLACEMENT = "services are separate processes; where they run changes speed, not what is computed"
 SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
@@ -34,27 +34,35 @@ MODELS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 DATA: tuple[Parameter, ...] = (
-    translated("--prompt_data", "data.path", text, "one local file; hub names, folders and lists are refused",
-               example="other.jsonl", default=None, aliases=("--data.prompt_dataset",)),
+    translated("--prompt_data", ("data.path", "data.sources"), pieces,
+               "one file or folder is the path; several, a hub name and name@folder are sources; write a folder as "
+               "./folder, since owner/name is a hub name", example="other.jsonl,owner/name", default=None,
+               aliases=("--data.prompt_dataset",)),
     applied("--input_key", "data.prompt_column", text, "column with text or messages", example="question",
             default="input", aliases=("--data.input_key",)),
     applied("--label_key", "data.label_column", text, "column that graders compare with", example="answer",
             default=None, aliases=("--data.label_key",)),
-    translated("--max_samples", "data.max_rows", integer, "the first rows", example=500, default=1e8,
-               translate=lambda value: None if value is None or value >= 1e8 else value,
-               aliases=("--data.max_samples",)),
+    translated("--max_samples", "data.max_rows", integer, "the first rows; of each source where there are weights",
+               example=500, default=1e8, aliases=("--data.max_samples",)),
     refused("--output_key", "only supervised fine-tuning reads it, which the fleet does not do", default=None,
             aliases=("--data.output_key",)),
-    refused("--input_template", "prompts are chats, in the tokenizer's own template: write the text into the file",
-            default=None, aliases=("--data.input_template",)),
-    refused("--apply_chat_template", "prompts always go through the tokenizer's chat template, which OpenRLHF only "
-            "does with this flag: give it", default=False, harmless=(True,), is_judged=True,
-            aliases=("--data.apply_chat_template",)),
-    refused("--prompt_split", "a file has no splits", default="train", aliases=("--data.prompt_split",)),
-    refused("--prompt_data_probs", "there is one dataset: mix the rows in the file", default=None,
-            aliases=("--data.prompt_probs",)),
-    translated("--eval_dataset", "evaluation.path", text, "one local file", example="other.jsonl", default=None,
-               aliases=("--eval.dataset",)),
+    translated("--input_template", "data.input_template", text,
+               "the prompt goes where {} stands; without {} it has no effect", example="Q: {}", default=None,
+               context={"--apply_chat_template": False}, aliases=("--data.input_template",)),
+    translated("--apply_chat_template", "data.input_template", flag,
+               "without it the prompt goes through input_template, or as it is, which is {} here", example=True,
+               default=False, context={"--apply_chat_template": False}, aliases=("--data.apply_chat_template",)),
+    translated("--prompt_split", "data.sources", text, "split of hub datasets and folders; a file has none",
+               example="other", default="train", context={"--prompt_data": "owner/name"},
+               aliases=("--data.prompt_split",)),
+    translated("--prompt_data_probs", "data.sources", numbers,
+               "weights: sources take turns by them, and a small one comes round again sooner", example="0.3,0.7",
+               default=None, context={"--prompt_data": "a.jsonl,b.jsonl"}, aliases=("--data.prompt_probs",)),
+    translated("--eval_dataset", ("evaluation.path", "evaluation.sets"), pieces,
+               "one file or folder is the path; several, and hub names, are sets", example="other.jsonl,owner/name",
+               default=None, aliases=("--eval.dataset",)),
+    translated("--eval_split", "evaluation.sets", text, "split of hub datasets and folders; a file has none",
+               example="test", default="train", context={"--eval_dataset": "owner/name"}, aliases=("--eval.split",)),
     translated("--eval_steps", "evaluation.every_versions", integer, "steps; -1 is at the start and the end only",
                example=5, default=-1, context=EVALUATED, aliases=("--eval.steps",)),
     translated("--eval_temperature", ("evaluation.temperature", "evaluation.greedy"), number,
@@ -67,8 +75,8 @@ DATA: tuple[Parameter, ...] = (
 SAMPLING: tuple[Parameter, ...] = (
     applied("--n_samples_per_prompt", "rollout.group_size", count, "answers per prompt", example=2, default=1,
             aliases=("--rollout.n_samples_per_prompt",)),
-    translated("--prompt_max_len", "rollout.engine.context_tokens", count,
-               "with generate_max_len the engine's context; a longer prompt fails its task instead of being cut",
+    translated("--prompt_max_len", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
+               "longest prompt, which is cut from the left; with generate_max_len the engine's context",
                example=512, default=1024),
     translated("--generate_max_len", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
                "most tokens of an answer", example=512, default=1024,

@@ -4,13 +4,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shared.config.data import PLACE
 from shared.config.importers.adapter import adapter_name, openrlhf_adapter
+from shared.config.importers.datasets import file_or_hub, held_out, takes_split, training
 from shared.config.importers.hydra import problem
 from shared.config.importers.openrlhf import flags, learning
 from shared.config.importers.parameter import System, make_system
 from shared.config.importers.shell import Script, read_script
 from shared.config.importers.source import Given, Source
-from shared.config.importers.spelling import is_data_file, is_private_host
+from shared.config.importers.spelling import is_private_host
 
 Fields = dict[str, Any]
 
@@ -19,6 +21,8 @@ SCHEDULES = {
     "cosine_with_min_lr": ("cosine", 0.1), "cosine": ("cosine", 0.0), "linear": ("linear", 0.0),
     "constant": ("constant", None), "constant_with_warmup": ("constant", None),
 }  # fmt: skip
+UNLIMITED = 1e8
+"""OpenRLHF's own --max_samples."""
 ATTEMPT_SECONDS, ATTEMPTS = 180.0, 5
 """What OpenRLHF gives a remote reward: five tries of three minutes, a second apart."""
 
@@ -104,6 +108,7 @@ def lengths(source: Source) -> Fields:
         budget = source.required("--micro_train_batch_size") * context
     dtype = source.choose("--param_dtype", DTYPES)
     return {
+        "data.max_prompt_tokens": None if whole is not None else context - answer,
         "rollout.sampling.max_new_tokens": answer,
         "rollout.engine.context_tokens": context,
         "optimisation.micro_batch_tokens": budget,
@@ -111,39 +116,58 @@ def lengths(source: Source) -> Fields:
     }
 
 
-def data(source: Source) -> Fields:
-    """Make model, dataset and evaluation."""
-    if not source.value("--apply_chat_template"):
-        source.refuse("--apply_chat_template", source.system.parameters["--apply_chat_template"].reason)
+def model(source: Source) -> Fields:
+    """Make the model."""
     fields: Fields = {}
-    model = source.value("--pretrain")
-    if model is None:
+    path = source.value("--pretrain")
+    if path is None:
         source.lack("model.path: give --pretrain")
     else:
-        fields["model.path"] = model
+        fields["model.path"] = path
     critic = source.value("--critic_pretrain")
-    if critic is not None and critic != model:
+    if critic is not None and critic != path:
         source.refuse("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out")
-    path = source.value("--prompt_data")
-    if path is None:
-        source.lack("data.path: give --prompt_data")
-    else:
-        fields["data.path"] = path
-        if not is_data_file(path) or "," in path:
-            source.refuse("--prompt_data", "one local JSON, JSONL, CSV or parquet file: download a hub dataset first")
     return fields
+
+
+def data(source: Source) -> Fields:
+    """Make the training rows, their template, and what becomes of long prompts."""
+    fields: Fields = {"data.overlong": {"kind": "truncate", "side": "left"}}
+    if not source.value("--apply_chat_template"):
+        template = source.value("--input_template")
+        fields["data.input_template"] = template if template is not None and PLACE in template else PLACE
+    places = _places(source, "--prompt_data", "--prompt_split")
+    if not places:
+        source.lack("data.path: give --prompt_data")
+        return fields
+    weights = source.value("--prompt_data_probs")
+    if weights is not None and len(weights) != len(places):
+        source.refuse("--prompt_data_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
+        weights = None
+    most = source.required("--max_samples")
+    limit = {} if most >= UNLIMITED else {"max_rows": most}
+    if weights is None or len(places) == 1:
+        return fields | training(places) | {f"data.{name}": value for name, value in limit.items()}
+    weighted = zip(places, weights, strict=True)
+    return fields | training([{**place, **limit, "weight": weight} for place, weight in weighted])
+
+
+def _places(source: Source, name: str, split_name: str) -> list[Fields]:
+    places = [file_or_hub(written) for written in source.value(name) or []]
+    splitting = [place for place in places if takes_split(place)]
+    if splitting and (split := source.value(split_name)) not in {None, "train"}:
+        for place in splitting:
+            place["split"] = split
+    return places
 
 
 def evaluation(source: Source) -> Fields:
     """Make the evaluation, where there is a dataset for it."""
-    path = source.value("--eval_dataset")
-    if path is None:
+    places = _places(source, "--eval_dataset", "--eval_split")
+    if not places:
         return {}
-    if not is_data_file(path) or "," in path:
-        source.refuse("--eval_dataset", "one local JSON, JSONL, CSV or parquet file")
     every, temperature = source.required("--eval_steps"), source.required("--eval_temperature")
-    return {
-        "evaluation.path": path,
+    return held_out(places) | {
         "evaluation.every_versions": every if every > 0 else None,
         "evaluation.greedy": not temperature,
         **({"evaluation.temperature": temperature} if temperature else {}),
@@ -218,7 +242,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss,
+        model, data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss,
         learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
-from shared.config.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from shared.config.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated
 from shared.config.importers.spelling import experiment_name
 from shared.config.importers.trackers import KEY
 from shared.config.importers.values import count, integer, number, text, texts, unchanged
@@ -14,6 +14,7 @@ ENVIRONMENTS = "episodes are single turns: there are no environments here"
 TRAIN = "actor_train"
 INFER = "actor_infer"
 VALIDATION = "validation.generating_args"
+INTERLEAVE = f"{TRAIN}.data_args.domain_interleave_probs"
 VALIDATED = {"validation.data_args.file_name": "heldout.jsonl"}
 
 RUN: tuple[Parameter, ...] = (
@@ -26,8 +27,9 @@ RUN: tuple[Parameter, ...] = (
     translated("eval_steps", "evaluation.every_versions", integer,
                "steps, in versions (model_update_frequency steps each); where validation names a file", example=5,
                default=10, context=VALIDATED),
-    translated("validation.data_args.file_name", "evaluation.path", texts, "the one file of held-out rows",
-               example="other.jsonl", default=None),
+    translated("validation.data_args.file_name", ("evaluation.path", "evaluation.sets"), texts,
+               "one file of held-out rows is the path, several are sets with series of their own",
+               example=["a.jsonl", "b.jsonl"], default=None, context=VALIDATED),
     refused("resume_from_checkpoint", "an experiment goes on from its own newest checkpoint by itself; to begin from "
             "other weights, set pretrain to their directory", default=False),
     refused("render_save_dir", ENVIRONMENTS, default=None),
@@ -60,8 +62,8 @@ BATCHES: tuple[Parameter, ...] = (
     translated("rollout_batch_size", "asynchrony.require_batches", count,
                "prompts of one step: optimiser batches times require_batches", example=256, default=128),
     applied("num_return_sequences_in_group", "rollout.group_size", count, "answers per prompt", example=4, default=1),
-    translated("prompt_length", "rollout.engine.context_tokens", count,
-               "with response_length the engine's context; a longer prompt fails its task, and is counted",
+    translated("prompt_length", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
+               "longest prompt, others are left out; with response_length the engine's context",
                example=512, default=1024),
     translated("response_length", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
                "most tokens of an answer", example=512, default=None),
@@ -121,17 +123,19 @@ WORKERS: tuple[Parameter, ...] = (
                "divides the data-parallel devices: see per_device_train_batch_size", example=2, default=1,
                aliases=("strategy_config.context_parallel_size",),
                context={f"{TRAIN}.device_mapping": "list(range(0,2))"}),
-    translated(f"{TRAIN}.data_args.file_name", "data.path", texts, "the one local file of training rows",
-               example="other.jsonl", default=None, aliases=("data_args.file_name",)),
+    translated(f"{TRAIN}.data_args.file_name", ("data.path", "data.sources"), texts,
+               "one file of training rows is the path, several are sources that are joined",
+               example=["a.jsonl", "b.jsonl"], default=None, aliases=("data_args.file_name",)),
     applied(f"{TRAIN}.data_args.messages", "data.prompt_column", text, "column with the chat messages",
             example="chat", default=None, context={}, aliases=("data_args.messages",)),
-    refused(f"{TRAIN}.data_args.prompt", "ROLL sends this column's text without a chat template, which is always "
-            "applied here: give the messages column (data_args.messages)", default=None, is_judged=True,
-            aliases=("data_args.prompt",)),
+    translated(f"{TRAIN}.data_args.prompt", ("data.prompt_column", "data.input_template"), text,
+               "this column's text without a chat template, which is {} here; without effect beside messages",
+               example="text", default=None, context={f"{TRAIN}.data_args.messages": None},
+               aliases=("data_args.prompt",)),
     refused(f"{TRAIN}.data_args.template", "the chat template is the tokenizer's own: use native", default="native",
             aliases=("data_args.template",)),
-    refused(f"{TRAIN}.data_args.domain_interleave_probs", "rows are drawn from one file: mix them there", default=None,
-            harmless=({},), is_tree=True),
+    Parameter(name=INTERLEAVE, verdict=Verdict.TRANSLATED, targets=("data.sources",), is_tree=True,
+              reason="weights of the domains, each a source with the rows of its tag_included"),
     applied(f"{INFER}.generating_args.temperature", "rollout.sampling.temperature", number,
             "softmax temperature, by which the trainer divides its logits, too", example=0.7, default=0.95,
             aliases=("generating_args.temperature",)),

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared.config.data import PLACE, is_data_file
+from shared.config.importers.datasets import FILES, held_out, training
 from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_yaml
 from shared.config.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
 from shared.config.importers.roll import learning, rows
@@ -12,9 +14,8 @@ from shared.config.importers.roll.filtering import group_filter
 from shared.config.importers.roll.learning import response_length
 from shared.config.importers.roll.rows import INFER, TRAIN, VALIDATION
 from shared.config.importers.source import Given, Source
-from shared.config.importers.spelling import is_data_file
 from shared.config.importers.trackers import chosen
-from shared.config.importers.values import same, wrong
+from shared.config.importers.values import number, same, wrong
 
 Fields = dict[str, Any]
 
@@ -122,13 +123,13 @@ def run(source: Source) -> Fields:
     }
     files = source.value("validation.data_args.file_name")
     if files:
-        if len(files) != 1 or not is_data_file(files[0]):
-            source.refuse("validation.data_args.file_name", "one local JSON, JSONL, CSV or parquet file")
+        _check_files(source, "validation.data_args.file_name", files)
         every, period = source.required("eval_steps"), source.required("model_update_frequency")
         if every > 0 and every % period:
             source.refuse("eval_steps", f"must be a multiple of model_update_frequency {period}")
         versions = max(every // period, 1) if every > 0 else None
-        fields |= {"evaluation.path": files[0], "evaluation.every_versions": versions, **_evaluation_sampling(source)}
+        fields |= held_out([{"path": file} for file in files]) | _evaluation_sampling(source)
+        fields["evaluation.every_versions"] = versions
     return fields
 
 
@@ -149,12 +150,17 @@ def _evaluation_sampling(source: Source) -> Fields:
 
 
 def lengths(source: Source) -> Fields:
-    """Make the engine's context and the longest answer."""
+    """Make the longest prompt, the longest answer and the engine's context."""
     answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
     if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
         source.refuse(name, "ROLL replaces it by response_length: give that")
     context = source.required("prompt_length") + answer
-    return {"rollout.sampling.max_new_tokens": answer, "rollout.engine.context_tokens": context}
+    return {
+        "data.max_prompt_tokens": context - answer,
+        "data.overlong": {"kind": "filter"},
+        "rollout.sampling.max_new_tokens": answer,
+        "rollout.engine.context_tokens": context,
+    }
 
 
 def data(source: Source) -> Fields:
@@ -165,21 +171,51 @@ def data(source: Source) -> Fields:
         source.lack("model.path: give pretrain, or actor_train.model_args.model_name_or_path")
     else:
         fields["model.path"] = model
-    files, name = source.value(f"{TRAIN}.data_args.file_name"), f"{TRAIN}.data_args.file_name"
+    name = f"{TRAIN}.data_args.file_name"
+    files = source.value(name)
     if not files:
-        source.lack("data.path: give actor_train.data_args.file_name")
+        source.lack(f"data.path: give {name}")
     else:
-        fields["data.path"] = files[0]
-        if len(files) != 1 or not is_data_file(files[0]):
-            source.refuse(name, "one local JSON, JSONL, CSV or parquet file: join several into one")
-    column = source.value(f"{TRAIN}.data_args.messages")
+        _check_files(source, name, files)
+        fields |= training(_domains(source, files) or [{"path": file} for file in files])
+    column, prompt = source.value(f"{TRAIN}.data_args.messages"), f"{TRAIN}.data_args.prompt"
     if column is not None:
         return fields | {"data.prompt_column": column}
-    prompt = f"{TRAIN}.data_args.prompt"
     if source.value(prompt) is not None:
-        source.refuse(prompt, source.system.parameters[prompt].reason)
-        fields["data.prompt_column"] = source.value(prompt)
+        fields |= {"data.prompt_column": source.value(prompt), "data.input_template": PLACE}
     return fields
+
+
+def _check_files(source: Source, name: str, files: Sequence[str]) -> None:
+    if not all(is_data_file(file) for file in files):
+        source.refuse(name, f"must be {FILES}")
+
+
+def _domains(source: Source, files: Sequence[str]) -> list[Fields]:
+    """Make a source of each domain, where they are mixed by probabilities."""
+    made: list[Fields] = []
+    for spelling, share in _below(source, rows.INTERLEAVE).items():
+        domain = spelling.rpartition(".")[2]
+        weight = number(spelling, share)
+        tags = source.trees.get("rewards", {}).get(f"rewards.{domain}.tag_included")
+        if len(files) != 1:
+            source.refuse_written(spelling, "domains are taken from one file: join the files into one")
+        elif not isinstance(tags, list) or not tags:
+            source.refuse_written(spelling, f"rewards.{domain}.tag_included must list the tags of this domain's rows")
+        elif weight:
+            made.append({"path": files[0], "only_data_sources": [str(tag) for tag in tags], "weight": weight})
+    if len(made) == 1:
+        del made[0]["weight"]
+    return made
+
+
+def _below(source: Source, tree: str) -> dict[str, Any]:
+    """Give what was written below the name of a tree, be it as one mapping."""
+    found: dict[str, Any] = {}
+    for spelling, value in source.trees.get(tree, {}).items():
+        found |= {f"{spelling}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+        found |= {} if isinstance(value, dict) or value is None else {spelling: value}
+    return found
 
 
 def tracking(source: Source) -> Fields:

@@ -5,12 +5,12 @@ from typing import Any
 from shared.config.importers.adapter import adapter_name, verl_adapter
 from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Source
-from shared.config.importers.spelling import is_data_file
 from shared.config.importers.trackers import chosen
 from shared.config.importers.values import same
 from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
 from shared.config.importers.verl.algorithm import OVERLONG, RM
 from shared.config.importers.verl.data import ROLLOUT_NAME
+from shared.config.importers.verl.datasets import held_out_rows
 from shared.config.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
 from shared.config.publication import MAX_SLICE_MEGABYTES
 
@@ -113,9 +113,11 @@ def lengths(source: Source) -> Fields:
     prompt = _length(source, f"{ROLLOUT_NAME}.prompt_length", "data.max_prompt_length")
     bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
     dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
+    context = min(prompt + answer, bound or prompt + answer)
     fields: Fields = {
+        "data.max_prompt_tokens": max(context - answer, 1),
         "rollout.sampling.max_new_tokens": answer,
-        "rollout.engine.context_tokens": min(prompt + answer, bound or prompt + answer),
+        "rollout.engine.context_tokens": context,
         "rollout.group_size": _group_size(source),
         "model.dtype": dtype or "bfloat16",
     }
@@ -144,28 +146,15 @@ def _group_size(source: Source) -> int:
     return int(source.required("rollout.n")) if is_fully_async(source) else 1
 
 
-def data_files(source: Source) -> Fields:
-    """Make the one training file."""
-    files = source.value("data.train_files") or []
-    if len(files) != 1 or not is_data_file(files[0]):
-        source.refuse("data.train_files", "one local JSON, JSONL, CSV or parquet file: join several into one")
-    return {"data.path": files[0] if files else ""}
-
-
 def evaluation(source: Source) -> Fields:
     """Make the evaluation, where there are held-out rows."""
-    files = source.value("data.val_files") if source.has("data.val_files") else None
-    if not files:
+    fields = held_out_rows(source)
+    if not fields:
         return {}
-    if len(files) != 1 or not is_data_file(files[0]):
-        source.refuse("data.val_files", "one local JSON, JSONL, CSV or parquet file: join several into one")
     own = is_fully_async(source) and not source.has("trainer.test_freq")
     every = source.value("rollout.test_freq" if own else "trainer.test_freq")
-    most = source.value("data.val_max_samples")
-    return {
-        "evaluation.path": files[0],
+    return fields | {
         "evaluation.every_versions": every if every and every > 0 else None,
-        "evaluation.max_rows": None if most is None or most < 0 else most,
         **_evaluation_sampling(source),
         "evaluation.group_size": source.required(f"{ROLLOUT_NAME}.val_kwargs.n"),
     }
@@ -251,18 +240,11 @@ def rewards(source: Source) -> Fields:
             "reward.components: verl's own scorers choose by data_source and are not offered: give "
             "custom_reward_function.path, or one of ours, such as --set 'reward.components=[{kind: math}]'"
         )
-        source.lack(
-            "data.label_column: verl's label lies inside the column reward_model, which only a custom function "
-            "reads: make a column of it, and name that: --set data.label_column=ground_truth"
-        )
     else:
         function = source.required("custom_reward_function.name")
         file = adapter_name(path, function)
         source.files[file] = verl_adapter(path, function)
-        fields |= {
-            "reward.components": [{"kind": "custom", "path": f"{file}:score"}],
-            "data.label_column": "reward_model",
-        }
+        fields["reward.components"] = [{"kind": "custom", "path": f"{file}:score"}]
     manager = source.choose(f"{RM}.reward_manager", {"naive": "naive", "dapo": "dapo"})
     if manager == "dapo" and source.value(f"{OVERLONG}.enable"):
         limit = source.value(f"{RM}.reward_kwargs.max_resp_len")

@@ -7,7 +7,7 @@ from shared.config.importers.hydra import apply_hydra_overrides, as_given, probl
 from shared.config.importers.parameter import UNSET, Inherit, System, ignored, make_system
 from shared.config.importers.shell import NAME, Script, read_script
 from shared.config.importers.source import Given
-from shared.config.importers.verl import actor, algorithm, data, learning, rules, trainer
+from shared.config.importers.verl import actor, algorithm, data, datasets, learning, rules, trainer
 
 OPTIONS = ("--config-name", "--config-path", "--config-dir")
 
@@ -21,7 +21,7 @@ VERL: System = make_system(
         ignored("names the class that verl reads a section into", "_target_"),
     ),
     rules=(
-        rules.data_files, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
+        datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
         learning.kl, learning.old_policy, learning.critic, learning.resampling, rules.rewards, rules.evaluation,
         rules.checkpoints, rules.placement, rules.publication, rules.tracking,
     ),

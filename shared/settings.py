@@ -71,13 +71,18 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         port=int(port),
         data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
         log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
-        lease_seconds=_seconds(values, "FLOTILLA_LEASE_SECONDS", 60.0),
+        lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
-        notice_seconds=_seconds(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
+        notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
     )
 
 
-def _seconds(values: Mapping[str, str], name: str, default: float, *, may_be_zero: bool = False) -> float:
+def seconds_from(values: Mapping[str, str], name: str, default: float, *, may_be_zero: bool = False) -> float:
+    """Read a variable that is a number of seconds.
+
+    Raises:
+        InvalidRequest: it is not one, or is 0 where that makes no sense.
+    """
     text = values.get(name, str(default))
     try:
         seconds = float(text)

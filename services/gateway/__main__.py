@@ -5,13 +5,13 @@ import os
 import sys
 
 from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import STALL_SECONDS, GatewaySettings
 from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 from shared.serving import address_of, bind, serve
-from shared.settings import read_settings
+from shared.settings import read_settings, seconds_from
 from shared.streams.connection import check_server
 from shared.telemetry.logging import configure_logging
 
@@ -36,6 +36,7 @@ def main() -> int:
             redis_url=common.redis_url,
             data=common.data,
             database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
+            stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         )
         listening = bind(common.host, common.port)
         with listening:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+STALL_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -37,7 +39,7 @@ class GatewaySettings:
     rest_seconds: float = 5.0
     longest_wait_seconds: float = 30.0
     publication_seconds: float = 10.0
-    stall_seconds: float = 30.0
+    stall_seconds: float = STALL_SECONDS
     patience_seconds: float = 5.0
     notice_seconds: float = 35.0
     ending_seconds: float = 30.0

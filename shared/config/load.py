@@ -30,6 +30,22 @@ MOVED = {
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader, which would let the later of two equal keys win in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                problem = f"the key {key.value!r} stands twice: keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return node
+
+
 def parse_document(text: str, *, source: str) -> dict[str, Any]:
     """Read YAML (of which JSON is a part) into a mapping.
 
@@ -37,7 +53,7 @@ def parse_document(text: str, *, source: str) -> dict[str, Any]:
         InvalidSpec: it does not parse, or is no mapping.
     """
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -175,11 +191,31 @@ def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
         return {"path": path, "value": shown, "allowed": _unknown_key(shown_location, section, root)}
     if item["type"] == "missing":
         return {"path": path, "value": None, "allowed": "this key is required"}
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = _message(item, root)
     if not path:
         return {"path": _first_field(message, root), "value": None, "allowed": message}
     says_value = not isinstance(value, Mapping | BaseModel)
     return {"path": path, "value": shown, "allowed": f"{message}, got {shown!r}" if says_value else message}
+
+
+def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
+    if item["type"] in {"model_type", "model_attributes_type"}:
+        return "a section with keys of its own is wanted here"
+    if item["type"] != "union_tag_not_found":
+        return str(item["msg"]).removeprefix("Value error, ")
+    tag = str(item["ctx"]["discriminator"]).strip("'")
+    fields = [model.model_fields.get(tag) for model in _models_at(root, item["loc"])]
+    kinds = [str(get_args(field.annotation)[0]) for field in fields if field is not None]
+    return f"{tag} is missing, which says what this is: {', '.join(kinds)}"
+
+
+def _models_at(root: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
+    """Find the sections that may stand at a location."""
+    candidates = [root]
+    for part in location:
+        fields = [field for model in candidates for name, field in model.model_fields.items() if name == part]
+        candidates = [model for field in fields for model in _models(field.annotation)] if fields else candidates
+    return list(dict.fromkeys(candidates))
 
 
 def _first_field(message: str, root: type[BaseModel]) -> str:
@@ -200,7 +236,7 @@ def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root:
     *parents, key = location
     names = sorted(section.model_fields) if section else []
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    elsewhere = _paths_named(root, key)
+    elsewhere = [found for found in _paths_named(root, key) if found != ".".join(location)]
     if moved := MOVED.get(".".join(location)):
         hint = f"it is {moved} now"
     elif near:

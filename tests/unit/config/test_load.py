@@ -100,6 +100,35 @@ def test_text_that_is_no_mapping_is_refused(text: str) -> None:
         parse_document(text, source="spec.yaml")
 
 
+def test_a_key_that_stands_twice_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidSpec, match=r"line 3, column 1: the key 'name' stands twice"):
+        parse_document("name: a\nseed: 1\nname: b\n", source="spec")
+
+
+def test_keys_that_are_merged_in_may_be_replaced() -> None:
+    text = "base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}\n"
+
+    assert parse_document(text, source="spec")["more"] == {"a": 1, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.resampling={}", "kind is missing, which says what this is: pow, max_min, max_random"),
+        ("reward.components=[{}]", "kind is missing, which says what this is: exact, "),
+        ("optimisation=3", "a section with keys of its own is wanted here"),
+        ("algorithm.resampling={kind: max_min, power: 2}", "unknown key 'power'; allowed here: kind"),
+    ],
+)
+def test_a_wrong_section_is_answered_with_the_way_out(override: str, words: str) -> None:
+    document = apply_overrides(a_document(), [override])
+
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(document)
+
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize("override", ["nonsense", "=3", "name.deeper=1"])
 def test_an_override_that_cannot_be_applied_is_refused(override: str) -> None:
     with pytest.raises(InvalidSpec, match="override"):

@@ -175,9 +175,12 @@ def test_rolls_filters_of_tokens_become_tests() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("filters", [["x"], [{"agg_type": "word"}], [{"ratio_enable": True}],
-                                     [{"ratio_enabled": True, "ratio_low": "x"}]])  # fmt: skip
-def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: list[Any]) -> None:
+UNREADABLE = [3, ["x"], [{"agg_type": "word"}], [{"agg_type": ["token"]}], [{"ratio_enable": True}],
+              [{"ratio_enabled": True, "ratio_low": "x"}]]  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", UNREADABLE)
+def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: object) -> None:
     with pytest.raises(InvalidSpec, match=r"train_infer_correction\.filters"):
         imported("roll", **{"train_infer_correction.filters": filters})
 

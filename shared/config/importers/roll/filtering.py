@@ -33,7 +33,7 @@ def group_filter(source: Source) -> Fields:
     written: dict[str, dict[str, Any]] = {}
     domains: set[str] = set()
     for spelling, value in source.trees.get("rewards", {}).items():
-        domains.add(spelling.split(".")[1])
+        domains.add(spelling.removeprefix("rewards.").partition(".")[0])
         match = OPTION.match(spelling)
         if match:
             written.setdefault(match["domain"], {})[match["option"]] = value
@@ -75,8 +75,11 @@ def _of_domain(source: Source, domain: str, options: dict[str, Any]) -> Section 
 def rejections(source: Source) -> list[Section]:
     """Make the tests on tokens and sequences."""
     made: list[Section] = []
-    for each in source.value(FILTERS) or []:
-        if not isinstance(each, dict) or each.get("agg_type", "token") not in SCOPES:
+    written = source.value(FILTERS) or []
+    if not isinstance(written, list):
+        raise wrong(FILTERS, written, "a list of filters")
+    for each in written:
+        if not isinstance(each, dict) or str(each.get("agg_type", "token")) not in SCOPES:
             raise wrong(FILTERS, each, f"a filter whose agg_type is {', '.join(SCOPES)}")
         unknown = set(each) - {
             "agg_type",

@@ -139,12 +139,16 @@ class GroupSource:
         return len(stale)
 
     async def plan(self, step: int, chosen: list[ReadyGroup], version: int) -> bool:
-        """Write the plan of a step; False if a claim of it was lost meanwhile: choose again.
+        """Write the plan of a step; False if a claim of it was lost, or one is too old to be trained: choose again.
+
+        This is where a token over ``max_lag`` is refused, whatever chose it: a group may have come since the last look.
 
         Raises:
             Conflict: another plan of the step stands.
             ClaimLost: a later trainer took over.
         """
+        if await self.drop_stale(version) and not all(each.group_id in self._ready for each in chosen):
+            return False
         claims = [each.claim for each in chosen]
         if await self._queue.plan(step, claims, version):
             self.mark_planned(Plan.of(step, claims, version))

@@ -223,3 +223,23 @@ def test_what_cannot_be_trained_is_told_apart() -> None:
 def _with_token(trajectory, token: int):  # type: ignore[no-untyped-def]
     trajectory.token_ids[-1] = token
     return trajectory
+
+
+async def test_an_old_group_that_arrives_while_the_step_paces_is_dropped_and_not_trained() -> None:
+    plane = MemoryDataPlane()
+    old, new = await issue(plane, 0, 2)
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 1},
+        asynchrony={"staleness_threshold": 1.0, "max_lag": 1, "on_max_lag": "pace"},
+    )
+    async with a_source(plane) as source:
+        await answer(plane, a_group([1.0, 0.0], new, version=2))
+        await settled(plane)
+        work = planner(spec, plane, source).groups_of(3, 2, ends_version=True, make_durable=never)
+        planning = asyncio.create_task(work)
+        await asyncio.sleep(0.01)
+        await answer(plane, a_group([1.0, 0.0], old, version=0))
+        planned = await planning
+
+    assert [group.task.group_id for group in planned.groups] == [new.group_id]
+    assert (await plane.ledger()).dropped == {"stale": 1}

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from services.gateway.guard import Guard
 from services.gateway.routes import experiments, fleet, health, publications, series, services
+from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, OpenState, open_state
 from services.gateway.store.base import Store
@@ -33,6 +34,8 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
     for module in (services, experiments, fleet, publications, series):
         app.include_router(module.router, prefix="/v1")
+    # Each is around those that were added before it.
+    app.add_middleware(StatusCalls)
     app.add_middleware(Guard, token=settings.token, body_bytes=settings.body_bytes, store_of=_store_of)
     return app
 

@@ -10,29 +10,29 @@ class Signal:
     """Take ``next`` before looking at what may change, look, then wait for it: no news is missed."""
 
     def __init__(self) -> None:
-        self._next = asyncio.Event()
+        self._next: asyncio.Future[None] | None = None
 
     def fire(self) -> None:
         """Wake all that wait now."""
-        fired, self._next = self._next, asyncio.Event()
-        fired.set()
+        fired, self._next = self._next, None
+        if fired is not None and not fired.done():
+            fired.set_result(None)
 
     @property
-    def next(self) -> asyncio.Event:
-        """The event that the next ``fire`` sets."""
+    def next(self) -> asyncio.Future[None]:
+        """What the next ``fire`` ends. All that wait share it: wait with ``wait_for_any``, which never cancels it."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
         return self._next
 
 
-async def wait_for_any(timeout_seconds: float, *events: asyncio.Event) -> bool:
-    """Wait until one of the events is set; False if the time was over first."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        done, _ = await asyncio.wait(waiting, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-        return bool(done)
-    finally:
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+async def wait_for_any(timeout_seconds: float | None, *futures: asyncio.Future[Any]) -> bool:
+    """Wait until one of the futures is done; False if the time was over first.
+
+    They are left as they are. No task is made: thousands of calls wait here at once.
+    """
+    done, _ = await asyncio.wait(futures, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

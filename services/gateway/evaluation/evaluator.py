@@ -13,6 +13,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.leftovers import GATEWAY, resolve_leftovers
 from services.gateway.feeder.dataset import Dataset
+from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
 from shared.config.evaluation import EvaluationConfig
@@ -54,7 +55,7 @@ class Evaluator:
             changed = self._experiment.changed.next
             version = self.due()
             if version is None or self._experiment.state is not ExperimentState.RUNNING:
-                await changed.wait()
+                await wait_for_any(None, changed)
                 continue
             try:
                 await self.evaluate(version)

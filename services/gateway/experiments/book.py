@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from services.gateway.experiments.idleness import Idleness
 from services.gateway.experiments.window import Window
-from services.gateway.registry.desired import digest
+from services.gateway.registry.desired import DesiredStates, digest
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, ExperimentRecord
@@ -63,6 +63,7 @@ class Experiment:
         full_stream: the first stream of the train lane that has reached its bound, if any.
         window: what was seen of it in the last minute.
         idleness: how much of each version's time its rollouts sampled nothing.
+        told: what its services should do, as computed last.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -77,6 +78,7 @@ class Experiment:
         self.full_stream: FullStream | None = None
         self.window = Window()
         self.idleness = Idleness()
+        self.told = DesiredStates()
 
     @property
     def id(self) -> str:

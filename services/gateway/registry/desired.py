@@ -13,6 +13,9 @@ from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationOrder
 from shared.schemas.service import Assignment, DesiredState, ServiceKind, WorkState
 
+MOST_BODIES = 64
+"""How many encoded answers are kept: a few kilobytes each."""
+
 WORK_STATES = {
     ExperimentState.STARTING: WorkState.RUNNING,
     ExperimentState.RUNNING: WorkState.RUNNING,
@@ -102,6 +105,50 @@ def desired(
     content = answer.model_dump(mode="json", exclude={"tag": True, "notice_seconds": True, "assignment": {"spec"}})
     ends = [] if service.notice_ends is None else [service.notice_ends]
     return answer.model_copy(update={"tag": digest([content, experiment.spec_digest, *ends])})
+
+
+class DesiredStates:
+    """``desired`` for the services of one experiment, computed once for all that are told the same.
+
+    What is told to one service alone, an order or what is left of its notice, is computed each time.
+    """
+
+    def __init__(self) -> None:
+        self._experiment: ExperimentFacts | None = None
+        self._answers: dict[tuple[ServiceKind, bool], DesiredState] = {}
+
+    def of(
+        self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
+    ) -> DesiredState:
+        """Say what a service should do; the arguments are those of ``desired``."""
+        if order is not None or service.notice_ends is not None:
+            return desired(service, experiment, order)
+        if experiment != self._experiment:
+            self._experiment, self._answers = experiment, {}
+        key = (service.kind, service.is_draining)
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = desired(service, experiment)
+        return answer
+
+
+class Bodies:
+    """Desired states as JSON, encoded once for all services that are told the same."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, bytes] = {}
+
+    def of(self, answer: DesiredState) -> bytes:
+        """Encode a desired state."""
+        # The tag names all of it but what is left of a notice.
+        if answer.notice_seconds is not None:
+            return answer.model_dump_json().encode()
+        body = self._bodies.get(answer.tag)
+        if body is None:
+            if len(self._bodies) >= MOST_BODIES:
+                self._bodies.clear()
+            body = self._bodies[answer.tag] = answer.model_dump_json().encode()
+        return body
 
 
 def weights_url(experiment: ExperimentFacts) -> str | None:

@@ -7,6 +7,7 @@ acknowledged. Whoever changes something that matters to a service fires its sign
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
@@ -14,7 +15,7 @@ from services.gateway.experiments.control import Control
 from services.gateway.experiments.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
-from services.gateway.registry.desired import ExperimentFacts, desired
+from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Notice, Registry
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
@@ -32,6 +33,9 @@ from shared.schemas.service import (
 
 log = logging.getLogger(__name__)
 
+
+WatchCaller = Callable[[], asyncio.Future[Any]]
+"""Begins to watch for a caller's connection to break, which ends the future."""
 
 HANDED_OVER_GAUGES = ("groups_handed_over", "tokens_handed_over")
 """What of a rollout's load is worth keeping when it leaves."""
@@ -63,6 +67,8 @@ class Fleet:
         self._clock = clock
         self._store = store
         self._on_news = on_news
+        self._idle = DesiredStates()
+        self.bodies = Bodies()
 
     async def register(self, registration: Registration) -> Registered:
         """Take a service in."""
@@ -72,12 +78,12 @@ class Fleet:
         return Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
 
     async def report(
-        self, service_id: str, observed: ObservedState, wait_seconds: float, hung_up: asyncio.Event
+        self, service_id: str, observed: ObservedState, wait_seconds: float, watch: WatchCaller
     ) -> DesiredState:
         """Take an observation in and answer with the desired state, at the latest after ``wait_seconds``.
 
         Args:
-            hung_up: set when the caller's connection broke.
+            watch: called only if the call has to wait.
 
         Raises:
             NotFound: the service is not registered (any more).
@@ -85,35 +91,50 @@ class Fleet:
         service = self._registry.get(service_id)
         self._registry.renew(service, wait_seconds)
         await self._observe(service, observed)
-        poll = None
-        if wait_seconds > 0:
-            service.polls += 1
-            poll = service.polls
-        end = self._clock.monotonic() + wait_seconds
-        while True:
-            changed = service.changed.next
-            # Removed while it waited: the caller has to hear of it.
-            self._registry.get(service_id)
-            answer = self.desired(service)
-            remaining = end - self._clock.monotonic()
-            is_overtaken = poll is not None and service.polls != poll
-            if answer.tag != observed.acknowledged or remaining <= 0 or is_overtaken:
-                break
-            if hung_up.is_set():
-                self._registry.shorten(service)
-                return answer
-            await wait_for_any(remaining, changed, hung_up)
+        if wait_seconds <= 0:
+            return self.desired(service)
+        service.polls += 1
+        poll = service.polls
+        answer = await self._news_for(service, observed.acknowledged, wait_seconds, watch)
+        if answer is None:
+            self._registry.shorten(service)
+            return self.desired(service)
         if poll == service.polls:
             self._registry.settle(service)
         return answer
+
+    async def _news_for(
+        self, service: LiveService, acknowledged: str | None, wait_seconds: float, watch: WatchCaller
+    ) -> DesiredState | None:
+        """Wait for another desired state, a newer poll or the end of the time; None if the caller hung up."""
+        poll = service.polls
+        end = self._clock.monotonic() + wait_seconds
+        hung_up: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                changed = service.changed.next
+                # Removed while it waited: the caller has to hear of it.
+                self._registry.get(service.id)
+                answer = self.desired(service)
+                remaining = end - self._clock.monotonic()
+                if answer.tag != acknowledged or remaining <= 0 or service.polls != poll:
+                    return answer
+                if hung_up is None:
+                    hung_up = watch()
+                if hung_up.done():
+                    return None
+                await wait_for_any(remaining, changed, hung_up)
+        finally:
+            if hung_up is not None:
+                hung_up.cancel()
 
     def desired(self, service: LiveService) -> DesiredState:
         """Compute what a service should do now."""
         experiment = self._book.find(service.experiment_id)
         if experiment is None:
-            return desired(self._registry.facts(service), None)
+            return self._idle.of(self._registry.facts(service), None)
         order = self._publications.order_for(service.id, experiment.id)
-        return desired(self._registry.facts(service), self._facts(experiment), order)
+        return experiment.told.of(self._registry.facts(service), self._facts(experiment), order)
 
     def _facts(self, experiment: Experiment) -> ExperimentFacts:
         record = experiment.record

@@ -103,6 +103,8 @@ class Registry:
         self._rest_seconds = rest_seconds
         self._services: dict[str, LiveService] = {}
         self._assigned: dict[str, dict[str, LiveService]] = {}
+        # Asked for with every status call of a fleet that may have a thousand services.
+        self._trainers: dict[str, dict[str, LiveService]] = {}
 
     async def load(self) -> None:
         """Take back the services of an earlier process, under a grace lease."""
@@ -138,7 +140,7 @@ class Registry:
 
     def trainer_of(self, experiment_id: str) -> LiveService | None:
         """Find the trainer service of an experiment."""
-        return next(iter(self.of(experiment_id, ServiceKind.TRAINER)), None)
+        return next(iter(self._trainers.get(experiment_id, {}).values()), None)
 
     async def register(self, registration: Registration) -> LiveService:
         """Take a service in; the same process gets the same id again."""
@@ -205,14 +207,19 @@ class Registry:
         await self._store.put_service(service.record)
 
     def _index(self, service: LiveService) -> None:
-        if service.experiment_id is not None:
-            self._assigned.setdefault(service.experiment_id, {})[service.id] = service
+        for index in self._indices_of(service):
+            if service.experiment_id is not None:
+                index.setdefault(service.experiment_id, {})[service.id] = service
 
     def _unindex(self, service: LiveService) -> None:
-        if service.experiment_id is not None:
-            self._assigned[service.experiment_id].pop(service.id, None)
-            if not self._assigned[service.experiment_id]:
-                del self._assigned[service.experiment_id]
+        for index in self._indices_of(service):
+            if service.experiment_id in index:
+                index[service.experiment_id].pop(service.id, None)
+                if not index[service.experiment_id]:
+                    del index[service.experiment_id]
+
+    def _indices_of(self, service: LiveService) -> list[dict[str, dict[str, LiveService]]]:
+        return [self._assigned, self._trainers] if service.kind is ServiceKind.TRAINER else [self._assigned]
 
     async def drain(self, service: LiveService, notice_seconds: float) -> None:
         """Let it finish what it has in hand and take nothing new, ever."""

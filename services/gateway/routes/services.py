@@ -1,12 +1,9 @@
 """Services: register, exchange observed for desired state, drain, leave."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
+from services.gateway.routes.exchange import JSON, exchange
 from shared.schemas.experiment import Page
 from shared.schemas.service import (
     DesiredState,
@@ -29,10 +26,10 @@ async def register(registration: Registration, gateway: Gateway) -> Registered:
     return await gateway.fleet.register(registration)
 
 
-@router.put("/{service_id}/status")
+@router.put("/{service_id}/status", response_model=DesiredState)
 async def report(
     service_id: str, observed: ObservedState, gateway: Gateway, request: Request, wait: Wait = 0.0
-) -> DesiredState:
+) -> Response:
     """Renew the lease, take the observed state in, answer with the desired one.
 
     Answers at once when the desired state is not the acknowledged one, else when it changes or ``wait`` is over.
@@ -40,9 +37,8 @@ async def report(
     Raises:
         NotFound: the service is not registered: it registers again (404).
     """
-    async with _hanging_up(request) as hung_up:
-        wait = min(wait, gateway.settings.longest_wait_seconds)
-        return await gateway.fleet.report(service_id, observed, wait, hung_up)
+    # Calls in plain order do not come here: see StatusCalls.
+    return Response(await exchange(gateway, service_id, observed, wait, request.receive), media_type=JSON)
 
 
 @router.post("/{service_id}/drain")
@@ -80,21 +76,3 @@ async def show(service_id: str, gateway: Gateway) -> ServiceView:
         NotFound: it is not registered (404).
     """
     return gateway.registry.view(gateway.registry.get(service_id))
-
-
-@asynccontextmanager
-async def _hanging_up(request: Request) -> AsyncIterator[asyncio.Event]:
-    """Watch for the caller's connection to break."""
-    hung_up = asyncio.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        hung_up.set()
-
-    task = asyncio.create_task(watch(), name="hang-up")
-    try:
-        yield hung_up
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -126,7 +126,6 @@ class Rollout:
         with contextlib.suppress(FlotillaError):  # it was taken out
             while True:
                 self.news.clear()
-                hung_up = asyncio.Event()
                 observed = ObservedState(
                     acknowledged=acknowledged,
                     experiment_id=EXPERIMENT,
@@ -136,7 +135,7 @@ class Rollout:
                 )
                 if observed.publication is not None and observed.publication not in self.reports:
                     self.reports.append(observed.publication)
-                polling = asyncio.create_task(fleet.report(self.service_id, observed, 5.0, hung_up))
+                polling = asyncio.create_task(fleet.report(self.service_id, observed, 5.0, _stays))
                 waiting = asyncio.create_task(self.news.wait())
                 try:
                     await asyncio.wait({polling, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -225,7 +224,7 @@ class Fleet:
 
     async def _trainer_reports(self) -> None:
         observed = ObservedState(experiment_id=EXPERIMENT, state=WorkState.RUNNING)
-        await self.gateway.fleet.report(self.trainer_id, observed, 0.0, asyncio.Event())
+        await self.gateway.fleet.report(self.trainer_id, observed, 0.0, _stays)
 
     async def _offer(self, version: int, path: Path, checksum: str) -> None:
         image = WeightImage.attach(path)
@@ -307,3 +306,8 @@ async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def _stays() -> asyncio.Future[Any]:
+    """A caller that does not hang up."""
+    return asyncio.get_running_loop().create_future()

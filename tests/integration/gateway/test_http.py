@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,41 @@ async def test_the_interface_describes_itself(url: str) -> None:
 
     body = document["paths"]["/v1/experiments"]["post"]["requestBody"]["content"]
     assert "optimisation" in body["application/json"]["schema"]["properties"]
+
+
+async def test_a_status_call_gets_the_same_answer_by_the_short_way_and_by_its_route(
+    url: str, client: GatewayClient
+) -> None:
+    service_id = (await client.call("POST", "/v1/services", body=REGISTRATION))["service_id"]
+    kinds = ["application/json", "application/json; charset=utf-8"]
+    async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        for path, body, status in (
+            (f"/v1/services/{service_id}/status", '{"state": "idle"}', 200),
+            (f"/v1/services/{service_id}/status?wait=0.1", "{}", 200),
+            (f"/v1/services/{service_id}/status", '{"state": "asleep"}', 422),
+            (f"/v1/services/{service_id}/status?wait=-1", "{}", 422),
+            ("/v1/services/rollout-1/status?wait=1", "{}", 404),
+        ):
+            short, long = [await http.put(path, content=body, headers={"Content-Type": kind}) for kind in kinds]
+            assert short.status_code == long.status_code == status
+            assert (short.json(), short.headers["content-type"]) == (long.json(), long.headers["content-type"])
+
+
+async def test_a_caller_that_hangs_up_while_it_waits_keeps_a_short_rest_of_its_lease(
+    served: tuple[str, GatewayState], client: GatewayClient
+) -> None:
+    url, gateway = served
+    service_id = (await client.call("POST", "/v1/services", body=REGISTRATION))["service_id"]
+    path = f"/v1/services/{service_id}/status"
+    tag = (await client.call("PUT", path, body={}))["tag"]
+    service = gateway.registry.get(service_id)
+    async with asyncio.timeout(5.0), httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
+        waiting = asyncio.create_task(http.put(path, json={"acknowledged": tag}, params={"wait": 20}))
+        while service.lease_ends < time.monotonic() + 10:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while service.lease_ends > time.monotonic() + gateway.settings.rest_seconds:
+            await asyncio.sleep(0.01)
 
 
 async def test_health_and_gauges_are_open(url: str, client: GatewayClient) -> None:

@@ -131,7 +131,12 @@ async def add_service(
 
 async def say(gateway: GatewayState, service_id: str, observed: ObservedState) -> Any:
     """Let a service report without waiting; return its desired state."""
-    return await gateway.fleet.report(service_id, observed, 0.0, asyncio.Event())
+    return await gateway.fleet.report(service_id, observed, 0.0, stays)
+
+
+def stays() -> asyncio.Future[Any]:
+    """A caller that does not hang up."""
+    return asyncio.get_running_loop().create_future()
 
 
 def a_manifest(version: int = 1) -> Manifest:

@@ -2,10 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.registry.desired import ExperimentFacts, ServiceFacts, desired, digest
+from services.gateway.registry.desired import (
+    MOST_BODIES,
+    Bodies,
+    DesiredStates,
+    ExperimentFacts,
+    ServiceFacts,
+    desired,
+    digest,
+)
 from shared.schemas.experiment import ExperimentState as State
 from shared.schemas.publication import PublicationOrder, PublicationPhase
-from shared.schemas.service import ServiceKind, WorkState
+from shared.schemas.service import DesiredState, ServiceKind, WorkState
 from tests.unit.gateway.builders import a_manifest
 
 ROLLOUT = ServiceFacts("rollout-1", ServiceKind.ROLLOUT, is_draining=False)
@@ -102,3 +110,39 @@ def test_the_tag_changes_with_the_publication_and_with_the_trainers_epoch() -> N
     assert len(tags) == 3
     assert desired(TRAINER, replace(FACTS, trainer_epoch=2)).tag != desired(TRAINER, FACTS).tag
     assert desired(ROLLOUT, replace(FACTS, trainer_epoch=2)).tag == desired(ROLLOUT, FACTS).tag
+
+
+def test_what_is_computed_once_for_many_is_what_each_would_be_told() -> None:
+    states = DesiredStates()
+    others = [
+        replace(FACTS, state=State.PAUSED),
+        replace(FACTS, revision=2, spec={"name": "b"}, spec_digest=digest({"name": "b"})),
+        replace(FACTS, policy_version=1),
+        replace(FACTS, policy_version=1, weights_address="http://elsewhere/"),
+        None,
+    ]
+    services = [
+        ROLLOUT,
+        TRAINER,
+        replace(ROLLOUT, is_draining=True),
+        replace(ROLLOUT, is_draining=True, notice_ends=9.0, notice_seconds=4.0),
+        replace(ROLLOUT, is_draining=True, notice_ends=9.0, notice_seconds=3.0),
+    ]
+
+    for facts in [FACTS, *others, FACTS]:
+        for service in services * 2:
+            assert states.of(service, facts) == desired(service, facts)
+            assert states.of(service, facts, ORDER) == desired(service, facts, ORDER)
+    assert states.of(ROLLOUT, FACTS) is states.of(replace(ROLLOUT, service_id="rollout-2"), FACTS)
+
+
+def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
+    bodies = Bodies()
+    answers = [desired(ROLLOUT, replace(FACTS, policy_version=version)) for version in range(2 * MOST_BODIES)]
+    draining = replace(ROLLOUT, is_draining=True, notice_ends=9.0)
+    answers += [desired(replace(draining, notice_seconds=seconds), FACTS) for seconds in (4.0, 3.0)]
+
+    for answer in answers:
+        assert DesiredState.model_validate_json(bodies.of(answer)) == answer
+    last = desired(ROLLOUT, FACTS)
+    assert bodies.of(last) is bodies.of(last.model_copy())

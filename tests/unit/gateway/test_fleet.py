@@ -1,6 +1,8 @@
 """Leases, long polls and what services' words set in motion, with a clock that is moved by hand."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,16 +20,17 @@ from tests.unit.gateway.builders import (
     add_experiment,
     add_service,
     say,
+    stays,
     stop,
     until,
 )
 
 
 def poll(
-    gateway: GatewayState, service_id: str, tag: str, hung_up: asyncio.Event | None = None
+    gateway: GatewayState, service_id: str, tag: str, watch: Callable[[], asyncio.Future[Any]] = stays
 ) -> "asyncio.Task[DesiredState]":
     observed = ObservedState(acknowledged=tag)
-    return asyncio.create_task(gateway.fleet.report(service_id, observed, 30.0, hung_up or asyncio.Event()))
+    return asyncio.create_task(gateway.fleet.report(service_id, observed, 30.0, watch))
 
 
 async def test_the_same_process_gets_the_same_id_again() -> None:
@@ -63,7 +66,7 @@ async def test_a_poll_answers_at_once_when_the_desired_state_is_not_the_acknowle
     gateway = a_gateway()
     service_id = await add_service(gateway, ServiceKind.REWARD, "one")
 
-    answer = await gateway.fleet.report(service_id, ObservedState(acknowledged="old"), 30.0, asyncio.Event())
+    answer = await gateway.fleet.report(service_id, ObservedState(acknowledged="old"), 30.0, stays)
 
     assert answer.state is WorkState.IDLE
 
@@ -93,11 +96,11 @@ async def test_a_broken_connection_leaves_a_short_rest_of_the_lease() -> None:
     gateway = a_gateway(clock=clock, rest_seconds=5.0)
     service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
     tag = (await say(gateway, service_id, ObservedState())).tag
-    hung_up = asyncio.Event()
-    waiting = poll(gateway, service_id, tag, hung_up)
+    hung_up = stays()
+    waiting = poll(gateway, service_id, tag, lambda: hung_up)
     await asyncio.sleep(0.01)
 
-    hung_up.set()
+    hung_up.set_result(None)
     await asyncio.wait_for(waiting, 1.0)
 
     clock.advance(5.0)

@@ -1,0 +1,92 @@
+"""The status call's short way past the web framework.
+
+Every service makes this call all the time, and one change of an experiment is answered to all of its services at once:
+with a thousand of them, what one call costs is what the last of them waits for. The framework's routing, dependencies
+and responses are most of that cost. So a call in plain order is answered here, within the guard as every other; one
+that is not (another content type, a body or query that is not valid) goes on to the route of ``routes/services.py``,
+which does the same and says what is wrong.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.state import GatewayState
+from shared.errors import FlotillaError
+from shared.schemas.service import ObservedState
+from shared.serving import problem_response
+
+JSON = "application/json"
+PATH = re.compile(r"/v1/services/([^/]+)/status")
+QUERY = re.compile(rb"(?:wait=([0-9]{1,9}(?:\.[0-9]{1,9})?))?")
+CONTENT_TYPE = (b"content-type", JSON.encode())
+
+
+async def exchange(
+    gateway: GatewayState, service_id: str, observed: ObservedState, wait_seconds: float, receive: Receive
+) -> bytes:
+    """Take an observation in, wait for the desired state, and give it as JSON.
+
+    Args:
+        receive: the request's, whose body was read: what comes next is that the caller hung up.
+
+    Raises:
+        NotFound: the service is not registered.
+    """
+
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    def watch() -> asyncio.Future[Any]:
+        return asyncio.ensure_future(hang_up())
+
+    wait_seconds = min(wait_seconds, gateway.settings.longest_wait_seconds)
+    return gateway.fleet.bodies.of(await gateway.fleet.report(service_id, observed, wait_seconds, watch))
+
+
+class StatusCalls:
+    """ASGI middleware: answers status calls in plain order, passes on all else.
+
+    Args:
+        app: where the rest goes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        path = PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "PUT" else None
+        query = QUERY.fullmatch(scope["query_string"]) if path is not None else None
+        if path is None or query is None or CONTENT_TYPE not in scope["headers"]:
+            await self._app(scope, receive, send)
+            return
+        # The guard has read all of the body, and gives it in one piece.
+        message = await receive()
+        try:
+            observed = ObservedState.model_validate_json(message.get("body", b""))
+        except ValidationError:
+            await self._app(scope, _again(message, receive), send)
+            return
+        try:
+            body = await exchange(scope["state"]["gateway"], path[1], observed, float(query[1] or 0), receive)
+        except FlotillaError as error:
+            await problem_response(error)(scope, receive, send)
+            return
+        headers = [CONTENT_TYPE, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _again(message: Message, receive: Receive) -> Receive:
+    """Give a message that was read already, then whatever comes next."""
+    read: list[Message] = [message]
+
+    async def replay() -> Message:
+        return read.pop() if read else await receive()
+
+    return replay

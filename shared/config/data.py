@@ -1,5 +1,6 @@
 """Which dataset rows become tasks, and how their prompts become tokens."""
 
+import re
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -13,6 +14,8 @@ VERL_COLUMNS: Final = {
     "label_column": "reward_model.ground_truth",
     "data_source_column": "data_source",
 }
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+CLASS_IN_A_FILE: Final = re.compile(r".+\.py:[A-Za-z_]\w*")
 PLACE: Final = "{}"
 MAX_RATIO: Final = 1000
 
@@ -32,9 +35,9 @@ class RowsConfig(Config):
 
     path: str | None = Field(None, min_length=1)
     """File, pattern such as `train-*.parquet`, or folder; local or a URL that fsspec reads, such as `s3://...`."""
-    hub: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+    hub: str | None = None
     """Dataset on the Hugging Face hub, as `owner/name`; needs `flotilla[hub]`."""
-    custom: str | None = Field(None, pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    custom: str | None = None
     """Class in a file of yours, as `rows.py:Rows`, called with `options`; it has `__len__` and `__getitem__`."""
     options: dict[str, JsonValue] | None = None
     """Keyword arguments of the custom class."""
@@ -52,6 +55,20 @@ class RowsConfig(Config):
     """Data source of all these rows, as if each had it in `data.data_source_column`."""
     only_data_sources: tuple[str, ...] | None = Field(None, min_length=1)
     """Take the rows of these data sources only."""
+
+    @field_validator("hub")
+    @classmethod
+    def _hub_name(cls, name: str | None) -> str | None:
+        if name is not None and not HUB_NAME.fullmatch(name):
+            raise ValueError("must be a dataset's name on the hub, as owner/name; a path or URL belongs into path")
+        return name
+
+    @field_validator("custom")
+    @classmethod
+    def _class_in_a_file(cls, reference: str | None) -> str | None:
+        if reference is not None and not CLASS_IN_A_FILE.fullmatch(reference):
+            raise ValueError("must name a class in a Python file, as rows.py:Rows")
+        return reference
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

@@ -27,6 +27,12 @@ MOVED = {
     "optimisation.threads": "parallelism.threads",
 }
 """Keys that had another place once, and where they are now."""
+PLAIN = {
+    "dict_type": "must be a mapping of keys to values",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+}
+"""Types of problem that pydantic tells of in Python's words."""
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
@@ -180,7 +186,7 @@ def _has_deeper(item: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> 
 
 
 def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
-    location = [str(part) for part in item["loc"]]
+    location = [str(part) for part in item["loc"] if part != "[key]"]
     shown_location, section = _walk(root, location)
     path = ".".join(shown_location)
     value = item.get("input")
@@ -201,6 +207,10 @@ def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
 def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
     if item["type"] in {"model_type", "model_attributes_type"}:
         return "a section with keys of its own is wanted here"
+    if item["type"] == "too_short":
+        return f"at least {item['ctx']['min_length']} of these must be given, {item['ctx']['actual_length']} are"
+    if item["type"] in PLAIN:
+        return PLAIN[item["type"]]
     if item["type"] != "union_tag_not_found":
         return str(item["msg"]).removeprefix("Value error, ")
     tag = str(item["ctx"]["discriminator"]).strip("'")

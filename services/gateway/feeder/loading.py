@@ -91,15 +91,21 @@ def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int |
     limits = [limit for limit in (source.max_rows, most) if limit is not None]
     limit = min(limits) if limits else None
     # Which rows are taken is only known once their data sources are.
-    read = _read(source, None if source.only_data_sources else limit, field)
+    try:
+        read = _read(source, None if source.only_data_sources else limit, field)
+    except DataError as error:
+        raise DataError(f"{field}: {error.detail}", path=error.context.get("path", place)) from error
     rows: list[Row] = [with_columns_of(row, config, source) for row in read]
     if not rows:
         raise DataError(f"{field}: {place} has no rows", path=place)
-    _check_columns(rows, source, config, place, field)
+    _check_columns(rows, source, config, place, field, sorted({name for row in read for name in row}))
     if source.only_data_sources is not None:
         rows = _only(rows, source.only_data_sources, str(config.data_source_column), place, field)[:limit]
     for number, row in enumerate(rows):
-        messages_of(value_at(row, config.prompt_column), config, number)
+        try:
+            messages_of(value_at(row, config.prompt_column), config, number)
+        except DataError as error:
+            raise DataError(f"{field}: {place}: {error.detail}", path=place, row=number) from error
     return Loaded(rows, place, source.name if isinstance(source, HeldOutConfig) else None)
 
 
@@ -113,8 +119,9 @@ def _read(source: RowsConfig, limit: int | None, field: str) -> list[Row]:
     return rows
 
 
-def _check_columns(rows: Sequence[Row], source: RowsConfig, config: DataConfig, place: str, field: str) -> None:
-    present = sorted({name for row in rows for name in row})
+def _check_columns(
+    rows: Sequence[Row], source: RowsConfig, config: DataConfig, place: str, field: str, present: Sequence[str]
+) -> None:
     for what, column in columns_of(config).items():
         missing = [number for number, row in enumerate(rows) if column and value_at(row, column) is ABSENT]
         if column is None or not missing:

@@ -255,8 +255,10 @@ def test_what_is_wrong_with_a_class_is_said(tmp_path: Path, name: str, options: 
         ({"path": "HERE/a.jsonl", "input_template": "{}", "prompt_column": "chat"}, "data.input_template takes text"),
         (
             {"sources": [{"path": "HERE/a.jsonl", "columns": {"label": "truth"}}]},
-            "no column 'truth', which data.sources.0.columns.label names; columns there: chat, prompt",
+            "no column 'truth', which data.sources.0.columns.label names; columns there: chat, label, prompt",
         ),
+        ({"sources": [{"path": "HERE/a.jsonl"}, {"path": "/nowhere/x"}]}, "data.sources.1: there is no file or folder"),
+        ({"path": "HERE/a.jsonl", "prompt_column": "label"}, "a.jsonl: the prompt of row 0 is neither text nor a list"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_is_there(tmp_path: Path, data: dict[str, Any], message: str) -> None:

@@ -1,0 +1,175 @@
+"""One experiment on a whole fleet, as tests of its membership look at it."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import psutil
+from redis.asyncio import Redis
+
+from cli.fleet import FleetInfo
+from shared.client import GatewayClient
+from shared.errors import NotFound
+from shared.schemas.service import ServiceView
+from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from tests.fleet import RunningFleet
+
+
+class Trial:
+    """One experiment of a fleet, and what its services say."""
+
+    def __init__(self, fleet: RunningFleet, client: GatewayClient, view: dict[str, Any]) -> None:
+        self.fleet = fleet
+        self.client = client
+        self.id: str = view["id"]
+        self.path = f"/v1/experiments/{self.id}"
+
+    @classmethod
+    async def start(cls, fleet: RunningFleet, client: GatewayClient, spec: dict[str, Any]) -> "Trial":
+        """Create and start an experiment."""
+        view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
+        await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
+        return cls(fleet, client, view)
+
+    async def version(self) -> int:
+        """Its committed version."""
+        view: dict[str, Any] = await self.client.call("GET", self.path)
+        assert view["state"] == "running", view
+        return int(view["policy_version"])
+
+    async def rollouts(self) -> dict[int, ServiceView]:
+        """List the rollouts that serve it, by process id."""
+        listed = await self.client.call("GET", "/v1/services", params={"kind": "rollout"})
+        views = [ServiceView.model_validate(item) for item in listed["items"]]
+        return {
+            view.pid: view
+            for view in views
+            if psutil.pid_exists(view.pid)
+            and view.observed.experiment_id == self.id
+            and view.observed.policy_version is not None
+        }
+
+    async def until_served_by(self, num: int) -> dict[int, ServiceView]:
+        """Wait for so many rollouts that serve it."""
+
+        async def are_there() -> dict[int, ServiceView] | None:
+            found = await self.rollouts()
+            return found if len(found) == num else None
+
+        found: dict[int, ServiceView] = await waited(are_there, 120, f"{num} rollouts that serve")
+        return found
+
+    async def seconds_to_next_version(self, victim: int) -> float:
+        """Kill -9 a rollout, and measure until all others serve a version that was not committed then."""
+        before = await self.version()
+        others = set(await self.rollouts()) - {victim}
+        os.kill(victim, signal.SIGKILL)
+        started = time.monotonic()
+
+        async def is_served() -> bool:
+            found = await self.rollouts()
+            return all(pid in found and (found[pid].observed.policy_version or 0) > before for pid in others)
+
+        assert others
+        await waited(is_served, 60, f"a version after {before}")
+        return time.monotonic() - started
+
+    async def publication(self, version: int) -> dict[str, Any] | None:
+        """Look at a publication; None before it is announced."""
+        try:
+            found: dict[str, Any] = await self.client.call("GET", f"{self.path}/publications/{version}")
+        except NotFound:
+            return None
+        return found
+
+    async def until_phase(self, version: int, phase: str) -> dict[str, Any]:
+        """Wait until a publication is in a phase."""
+
+        async def is_in_it() -> dict[str, Any] | None:
+            found = await self.publication(version)
+            return found if found is not None and found["phase"] == phase else None
+
+        found: dict[str, Any] = await waited(is_in_it, 60, f"publication {version} to be {phase}", pause_seconds=0.005)
+        return found
+
+    async def until_it_samples(self, pid: int) -> ServiceView:
+        """Wait until a rollout has claimed tasks, and a moment longer, so that there are tokens."""
+        stream = StreamKeys(self.id).stream(HopName.TASKS)
+
+        async def has_claimed() -> bool:
+            held = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 200)
+            return any(entry["consumer"].decode().startswith(f"rollout-{pid}-") for entry in held)
+
+        async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
+            await waited(has_claimed, 120, f"rollout {pid} to claim")
+        await asyncio.sleep(1.0)
+        return (await self.rollouts())[pid]
+
+    async def is_registered(self, pid: int) -> bool:
+        """Whether a process is a rollout of the fleet, with or without work."""
+        listed = await self.client.call("GET", "/v1/services", params={"kind": "rollout"})
+        return any(item["pid"] == pid for item in listed["items"])
+
+    async def has_begun_to_leave(self, service_id: str) -> bool:
+        """Whether a rollout says that it drains, or is gone already."""
+        try:
+            view = await self.client.call("GET", f"/v1/services/{service_id}")
+        except NotFound:
+            return True
+        return bool(view["observed"]["state"] in {"draining", "finished"})
+
+    async def left(self, service_id: str) -> dict[str, Any]:
+        """Read the event that says what a service handed over when it left."""
+        async with httpx.AsyncClient(base_url=self.fleet.url, timeout=30) as http:
+            headers = {"Authorization": f"Bearer {self.fleet.token}"}
+            async with http.stream("GET", f"{self.path}/events", headers=headers) as answer:
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    facts: dict[str, Any] = event["data"]
+                    if event["type"] == "service_left" and facts["service_id"] == service_id:
+                        return facts
+        raise AssertionError(f"{service_id} has not left")
+
+    async def stop(self) -> None:
+        """Stop it, and wait until it has."""
+
+        async def has_stopped() -> bool:
+            return bool((await self.client.call("GET", self.path))["state"] == "stopped")
+
+        await self.client.call("POST", f"{self.path}/stop")
+        await waited(has_stopped, 60, "the stop")
+
+    async def metric(self, name: str) -> list[float]:
+        """All values of a metric."""
+        answer = await self.client.call("GET", f"{self.path}/metrics", params={"names": name, "limit": 10_000})
+        return [point["value"] for point in answer["items"]]
+
+    async def num_resumed(self) -> float:
+        """Count the trained tokens that came from an earlier rollout than the one that answered."""
+        return sum(await self.metric("tokens/resumed_in_step"))
+
+    async def trained(self) -> Counter[int]:
+        """Count how often each group was planned to be trained."""
+        view = await self.client.call("GET", self.path)
+        steps = range(1, view["step"] + 1)
+        plans = [await self.client.call("GET", f"{self.path}/steps/{step}") for step in steps]
+        return Counter(group for plan in plans for group in plan["group_ids"])
+
+
+async def waited(look: Callable[[], Awaitable[Any]], seconds: float, what: str, *, pause_seconds: float = 0.05) -> Any:
+    """Look until there is something, with a deadline."""
+    end = time.monotonic() + seconds
+    while True:
+        found = await look()
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        await asyncio.sleep(pause_seconds)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -9,6 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 from shared.config.shaping import NormalisationConfig
 
 Rewards = NDArray[np.float64]
+
+
+class StatisticsConfig(NormalisationConfig):
+    """Statistics over more than a group, for who holds a whole batch: the reward service sees one group at a time."""
+
+    mean: Literal["batch", "group", "running"] | None = "group"  # type: ignore[assignment]
+    std: Literal["batch", "group", "running"] | None = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def normalise(
 
     Args:
         rewards: [S].
-        group_index: [S] int, the group of each reward: by task for ``state``, by tag for ``inductive``.
+        group_index: [S] int, the group of each reward: by task, or by anything else.
         config: which statistics.
         running: moments that already contain these rewards; needed for ``running`` statistics.
 

@@ -19,7 +19,7 @@ class Graded:
         reward: the graders' verdict.
         length: sampled tokens.
         is_truncated: whether it ran into the length limit.
-        group: its task, or for inductive grouping its tag.
+        group: its task.
         text: the answer; only read for the repetition penalty.
     """
 

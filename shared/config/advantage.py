@@ -274,10 +274,10 @@ AdvantageConfig = Annotated[
     | ReinforceBaselineConfig
     | OpoConfig
     | GpgConfig
-    | RemaxConfig
-    | TokenBaselineConfig
-    | GigpoConfig
-    | StepReinforceConfig,
+    | TokenBaselineConfig,
     Field(discriminator="kind"),
 ]
 """The estimator, chosen by ``kind``."""
+
+AnyAdvantageConfig = AdvantageConfig | RemaxConfig | GigpoConfig | StepReinforceConfig
+"""With those whose inputs no service makes: they are there for who calls the functions, not in a spec."""

@@ -203,10 +203,10 @@ class ValueLossConfig(Config):
     """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and bears more."""
 
 
-WITHOUT_SEQUENCE_BASELINE = frozenset({"gae", "turn_reinforce", "remax", "optimal_token_baseline"})
+WITHOUT_SEQUENCE_BASELINE = frozenset({"gae", "turn_reinforce", "optimal_token_baseline"})
 """Estimators that take rewards token by token: it does not matter when the KL is subtracted."""
-WITH_SCORES_OF_THEIR_OWN = frozenset({"gdpo", "gigpo", "step_reinforce"})
-"""Estimators that compare reward components or steps."""
+WITH_SCORES_OF_THEIR_OWN = frozenset({"gdpo"})
+"""Estimators that compare reward components."""
 
 
 class AlgorithmConfig(Config):

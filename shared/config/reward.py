@@ -151,17 +151,7 @@ class RewardConfig(Config):
     """The experiment fails, with the grader's own words, when this many groups in a row could not be graded."""
 
     @model_validator(mode="after")
-    def _one_group_at_a_time(self) -> Self:
-        normalisation = None if self.shaping is None else self.shaping.normalisation
-        if normalisation is not None and {normalisation.mean, normalisation.std} - {"group", None}:
-            raise ValueError(
-                "reward.shaping.normalisation over batch or running is not possible where groups are graded one at a "
-                "time: use mean and std group or null, and algorithm.advantage (whiten, baseline) for the batch"
-            )
-        if normalisation is not None and normalisation.grouping == "inductive":
-            raise ValueError(
-                "reward.shaping.normalisation.grouping inductive joins groups, which are graded one by one: use state"
-            )
+    def _one_filter(self) -> Self:
         if self.filter_zero_spread and self.group_filter is not None:
             raise ValueError(
                 "reward.filter_zero_spread and reward.group_filter both say which groups are trained on: keep one "

@@ -6,8 +6,6 @@ from pydantic import Field, model_validator
 
 from shared.config.base import Config
 
-Statistics = Literal["batch", "group", "running"]
-
 
 class OverlongConfig(Config):
     """A penalty that grows linearly over the last tokens before the limit (DAPO's soft overlong punishment)."""
@@ -70,11 +68,14 @@ class RepetitionConfig(Config):
 
 
 class NormalisationConfig(Config):
-    """(reward - mean) / (std + epsilon), each statistic taken over its own set of rewards."""
+    """(reward - mean) / (std + epsilon), over the answers to one task: groups are graded one at a time.
 
-    mean: Statistics | None = "group"
+    For the whole batch there are `algorithm.advantage.whiten` and the baselines.
+    """
+
+    mean: Literal["group"] | None = "group"
     """What the subtracted mean is taken over; null subtracts nothing."""
-    std: Statistics | None = None
+    std: Literal["group"] | None = None
     """What the unbiased standard deviation is taken over; null divides by nothing."""
     std_of: Literal["rewards", "centred"] = "rewards"
     """Whether the deviation is that of the rewards, or of what is left after the mean was subtracted."""
@@ -85,8 +86,6 @@ class NormalisationConfig(Config):
     0 (ROLL agentic)."""
     clip: tuple[float, float] | None = None
     """Bounds after normalisation; (-1, 3) is RAGEN's asym_clip."""
-    grouping: Literal["state", "inductive"] = "state"
-    """What a group is: the answers to one task (state), or all tasks with the same tag (inductive)."""
 
     @model_validator(mode="after")
     def _does_something(self) -> "NormalisationConfig":
@@ -94,12 +93,8 @@ class NormalisationConfig(Config):
             raise ValueError("normalisation with neither mean nor std does nothing: set one, or remove normalisation")
         if self.std is None and (self.degenerate != "epsilon" or self.std_of != "rewards"):
             raise ValueError("normalisation.degenerate and std_of have no effect without normalisation.std: set std")
-        if self.std_of == "centred" and (self.std == "running" or self.mean is None):
-            raise ValueError(
-                "normalisation.std_of centred needs normalisation.mean, and normalisation.std batch or group"
-            )
-        if "group" not in (self.mean, self.std) and self.grouping != "state":
-            raise ValueError("normalisation.grouping has no effect unless mean or std is group: set one of them")
+        if self.std_of == "centred" and self.mean is None:
+            raise ValueError("normalisation.std_of centred needs normalisation.mean: set mean, or std_of to rewards")
         return self
 
 

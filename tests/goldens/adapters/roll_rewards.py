@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from services.reward.filtering import sample_mask
-from services.reward.normalisation import RunningMoments, normalise
+from services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
 from services.reward.shaping import Graded, length_reward, repetition_penalty, shape
 from shared.config.shaping import (
     LengthRewardConfig,
     MeanInRangeConfig,
-    NormalisationConfig,
     RepetitionConfig,
     SampleMaskConfig,
     ShapingConfig,
@@ -32,7 +31,7 @@ def reward_norm(case: Case) -> dict[str, Any]:
     history = case.inputs.get("running_history")
     # Moments contain the current batch before they are used.
     running = RunningMoments().updated([] if history is None else history).updated(scores)
-    config = NormalisationConfig(mean=mean, std=std, epsilon=options["eps"])
+    config = StatisticsConfig(mean=mean, std=std, epsilon=options["eps"])
     return {"scores_out": torch.from_numpy(normalise(scores, groups, config, running))}
 
 
@@ -58,7 +57,7 @@ def group_reward_norm(case: Case) -> dict[str, Any]:
     std, std_of = None, "rewards"
     if options["divide_std"]:
         std, std_of = ("batch", "centred") if options["std_over_batch_of_centered"] else ("group", "rewards")
-    config = NormalisationConfig(mean="group", std=std, std_of=std_of, epsilon=1e-6)  # type: ignore[arg-type]
+    config = StatisticsConfig(mean="group", std=std, std_of=std_of, epsilon=1e-6)  # type: ignore[arg-type]
     return {"scores_out": torch.from_numpy(normalise(scores, _consecutive(scores, options), config))}
 
 
@@ -67,7 +66,7 @@ def postprocess(case: Case) -> dict[str, Any]:
     mean, std = options["norm_mean_type"], options["norm_std_type"]
     if options["estimator"] == "grpo":
         mean = std = "group"
-    normalisation = None if mean is None and std is None else NormalisationConfig(mean=mean, std=std, epsilon=1e-6)
+    normalisation = None if mean is None and std is None else StatisticsConfig(mean=mean, std=std, epsilon=1e-6)
     groups = _consecutive(scores, options).tolist()
     answers = [Graded(score, 0, group=group) for score, group in zip(scores.tolist(), groups, strict=True)]
     shaped = shape(answers, ShapingConfig(normalisation=normalisation, clip=options["reward_clip"]))
@@ -76,7 +75,7 @@ def postprocess(case: Case) -> dict[str, Any]:
 
 def agentic_scores(scores: Tensor, groups: Tensor, over: Any, divide: bool) -> Tensor:
     """Centre scores over groups or the batch, and divide them."""
-    config = NormalisationConfig(
+    config = StatisticsConfig(
         mean=over, std=over if divide else None, degenerate="zero" if divide else "epsilon", epsilon=1e-6
     )
     return torch.from_numpy(normalise(scores, groups, config))
@@ -96,7 +95,7 @@ def agentic_reward_norm(case: Case) -> dict[str, Any]:
     if mean is None and std is None:
         return {"scores_out": scores}
     degenerate = "zero" if std is not None else "epsilon"
-    config = NormalisationConfig(mean=mean, std=std, degenerate=degenerate, epsilon=options["eps"])  # type: ignore[arg-type]
+    config = StatisticsConfig(mean=mean, std=std, degenerate=degenerate, epsilon=options["eps"])  # type: ignore[arg-type]
     groups = torch.zeros(len(scores), dtype=torch.long) if index is None else numbered(index)
     return {"scores_out": torch.from_numpy(normalise(scores, groups, config))}
 

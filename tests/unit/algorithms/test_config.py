@@ -18,7 +18,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"kl": {"placement": "reward", "order": "after_baseline"}, "advantage": {"kind": "reinforce"}}, "order", "kind"),
     ({"kl": {"placement": "reward"}, "advantage": {"kind": "gdpo", "components": ["a"]}}, "order", "gdpo"),
     ({"advantage": {"kind": "grpo", "normalise_by_std": False, "epsilon": 1e-2}}, "epsilon", "normalise_by_std"),
-    ({"advantage": {"kind": "gigpo", "divide_by_std": False, "epsilon": 1e-2}}, "epsilon", "divide_by_std"),
     ({"value_loss": {"clip": 0.2}}, "value_loss", "advantage.kind"),
     ({"correction": {}}, "correction", "old_log_probs"),
     ({"old_log_probs": "recompute", "correction": {"numerator": "current"}}, "numerator", "policy_loss.kind"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from services.reward.filtering import keeps, sample_mask
-from services.reward.normalisation import RunningMoments, normalise
+from services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
 from services.reward.shaping import (
     Graded,
     length_reward,
@@ -27,7 +27,6 @@ from shared.config.shaping import (
     GroupFilterConfig,
     LengthRewardConfig,
     MeanInRangeConfig,
-    NormalisationConfig,
     OverlongConfig,
     RepetitionConfig,
     SampleMaskConfig,
@@ -64,7 +63,7 @@ def test_shaping_runs_in_its_stated_order() -> None:
         overlong=OverlongConfig(max_length=10, buffer=5),
         truncated=TruncatedConfig(scale=0.5),
         scale=2.0,
-        normalisation=NormalisationConfig(mean="batch"),
+        normalisation=StatisticsConfig(mean="batch"),
         clip=0.6,
     )
 
@@ -77,7 +76,7 @@ def test_shaping_runs_in_its_stated_order() -> None:
 
 def test_a_group_statistic_is_the_groups_own() -> None:
     """Upstream mixes the deviations of all groups when the mean is the batch's."""
-    config = NormalisationConfig(mean="batch", std="group")
+    config = StatisticsConfig(mean="batch", std="group")
 
     found = normalise([0.0, 2.0, 0.0, 4.0], [0, 0, 1, 1], config)
 
@@ -88,13 +87,13 @@ def test_a_group_statistic_is_the_groups_own() -> None:
 
 @pytest.mark.parametrize(("degenerate", "expected"), [("epsilon", 0.0), ("zero", 0.0)])
 def test_equal_rewards_normalise_to_zero(degenerate: Any, expected: float) -> None:
-    config = NormalisationConfig(mean="group", std="group", degenerate=degenerate)
+    config = StatisticsConfig(mean="group", std="group", degenerate=degenerate)
 
     assert normalise([0.5, 0.5], [0, 0], config).tolist() == [expected, expected]
 
 
 def test_asym_clip_bounds_what_was_normalised() -> None:
-    config = NormalisationConfig(mean="batch", std="batch", clip=(-1.0, 3.0))
+    config = StatisticsConfig(mean="batch", std="batch", clip=(-1.0, 3.0))
 
     found = normalise([0.0] + [1.0] * 20, [0] * 21, config)
 
@@ -115,7 +114,7 @@ def test_running_moments_are_those_of_all_rewards(batches: list[list[float]]) ->
 
 def test_running_statistics_need_moments() -> None:
     with pytest.raises(ValueError, match="moments"):
-        normalise([1.0], [0], NormalisationConfig(mean="running"))
+        normalise([1.0], [0], StatisticsConfig(mean="running"))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,8 @@ def test_a_sample_mask_combines_its_rules() -> None:
     ("model", "section"),
     [
         (ShapingConfig, {"normalisation": {"mean": None}}),
-        (ShapingConfig, {"normalisation": {"mean": "batch", "degenerate": "zero"}}),
-        (ShapingConfig, {"normalisation": {"mean": "batch", "grouping": "inductive"}}),
+        (ShapingConfig, {"normalisation": {"mean": "group", "degenerate": "zero"}}),
+        (ShapingConfig, {"normalisation": {"mean": None, "std": "group", "std_of": "centred"}}),
         (ShapingConfig, {"truncated": {}}),
         (ShapingConfig, {"overlong": {"max_length": 4, "buffer": 5}}),
         (SampleMaskConfig, {}),

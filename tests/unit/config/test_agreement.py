@@ -15,9 +15,6 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
 @pytest.mark.parametrize(
     ("sections", "path", "words"),
     [
-        ({"algorithm": {"advantage": {"kind": "remax"}}}, "algorithm.advantage.kind", "use rloo"),
-        ({"algorithm": {"advantage": {"kind": "gigpo"}}}, "algorithm.advantage.kind", "use grpo"),
-        ({"algorithm": {"advantage": {"kind": "step_reinforce"}}}, "algorithm.advantage.kind", "use reinforce"),
         ({"algorithm": {"advantage": CUSTOM}}, "algorithm.advantage.components", "reward.components"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size", "algorithm.advantage.kind grpo"),
         ({"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo_passk"}}}, "rollout.group_size",

@@ -19,7 +19,7 @@ from services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
 from services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
 from services.trainer.algorithms.sequences import PackedSequences, suffix_sum
 from shared.config import advantage as configs
-from shared.config.advantage import AdvantageConfig
+from shared.config.advantage import AnyAdvantageConfig
 from shared.config.algorithm import KlRewardConfig
 
 Value = TypeVar("Value")
@@ -76,7 +76,7 @@ class Advantages:
 
 
 def compute_advantages(
-    config: AdvantageConfig,
+    config: AnyAdvantageConfig,
     inputs: AdvantageInputs,
     *,
     kl: KlRewardConfig | None = None,
@@ -127,7 +127,7 @@ def _token_kl(kl: KlRewardConfig, inputs: AdvantageInputs) -> tuple[Tensor, Tens
 
 
 def _estimate(
-    config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str
+    config: AnyAdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str
 ) -> tuple[Tensor, Tensor | None]:
     match config:
         case configs.GaeConfig():
@@ -169,7 +169,7 @@ def _estimate(
             return _outcome(config, inputs, charge, order), None
 
 
-def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
+def _outcome(config: AnyAdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
     """Compare whole sequences, then give each token its sequence's advantage."""
     sequences, scores = inputs.sequences, inputs.scores.float()
     if inputs.token_rewards is not None:
@@ -184,7 +184,7 @@ def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | 
     return suffix_sum(rewards, sequences) * sequences.response_mask
 
 
-def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+def _compare(config: AnyAdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
     group_index = _given(inputs.group_index, "group_index")
     members = Groups.of(group_index)
     match config:
@@ -230,7 +230,7 @@ def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -
             raise AssertionError(f"{config.kind} is not an estimator of whole sequences")
 
 
-def _bounded(scores: Tensor, config: AdvantageConfig) -> Tensor:
+def _bounded(scores: Tensor, config: AnyAdvantageConfig) -> Tensor:
     return scores if config.score_clip is None else scores.clamp(*config.score_clip)
 
 

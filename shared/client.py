@@ -146,10 +146,12 @@ class GatewayClient:
     ) -> Any:
         timeout = httpx.Timeout(budget, connect=min(budget, CONNECT_SECONDS))
         try:
-            response = await self._http.request(
-                method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
-            )
-        except httpx.TimeoutException as error:
+            # httpx limits each read and write; an answer that drips in would never end.
+            async with asyncio.timeout(budget):
+                response = await self._http.request(
+                    method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
+                )
+        except (httpx.TimeoutException, TimeoutError) as error:
             raise DeadlineExceeded(f"{method} {self.base_url}{path} did not answer in {budget:.1f} s") from error
         except httpx.TransportError as error:
             raise Unavailable(f"cannot reach {self.base_url}: {error or type(error).__name__}") from error

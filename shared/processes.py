@@ -1,11 +1,29 @@
 """Processes that never outlive their owner."""
 
+import asyncio
+import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+REAP_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SECONDS) -> int | None:
+    """Wait for the end of a child that was killed; return its exit code, or None if it did not end in time.
+
+    Not even SIGKILL ends a process that waits for a disk or a device: nobody waits for that with it.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await process.wait()
+    log.error("a killed process does not end", extra={"pid": process.pid})
+    return None
 
 
 def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.SIGTERM) -> None:

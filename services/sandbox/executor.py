@@ -23,6 +23,7 @@ from services.sandbox.languages import TOOL_PATH
 from services.sandbox.limits import Limits
 from services.sandbox.slots import sweep
 from shared.errors import FlotillaError, Unavailable
+from shared.processes import reap
 
 START_SECONDS = 20.0
 END_SECONDS = 15.0
@@ -167,7 +168,7 @@ class Executor:
                 os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        code = await process.wait()
+        code = await reap(process)
         # A process namespace that ended by itself took everything with it; in every other case look for survivors.
         is_surely_empty = self.isolation.has_private_root and code == 0
         if slot.uid is not None and not is_surely_empty:

@@ -12,6 +12,7 @@ from services.sandbox.guard.job import EXITED, Phase
 from services.sandbox.isolation import Isolation, Place, Slot, why_not
 from services.sandbox.limits import Limits
 from shared.errors import Unavailable
+from shared.processes import reap
 from shared.schemas.sandbox import IsolationLevel
 
 SELF_TEST = """
@@ -58,7 +59,7 @@ async def compile_guard(place: Place) -> None:
             await process.wait()
     if process.returncode is None:
         process.kill()
-        await process.wait()
+        await reap(process)
 
 
 def find_groups() -> ControlGroups:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Self, TypeVar
 
 from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
+from shared.processes import reap
 from shared.schemas.publication import Rendezvous
 from shared.weights.endpoint_protocol import (
     FROM_ENDPOINT,
@@ -208,7 +209,7 @@ class EndpointClient:
                     await process.wait()
             except TimeoutError:
                 process.kill()
-                await process.wait()
+                await reap(process)
                 for member in self._running.values():
                     member.kill_directly()
         for member in self._members.values():

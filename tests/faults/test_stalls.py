@@ -82,8 +82,7 @@ async def until_problem(client: GatewayClient, experiment_id: str, component: st
 
 async def test_who_stands_still_is_named_until_it_goes_on(tmp_path: Path) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": 5000}, checkpoint={"every_steps": 5})
-    environment = {"FLOTILLA_STALL_SECONDS": str(STALL_SECONDS)}
-    with running_fleet(tmp_path / "fleet", **environment) as fleet:
+    with running_fleet(tmp_path / "fleet", FLOTILLA_STALL_SECONDS=str(STALL_SECONDS)) as fleet:
         async with fleet.client() as client:
             experiment_id = (await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60))["id"]
             path = f"/v1/experiments/{experiment_id}"

@@ -26,6 +26,8 @@ BATCH: Final = 256
 QUIET_SECONDS: Final = 2.0
 """What takes longer says how far it is, this often."""
 END_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 300.0
+"""Longest time for a batch of prompts, or for loading the tokenizer; a child that takes longer is killed."""
 
 
 class LengthProcess:
@@ -38,15 +40,20 @@ class LengthProcess:
         """Send a request and wait for its answer.
 
         Raises:
-            DataError: the process ended.
+            DataError: the process ended, or was killed since it did not answer within ``ANSWER_SECONDS``.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
+        deadline = threading.Timer(ANSWER_SECONDS, self._process.kill)
+        deadline.daemon = True
+        deadline.start()
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except OSError:
             line = ""
+        finally:
+            deadline.cancel()
         if not line:
             code = self._process.wait(END_SECONDS)
             raise DataError(f"a process that counts prompts' tokens ended with exit code {code}")

@@ -4,6 +4,7 @@ One thread owns the connection, so writes are in the order of the calls and the 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -30,6 +31,11 @@ from shared.schemas.experiment import CheckpointView, Event, ExperimentState, Me
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0
+CONNECT_SECONDS = 10
+ANSWER_SECONDS = 60.0
+"""Longest time for a statement, what waits before it included. Far above the five seconds that SQLite may be locked."""
+UPGRADE_SECONDS = 900.0
+log = logging.getLogger(__name__)
 
 
 def open_engine(url: str) -> Engine:
@@ -38,8 +44,8 @@ def open_engine(url: str) -> Engine:
         url = "postgresql+psycopg://" + url.split("://", 1)[1]
     if not url.startswith("sqlite"):
         # A server made under the C locale would answer in bytes.
-        encoding = {"client_encoding": "utf8"} if "psycopg" in url else {}
-        return sa.create_engine(url, pool_size=1, max_overflow=1, pool_pre_ping=True, connect_args=encoding)
+        arguments = {"client_encoding": "utf8", "connect_timeout": CONNECT_SECONDS} if "psycopg" in url else {}
+        return sa.create_engine(url, pool_size=1, max_overflow=1, pool_pre_ping=True, connect_args=arguments)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
 
     @sa.event.listens_for(engine, "connect")
@@ -51,6 +57,12 @@ def open_engine(url: str) -> Engine:
         cursor.close()
 
     return engine
+
+
+def _tell_of_late(doing: "asyncio.Future[Any]") -> None:
+    error = None if doing.cancelled() else doing.exception()
+    if error is not None:
+        log.error("a late statement failed", extra={"error": repr(error)})
 
 
 class SqlStore:
@@ -75,15 +87,28 @@ class SqlStore:
             raise Unavailable(f"FLOTILLA_DATABASE_URL is no database url: {error}") from None
         store = cls(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql"))
         try:
-            await store._in_thread(lambda: upgrade(store._engine))
+            await store._in_thread(lambda: upgrade(store._engine), deadline_seconds=UPGRADE_SECONDS)
         except BaseException:
             await store.close()
             raise
         return store
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T], *, deadline_seconds: float | None = None) -> T:
+        """Run it after what was asked before.
+
+        Work that is late stays in the queue and is done in its turn, so that changes are stored in their order.
+        """
+        limit = ANSWER_SECONDS if deadline_seconds is None else deadline_seconds
+        doing = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            async with asyncio.timeout(limit):
+                return await asyncio.shield(doing)
+        except TimeoutError:
+            doing.add_done_callback(_tell_of_late)
+            raise Unavailable(f"the database did not answer within {limit:g} s") from None
+        except asyncio.CancelledError:
+            doing.add_done_callback(_tell_of_late)
+            raise
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
             raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
         except SQLAlchemyError as error:

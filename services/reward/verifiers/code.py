@@ -216,10 +216,11 @@ class CodeVerifier:
             if attempt:
                 await asyncio.sleep(self._backoff_seconds * 2 ** (attempt - 1))
             try:
-                reply = await self._client.post(
-                    self._url, json=body, headers=self._headers, timeout=attempt_seconds, follow_redirects=False
-                )
-            except httpx.HTTPError as error:
+                async with asyncio.timeout(attempt_seconds):
+                    reply = await self._client.post(
+                        self._url, json=body, headers=self._headers, timeout=attempt_seconds, follow_redirects=False
+                    )
+            except (httpx.HTTPError, TimeoutError) as error:
                 failure = f"the sandbox does not answer: {error!r}"
                 continue
             if reply.status_code in RETRIED_STATUSES:

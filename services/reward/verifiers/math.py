@@ -14,6 +14,7 @@ from pathlib import Path
 from services.reward.verifiers.base import NO_LABEL, verdict
 from shared.config.reward import MathConfig
 from shared.errors import GradingFailed
+from shared.processes import reap
 from shared.schemas.grading import Grade, GradingSample
 
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -96,7 +97,7 @@ class MathProcess:
             process.kill()
         if process.stdin is not None:
             process.stdin.close()
-        await process.wait()
+        await reap(process)
 
 
 class MathVerifier:

@@ -19,6 +19,7 @@ from services.rollout.engines.framing import encode, read_message
 from services.rollout.engines.remote_engine import RemoteEngine
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import FlotillaError, ModelError, WorkerDied
+from shared.processes import reap
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class ProcessEngine(RemoteEngine):
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            await self._process.wait()
+            await reap(self._process)
         if self._writer is not None:
             self._writer.close()
             with suppress(ConnectionError):

@@ -1,5 +1,6 @@
 """Calls have a deadline, retries stay within it, problems come back as the same exceptions."""
 
+import asyncio
 import json
 
 import httpx
@@ -88,3 +89,15 @@ def test_a_code_of_a_newer_server_becomes_the_base_error() -> None:
 
     assert type(error) is FlotillaError
     assert error.detail == "short and stout"
+
+
+async def test_an_answer_that_drips_in_does_not_outlast_the_deadline() -> None:
+    """httpx limits each read alone, so a server that sends a byte now and then would be waited for without end."""
+
+    async def drip(_request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        return httpx.Response(200)
+
+    async with a_client(httpx.MockTransport(drip)) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.call("GET", "/v1/things", deadline_seconds=0.03)

@@ -1,0 +1,52 @@
+"""Children, databases and processes that do not answer are waited for within a deadline."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.gateway.feeder import lengths
+from services.gateway.feeder.lengths import LengthProcess
+from services.gateway.store import sql
+from services.gateway.store.sql import SqlStore
+from shared.errors import DataError, Unavailable
+from shared.processes import reap
+from tests.unit.gateway.builders import a_record
+
+
+async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await SqlStore.open(f"sqlite:///{tmp_path / 'gateway.sqlite'}")
+    monkeypatch.setattr(sql, "ANSWER_SECONDS", 0.1)
+    hanging = asyncio.create_task(store._in_thread(lambda: time.sleep(0.5), deadline_seconds=5))
+    await asyncio.sleep(0)
+
+    with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
+        await store.put_experiment(a_record("late-1"))
+
+    await hanging
+    assert [record.id for record in await store.experiments()] == ["late-1"]
+    await store.close()
+
+
+def test_a_process_that_counts_tokens_and_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "ANSWER_SECONDS", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        pytest.raises(DataError, match="ended with exit code -9"),
+    ):
+        LengthProcess(process).ask({"prompts": []})
+
+
+async def test_nobody_waits_without_end_for_a_killed_process_that_stays() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
+    assert await reap(process, seconds=0.05) is None
+
+    process.kill()
+
+    assert await reap(process) == -9

@@ -17,7 +17,8 @@ from tests.fleet import RunningFleet, make_experiment, running_fleet, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-STEPS = 24
+STEPS = 60
+"""Enough that training still goes on when the last one is killed, however fast the machine is."""
 VICTIMS = (
     "services.rollout",
     "services.rollout.engines.worker",

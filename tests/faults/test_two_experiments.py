@@ -16,7 +16,7 @@ from shared.client import GatewayClient
 from shared.streams.connection import connect
 from tests.fleet import make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 MIB = 1024**2
 ONE = {"min": 1, "max": 1}

@@ -5,6 +5,7 @@ until the caller's deadline.
 """
 
 import asyncio
+import functools
 import json
 import logging
 import random
@@ -111,29 +112,15 @@ class GatewayClient:
             remaining = end - self._clock.monotonic()
             budget = max(0.001, min(remaining, attempt_seconds or remaining))
             try:
-                return await self._attempt(method, path, content, headers, query, budget)
+                send = functools.partial(self._send, method, path, content, headers, query, budget)
+                faults = armed()
+                return await (send() if faults is None else faults.around(Site.CLIENT_CALL, send, path=path))
             except FlotillaError as error:
                 if not error.retryable or self._clock.monotonic() + pause >= end:
                     raise
                 log.debug("call is tried again", extra={"path": path, "error": repr(error)})
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-
-    async def _attempt(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: Mapping[str, str],
-        query: Mapping[str, Any],
-        budget: float,
-    ) -> Any:
-        faults = armed()
-        if faults is None:
-            return await self._send(method, path, content, headers, query, budget)
-        return await faults.around(
-            Site.CLIENT_CALL, lambda: self._send(method, path, content, headers, query, budget), path=path
-        )
 
     async def _send(
         self,

@@ -56,9 +56,7 @@ async def watch(arguments: argparse.Namespace) -> int:
 
 async def diagnose(arguments: argparse.Namespace) -> int:
     """Say what bounds the speed of an experiment."""
-    async with connect(arguments) as client:
-        view = await find_experiment(client, arguments.experiment)
-        content = await client.call("GET", f"/v1/experiments/{view.id}/diagnosis")
+    _, content = await _read(arguments, "diagnosis")
     if arguments.json:
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0
@@ -78,9 +76,7 @@ async def diagnose(arguments: argparse.Namespace) -> int:
 
 async def ledger(arguments: argparse.Namespace) -> int:
     """Show where every issued group is."""
-    async with connect(arguments) as client:
-        view = await find_experiment(client, arguments.experiment)
-        content = await client.call("GET", f"/v1/experiments/{view.id}/ledger")
+    view, content = await _read(arguments, "ledger")
     if arguments.json:
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0
@@ -100,3 +96,10 @@ async def ledger(arguments: argparse.Namespace) -> int:
         table.add_row(name, *(cells.get(lane, "0") for lane in content))
     new_console().print(table)
     return 0
+
+
+async def _read(arguments: argparse.Namespace, what: str) -> tuple[ExperimentView, Any]:
+    """Find the experiment that is meant, and read one thing of it."""
+    async with connect(arguments) as client:
+        view = await find_experiment(client, arguments.experiment)
+        return view, await client.call("GET", f"/v1/experiments/{view.id}/{what}")

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOTILLA = (sys.executable, "-m", "cli")
 UP_SECONDS = 120.0
 DOWN_SECONDS = 60.0
+RESTART_SECONDS = 60.0
 
 GRADER = '''
 """Half of all answers are right, the same ones in every process."""
@@ -107,7 +108,8 @@ class RunningFleet:
         return found
 
     def kill(self, name: str) -> int:
-        """Kill -9 the first process that runs a module."""
+        """Kill -9 the first process that runs a module; one that just died gets the time to be started again."""
+        until(lambda: bool(self.pids(name)), RESTART_SECONDS, f"{name} to run")
         pid = self.pids(name)[0]
         os.kill(pid, signal.SIGKILL)
         return pid

@@ -26,21 +26,28 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
 
-test: install ## the whole test suite (under 20 minutes on two cores)
-	@$(BIN)/python -m pytest -m "not long"
+# Whole fleets want the machine for themselves; all other tests share it by twos. A failure in one part still runs the other.
+APART := tests/e2e tests/faults
+SIDE_BY_SIDE := -n 2 --dist loadfile
+BOTH = trap 'exit 130' INT; failed=0; \
+	$(BIN)/python -m pytest -q --durations=15 $(1) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(APART)) || failed=1; \
+	$(BIN)/python -m pytest -q --durations=15 $(1) $(APART) || failed=1; exit $$failed
+
+test: install ## the whole test suite (about 15 minutes on two cores)
+	@$(call BOTH,-m "not long")
 
 check: install ## format, lint, types, unit and contract tests: passes on every commit
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q -m "not slow and not long" tests/unit tests/contract
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not long" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 test-all: install ## also the tests that take many minutes
-	@$(BIN)/python -m pytest
+	@$(call BOTH,)
 
 clean: ## remove what was built; runs and prepared models stay
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,11 +3,15 @@
 import json
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.fleet import FLOTILLA, ROOT
+
+EXAMPLE = ROOT / "examples" / "arithmetic"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
@@ -30,3 +34,17 @@ def test_the_arithmetic_example_learns(tmp_path: Path) -> None:
     assert summary["ledger"]["outstanding"] == 0
     assert summary["max_lag_trained"] <= 2
     assert len(summary["accuracy"]) >= 5
+
+    directory = EXAMPLE / "prepared" / "standard-0"
+    prepared = json.loads((directory / "prepared.json").read_text())
+    assert prepared["phase_1"]["pass_rate"] > 0.7
+    begun = time.monotonic()
+    again = subprocess.run(
+        [sys.executable, str(EXAMPLE / "prepare.py"), "--output", str(directory)],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert again.stdout.startswith("already prepared")
+    assert time.monotonic() - begun < 2 + prepared["wall_seconds"] / 4

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,19 +83,3 @@ def test_an_interrupted_call_leaves_nothing_behind(tmp_path: Path, number: signa
     calling.communicate(timeout=60)
     assert calling.returncode == code
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_the_standard_preset_starts_weak_and_able(tmp_path: Path) -> None:
-    calling = call("--output", tmp_path / "made", "--seed", 0)
-    printed, errors = calling.communicate(timeout=280)
-    assert calling.returncode == 0, errors
-
-    begun = time.monotonic()
-    again = call("--output", tmp_path / "made", "--seed", 0)
-    assert again.communicate(timeout=60)[0].startswith("already prepared")
-    summary = json.loads((tmp_path / "made" / "prepared.json").read_text())
-    assert time.monotonic() - begun < 2 + summary["wall_seconds"] / 4
-    assert 0.10 <= summary["start"]["greedy"]["right"] <= 0.45
-    assert summary["phase_1"]["pass_rate"] > 0.7
-    assert "held-out problems" in printed

@@ -18,11 +18,13 @@ from services.trainer.control import Control
 from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.durability import Durability
 from services.trainer.images import ImagePool
-from services.trainer.learner import Learner
+from services.trainer.learner import Learner, StepResult
 from services.trainer.metrics import describe_groups
 from services.trainer.publisher import Publisher
 from services.trainer.reporter import Reporter
 from services.trainer.step_report import GradientWatch, StepTimes, describe_step
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.schemas.experiment import MetricBatch
 from shared.schemas.service import WorkState
 
@@ -79,7 +81,7 @@ class TrainingLoop:
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started = self.version, time.monotonic()
         values = describe_groups(planned.groups, version, self.progress.totals)
-        result = await self._on_compute_thread(lambda: self._learner.train(planned.groups, step))
+        result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
         self._watch.check(result, step)
         self.progress.step = step
@@ -92,6 +94,11 @@ class TrainingLoop:
         values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
         log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
+
+    def _learn(self, planned: StepGroups, step: int) -> StepResult:
+        if (faults := armed()) is not None:
+            faults.hit(Site.TRAINER_STEP)
+        return self._learner.train(planned.groups, step)
 
     @property
     def is_at_version(self) -> bool:

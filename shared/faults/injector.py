@@ -42,6 +42,8 @@ class _Armed:
     def is_due(self) -> bool:
         """Count a reach of the site, and say whether the fault happens at it."""
         fault = self.fault
+        if fault.switch is not None and not (self._marks and (self._marks / fault.switch).exists()):
+            return False
         self._reached += 1
         if fault.nth is not None and self._reached != fault.nth:
             return False

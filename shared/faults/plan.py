@@ -22,6 +22,8 @@ VARIABLE = "FLOTILLA_FAULTS"
 MARKS = "marks"
 NEEDS_SECONDS = frozenset({Kind.STALL, Kind.SLOW, Kind.SKEW})
 MAY_HAVE_SECONDS = NEEDS_SECONDS | {Kind.REORDER}
+SWITCH_PATTERN = r"^[a-z][a-z0-9-]*$"
+"""Marks begin with a digit: the two are never mistaken for each other."""
 HAS_PHASE = frozenset({Kind.KILL, Kind.REFUSE})
 
 
@@ -44,6 +46,8 @@ class Fault(Config):
     """Of ``probability``: the same draws in each process of the same name."""
     after_seconds: float | None = Field(None, ge=0)
     """At each reach from this time after the start of the process."""
+    switch: str | None = Field(None, alias="while", pattern=SWITCH_PATTERN)
+    """Only while the directory of ``marks`` holds a file of this name: made and removed, it switches the fault."""
     times: int | None = Field(None, ge=1)
     """At most so often: in each process, or in all of them together where the plan has ``marks``."""
     seconds: float | None = None
@@ -110,6 +114,10 @@ def parse_plan(text: str) -> FaultPlan:
             faults.append(_fault(entry, words))
     if not faults:
         raise InvalidRequest(f"{VARIABLE} is set and names no fault: unset it, or write 'SITE KIND [NAME=VALUE ...]'")
+    if marks is None and (switched := next((fault for fault in faults if fault.switch), None)) is not None:
+        raise InvalidRequest(
+            f"{VARIABLE}: while={switched.switch} is a file in the directory of {MARKS}: add {MARKS}=DIRECTORY"
+        )
     return FaultPlan(tuple(faults), marks)
 
 

@@ -52,6 +52,7 @@ class Site(StrEnum):
     CHECKPOINT_WRITE = "checkpoint.write"
     ENGINE_STEP = "engine.step"
     REWARD_SCORE = "reward.score"
+    TRAINER_STEP = "trainer.step"
     CLOCK = "clock.now"
 
 
@@ -99,6 +100,7 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
         Site.CHECKPOINT_WRITE: Place("a checkpoint is written", _DELAYS | {Kind.DISK_FULL}),
         Site.ENGINE_STEP: Place("the embedded engine makes a step", _DELAYS),
         Site.REWARD_SCORE: Place("a group's samples are scored", _DELAYS | {Kind.REFUSE}),
+        Site.TRAINER_STEP: Place("a step is computed", _DELAYS),
         Site.CLOCK: Place("the wall clock is read", frozenset({Kind.SKEW})),
     }
 )

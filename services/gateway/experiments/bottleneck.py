@@ -1,10 +1,12 @@
-"""What bounds the speed of an experiment that runs: a pure function of what was seen over the last minute.
+"""What bounds the speed of an experiment that runs: a pure function of what was seen lately.
 
 A pipeline of two stages with a queue between them is bound by the stage that never waits. So the trainer's own times
-decide first (it measures them exactly, per step), then how long the rollouts had nothing to sample, then where the
-outstanding groups lie. If both stages wait in turn, each for the other, the admission budget keeps them apart.
+decide first (it measures them exactly, per step), then where the outstanding groups lie, then how long the rollouts
+had nothing to sample and what was under way meanwhile. If both stages wait in turn, each for the other, the admission
+budget keeps them apart. While no step ends, the looks alone decide: who had what the next step needs, most of the time.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -19,6 +21,10 @@ AWAY_SHARE: Final = 0.2
 WAITING_SHARE: Final = 0.15
 """A stage that waits for a smaller part of its time is as good as saturated."""
 PUBLISHING_SHARE: Final = 0.2
+HOLDING_SHARE: Final = 1 / 2
+"""What holds everything up for a smaller part of the time is one cause among others."""
+REDIS_LOOKS: Final = 6
+"""Round trips are measured, not counted: few of them say enough."""
 MIN_LOOKS: Final = 3
 
 
@@ -49,6 +55,7 @@ class StepTimes:
     waited: float
     paced: float
     published: float
+    saved: float = 0.0
 
     @classmethod
     def from_metrics(cls, values: Mapping[str, float]) -> "StepTimes | None":
@@ -61,6 +68,7 @@ class StepTimes:
             waited=values.get("time/wait_seconds", 0.0),
             paced=values.get("time/pace_seconds", 0.0),
             published=values.get("time/publish_seconds", 0.0),
+            saved=values.get("time/checkpoint_seconds", 0.0),
         )
 
 
@@ -81,13 +89,16 @@ class Bottleneck:
     evidence: Mapping[str, float]
 
 
-def find_bottleneck(looks: Sequence[Look], steps: Sequence[StepTimes], *, budget: int) -> Bottleneck:
+def find_bottleneck(
+    looks: Sequence[Look], steps: Sequence[StepTimes], *, budget: int, groups_per_step: int
+) -> Bottleneck:
     """Name what bounds the speed.
 
     Args:
-        looks: of the last minute, evenly spaced.
+        looks: of some time, evenly spaced.
         steps: that ended in this time.
         budget: groups that may be outstanding or consumed since the last publication.
+        groups_per_step: that a step trains.
     """
     if len(looks) < MIN_LOOKS:
         return Bottleneck("none", "not enough was seen yet", "ask again in a few seconds", {"looks": len(looks)})
@@ -95,7 +106,7 @@ def find_bottleneck(looks: Sequence[Look], steps: Sequence[StepTimes], *, budget
     if evidence["redis/away_share"] > AWAY_SHARE or evidence["redis/round_trip_seconds"] > SLOW_REDIS_SECONDS:
         return Bottleneck("redis", *_about_redis(evidence), evidence)
     if not steps:
-        return Bottleneck(*_without_steps(evidence), evidence)
+        return Bottleneck(*_without_steps(looks, groups_per_step), evidence)
     if evidence["trainer/publish_share"] > PUBLISHING_SHARE:
         share = evidence["trainer/publish_share"]
         return Bottleneck(
@@ -105,12 +116,7 @@ def find_bottleneck(looks: Sequence[Look], steps: Sequence[StepTimes], *, budget
             evidence,
         )
     if evidence["trainer/wait_share"] < WAITING_SHARE:
-        return Bottleneck(
-            "trainer",
-            f"the trainer computes nearly all the time and waits {evidence['trainer/wait_share']:.0%} of it",
-            "give it more cores (parallelism) or fewer tokens per step; more rollouts would not help",
-            evidence,
-        )
+        return Bottleneck("trainer", *_about_the_trainer(evidence), evidence)
     return Bottleneck(*_while_the_trainer_waits(evidence), evidence)
 
 
@@ -121,7 +127,7 @@ def _evidence(looks: Sequence[Look], steps: Sequence[StepTimes], budget: int) ->
         "looks": float(len(looks)),
         "steps": float(len(steps)),
         "redis/away_share": 1 - len(ledgers) / len(looks),
-        "redis/round_trip_seconds": median(look.redis_seconds for look in looks),
+        "redis/round_trip_seconds": median(look.redis_seconds for look in looks[-REDIS_LOOKS:]),
         "publication/open_share": fmean(look.is_publishing for look in looks),
         "evaluation/held_share": fmean(look.is_evaluating for look in looks),
     }
@@ -130,20 +136,36 @@ def _evidence(looks: Sequence[Look], steps: Sequence[StepTimes], budget: int) ->
             "trainer/wait_share": sum(step.waited for step in steps) / total,
             "trainer/pace_share": sum(step.paced for step in steps) / total,
             "trainer/publish_share": sum(step.published for step in steps) / total,
+            "trainer/checkpoint_share": sum(step.saved for step in steps) / total,
         }
     for hop in HopName:
         evidence[f"{hop.value}/oldest_seconds"] = max(look.oldest_seconds.get(hop, 0.0) for look in looks)
     if ledgers:
         evidence |= {
-            "tasks/groups": fmean(each.waiting.tasks + each.claimed.tasks for each in ledgers),
-            "generated/groups": fmean(each.waiting.generated + each.claimed.generated for each in ledgers),
-            "scored/groups": fmean(each.waiting.scored + each.claimed.scored for each in ledgers),
-            "rollout/idle_share": fmean(not each.waiting.tasks and not each.claimed.tasks for each in ledgers),
+            "tasks/groups": fmean(_at(each, HopName.TASKS) for each in ledgers),
+            "generated/groups": fmean(_at(each, HopName.GENERATED) for each in ledgers),
+            "scored/groups": fmean(_at(each, HopName.SCORED) for each in ledgers),
+            "rollout/idle_share": fmean(not _at(each, HopName.TASKS) for each in ledgers),
+            "reward/busy_share": fmean(_at(each, HopName.GENERATED) > 0 for each in ledgers),
+            "publication/holding_share": fmean(_waits_for_publication(look) for look in looks),
             "admission/full_share": fmean(
                 each.outstanding + each.consumed_since_publication >= budget for each in ledgers
             ),
         }
     return evidence
+
+
+def _at(ledger: Ledger, hop: HopName) -> int:
+    """Count the groups that a hop has before it or in hand."""
+    return int(getattr(ledger.waiting, hop.value) + getattr(ledger.claimed, hop.value))
+
+
+def _waits_for_publication(look: Look) -> bool:
+    """Whether a version was on its way and nothing else that the trainer waits for."""
+    ledger = look.ledger
+    return (
+        look.is_publishing and ledger is not None and not (_at(ledger, HopName.TASKS) or _at(ledger, HopName.GENERATED))
+    )
 
 
 def _about_redis(evidence: Mapping[str, float]) -> tuple[str, str]:
@@ -154,29 +176,69 @@ def _about_redis(evidence: Mapping[str, float]) -> tuple[str, str]:
     return cause, "look at the Redis server's machine: memory, disk of the append-only file, network"
 
 
-def _without_steps(evidence: Mapping[str, float]) -> tuple[str, str, str]:
-    """Judge by the queues alone: no step has ended in the window."""
-    queues = {name: evidence.get(f"{name}/groups", 0.0) for name in ("tasks", "generated", "scored")}
-    fullest = max(queues, key=lambda name: queues[name])
-    if not queues[fullest]:
-        return "none", "no step ended and no group is on its way", "see the experiment's state and problem"
-    component = {"tasks": "generation", "generated": "reward", "scored": "trainer"}[fullest]
+def _about_the_trainer(evidence: Mapping[str, float]) -> tuple[str, str]:
+    waits = f"waits {evidence['trainer/wait_share']:.0%} of it"
+    saves = evidence["trainer/checkpoint_share"]
+    if saves > 1 / 2:
+        return f"the trainer writes checkpoints for {saves:.0%} of its time and {waits}", "raise checkpoint.every_steps"
+    return (
+        f"the trainer computes nearly all the time and {waits}",
+        "give it more cores (parallelism) or fewer tokens per step; more rollouts would not help",
+    )
+
+
+def _without_steps(looks: Sequence[Look], groups_per_step: int) -> tuple[str, str, str]:
+    """Judge by the looks alone: no step has ended meanwhile."""
+    holders = Counter(_holder(look, groups_per_step) for look in looks)
+    component, count = holders.most_common(1)[0]
+    if component == "none":
+        return component, "no step ended and no group is on its way", "see the experiment's state and problem"
+    doing = {
+        "generation": "groups were being sampled",
+        "reward": "groups waited for their grade",
+        "trainer": "the trainer had its groups",
+        "publication": "all waited for a version on its way",
+        "evaluation": "all waited for an evaluation",
+    }
     return (
         component,
-        f"no step ended in the window; most groups ({queues[fullest]:.0f}) are at {fullest}",
-        "nothing, if steps take longer than the window; else see the experiment's problem",
+        f"no step ended lately, and in {count} of {len(looks)} looks {doing[component]}",
+        "nothing, if steps are known to take so long; else see the experiment's problem",
     )
+
+
+def _holder(look: Look, groups_per_step: int) -> str:
+    """Name who had what the next step needs."""
+    if look.ledger is None:
+        return "none"
+    tasks, generated, scored = (_at(look.ledger, hop) for hop in (HopName.TASKS, HopName.GENERATED, HopName.SCORED))
+    if scored >= groups_per_step:
+        # With its groups ready, the trainer computes, or waits to publish.
+        return "publication" if look.is_publishing else "trainer"
+    if tasks or generated:
+        return "reward" if generated > tasks else "generation"
+    if look.is_publishing:
+        return "publication"
+    if look.is_evaluating:
+        return "evaluation"
+    return "trainer" if scored or look.ledger.consumed_since_publication else "none"
 
 
 def _while_the_trainer_waits(evidence: Mapping[str, float]) -> tuple[str, str, str]:
     waits = f"the trainer waits {evidence['trainer/wait_share']:.0%} of its time"
     idle = evidence.get("rollout/idle_share", 0.0)
     tasks, generated = evidence.get("tasks/groups", 0.0), evidence.get("generated/groups", 0.0)
-    if generated > tasks:
+    if generated > tasks and evidence.get("reward/busy_share", 0.0) > HOLDING_SHARE:
         return (
             "reward",
-            f"{waits} while {generated:.0f} groups wait for their grade and {tasks:.0f} for their tokens",
+            f"{waits} while {generated:.1f} groups wait for their grade and {tasks:.1f} for their tokens",
             "add reward services, raise the concurrency of the reward components, or make the grader faster",
+        )
+    if evidence["trainer/pace_share"] > evidence["trainer/wait_share"] / 2:
+        return (
+            "admission",
+            f"{waits}, {evidence['trainer/pace_share']:.0%} for groups that the next version would find too old",
+            "raise asynchrony.max_lag, or shorten the longest answers",
         )
     if idle < WAITING_SHARE:
         return (
@@ -189,6 +251,13 @@ def _while_the_trainer_waits(evidence: Mapping[str, float]) -> tuple[str, str, s
             "evaluation",
             f"{waits}, the rollouts have no task {idle:.0%} of theirs and evaluations hold the version",
             "evaluate less often or fewer rows, or add rollouts",
+        )
+    if evidence["publication/holding_share"] > HOLDING_SHARE:
+        return (
+            "publication",
+            f"{waits}; for {evidence['publication/holding_share']:.0%} of the time all wait for a version on its way",
+            "choose a faster asynchrony.publication, raise asynchrony.trigger_parameter_sync_step, or raise "
+            "asynchrony.staleness_threshold, so that sampling goes on meanwhile",
         )
     return (
         "admission",

@@ -1,12 +1,18 @@
-"""What was seen of an experiment in the last minute. In memory: a restarted gateway begins anew."""
+"""What was seen of an experiment lately. In memory: a restarted gateway begins anew.
+
+A diagnosis looks back as far as it takes to see some steps, so that a change of fast steps is told within seconds and
+slow ones are still seen whole. A step that lasts longer than all of these together has made them history.
+"""
 
 from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from services.gateway.experiments.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
+from services.gateway.experiments.bottleneck import MIN_LOOKS, Bottleneck, Look, StepTimes, find_bottleneck
 
 WINDOW_SECONDS: Final = 60.0
+MIN_SECONDS: Final = 8.0
+ENOUGH_STEPS: Final = 4
 
 
 class Window:
@@ -27,19 +33,38 @@ class Window:
         if times is not None:
             self._steps.append((at, times))
 
-    def bottleneck(self, now: float, *, budget: int) -> Bottleneck:
+    @property
+    def last_look(self) -> Look | None:
+        """The newest one."""
+        return self._looks[-1][1] if self._looks else None
+
+    def bottleneck(self, now: float, *, budget: int, groups_per_step: int) -> Bottleneck:
         """Name what bounds the speed; see ``find_bottleneck``."""
-        self._forget(now)
-        return find_bottleneck([look for _, look in self._looks], [step for _, step in self._steps], budget=budget)
+        begin = self._begin(now)
+        looks = [look for at, look in self._looks if at >= begin]
+        steps = [step for at, step in self._steps if at > begin]
+        return find_bottleneck(looks, steps, budget=budget, groups_per_step=groups_per_step)
 
     def seconds(self, now: float) -> float:
-        """How far back it reaches."""
-        return now - self._looks[0][0] if self._looks else 0.0
+        """How far back a diagnosis looks now."""
+        return now - max(self._begin(now), self._looks[0][0]) if self._looks else 0.0
 
     def clear(self) -> None:
         """Forget everything: what was seen says nothing of what comes."""
         self._looks.clear()
         self._steps.clear()
+
+    def _begin(self, now: float) -> float:
+        self._forget(now)
+        begin = now - WINDOW_SECONDS
+        if len(self._steps) >= ENOUGH_STEPS:
+            at, step = self._steps[-ENOUGH_STEPS]
+            begin = max(begin, min(at - step.total, now - MIN_SECONDS))
+        steps = [(at, step) for at, step in self._steps if at > begin]
+        if steps and now - steps[-1][0] > sum(step.total for _, step in steps):
+            after = [at for at, _ in self._looks if at > steps[-1][0]]
+            return after[0] if len(after) >= MIN_LOOKS else begin
+        return begin
 
     def _forget(self, now: float) -> None:
         for queue in (self._looks, self._steps):

@@ -161,14 +161,15 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
 
 @router.get("/diagnosis")
 async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
-    """Name what bounds the experiment's speed now, with the evidence of the last minute and what would change it.
+    """Name what bounds the experiment's speed now, with its evidence and what would change it.
 
     Raises:
         NotFound: nothing bears this id (404).
     """
     experiment = gateway.book.get(experiment_id)
     now = gateway.clock.monotonic()
-    found = experiment.window.bottleneck(now, budget=experiment.spec.admission_budget)
+    spec = experiment.spec
+    found = experiment.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
     problem = experiment.record.problem
     is_over = experiment.state is not ExperimentState.RUNNING
     return DiagnosisView(

@@ -70,6 +70,17 @@ def test_processes_with_marks_count_together(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1", "1-2", "1-3"]
 
 
+def test_a_file_beside_the_marks_switches_a_fault(tmp_path: Path) -> None:
+    faults = injector(f"marks={tmp_path}; reward.score refuse while=no-reward nth=2")
+    assert refusals(faults, 3) == [False] * 3
+
+    (tmp_path / "no-reward").touch()
+
+    assert refusals(faults, 3) == [False, True, False]
+    (tmp_path / "no-reward").unlink()
+    assert refusals(faults, 3) == [False] * 3
+
+
 def test_after_seconds_waits_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = injector("reward.score refuse after_seconds=5")
     before = refusals(faults, 2)

@@ -44,6 +44,8 @@ def test_entries_are_a_site_a_kind_and_parameters() -> None:
         ("engine.step kill nth=1 nth=2", "must be given once"),
         ("engine.step", "is not 'SITE KIND"),
         ("marks=/tmp/m", "names no fault"),
+        ("engine.step kill while=slow", "add marks=DIRECTORY"),
+        ("marks=/tmp/m; engine.step kill while=1-1", "while: String should match pattern"),
     ],
 )
 def test_a_bad_plan_is_refused_with_what_is_allowed(text: str, said: str) -> None:

@@ -33,6 +33,8 @@ from shared.streams.connection import check_server
 START_SECONDS = 90.0
 REDIS_WATCH_SECONDS = 0.2
 FLEET_FILE = "fleet.json"
+LEASE_SECONDS = "15"
+"""Of claims, unless the environment says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
         "FLOTILLA_DATA": str(data.resolve()),
         "FLOTILLA_PORT": "0",
         "FLOTILLA_PARENT_PID": str(os.getpid()),
-        "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", "15"),
+        "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", LEASE_SECONDS),
         # A fleet ends at once: what its rollouts have in hand is handed over, and waits in the data directory.
         "FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "0"),
         # Contending thread pools on few cores are several times slower than one passive thread each.

@@ -24,6 +24,7 @@ from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.streams.connection import connect
+from shared.streams.hop import holder_name
 from shared.streams.keys import HopName
 from shared.streams.redis_plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
@@ -54,11 +55,16 @@ class RewardCrew:
 
 @dataclass(frozen=True, slots=True)
 class CrewOpener:
-    """Makes verifier and worker for an experiment."""
+    """Makes verifier and worker for an experiment.
+
+    Attributes:
+        holder: what this process is named as a claimer.
+    """
 
     redis: Redis
     client: GatewayClient
     settings: ServiceSettings
+    holder: str
 
     async def __call__(self, spec: ExperimentSpec, assignment: Assignment) -> RewardCrew:
         """Build the verifier and open the hops.
@@ -77,7 +83,7 @@ class CrewOpener:
         lanes = []
         for lane in Lane if spec.evaluation is not None else (Lane.TRAIN,):
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)
-            hop = plane.hop(HopName.GENERATED, f"reward-{os.getpid()}")
+            hop = plane.hop(HopName.GENERATED, self.holder)
             lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
         return RewardCrew(RewardWorker(lanes, verifier, spec.reward, CONCURRENCY), verifier)
 
@@ -95,18 +101,20 @@ class CrewOpener:
 @contextlib.asynccontextmanager
 async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RewardState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
+    incarnation = secrets.token_hex(8)
+    holder = holder_name(ServiceKind.REWARD, os.getpid(), incarnation)
     async with contextlib.AsyncExitStack() as stack:
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        service = RewardService(CrewOpener(redis, client, settings))
+        service = RewardService(CrewOpener(redis, client, settings, holder))
         registration = Registration(
             kind=ServiceKind.REWARD,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
             capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
-            incarnation=secrets.token_hex(8),
+            incarnation=incarnation,
         )
         membership = Membership(client, registration, service.observe, service.apply)
         await stack.enter_async_context(at_work(service, membership))

@@ -53,14 +53,14 @@ class CrewOpener:
 
     Attributes:
         redis: the data plane's client; stays its owner's to close.
-        service_name: what consumer names begin with.
+        holder: what this process is named as a claimer.
         streams: leases and deliveries.
         pull: fetches versions that were missed.
         host: address that this service is reached at.
     """
 
     redis: Redis
-    service_name: str
+    holder: str
     streams: StreamsConfig
     pull: Puller
     host: str
@@ -122,7 +122,7 @@ class CrewOpener:
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, self.streams)
             max_groups = math.ceil(SURPLUS * spec.rollout.engine.slots / group_size)
             config = LaneConfig(lane.value, max_groups, spec.rollout.task_seconds)
-            lanes.append((config, plane.hop(HopName.TASKS, self.service_name)))
+            lanes.append((config, plane.hop(HopName.TASKS, self.holder)))
         return lanes
 
 

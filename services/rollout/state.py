@@ -17,6 +17,7 @@ from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.streams.connection import connect
+from shared.streams.hop import holder_name
 from shared.streams.settings import StreamsConfig
 from shared.weights.image import shared_memory_identity, sweep
 from shared.weights.pull_client import WeightPuller
@@ -34,13 +35,14 @@ class RolloutState:
 async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
     sweep()
+    incarnation = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
         opener = CrewOpener(
             redis=redis,
-            service_name=f"rollout-{os.getpid()}",
+            holder=holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
             pull=WeightPuller(settings.token),
             host=settings.host,
@@ -58,7 +60,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
                 transports=("gloo", "nccl", "pull"),
                 shared_memory=shared_memory_identity(),
             ),
-            incarnation=secrets.token_hex(8),
+            incarnation=incarnation,
         )
         membership = Membership(client, registration, service.observe, service.apply)
         await stack.enter_async_context(at_work(service, membership))

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 TOO_MANY_DELIVERIES = "too_many_deliveries"
 HANDED_OVER = "handed over"
+OF_FLEET = "@"
+"""In the names of consumers that are registered with a gateway."""
 FENCED = "a later trainer took over this experiment"
 
 
@@ -156,6 +158,17 @@ class Hop(Protocol):
 def consumer_name(service_id: str) -> str:
     """Make a consumer name that no other process, and no later incarnation of this one, has."""
     return f"{service_id}-{secrets.token_hex(6)}"
+
+
+def holder_name(kind: str, pid: int, incarnation: str) -> str:
+    """Name a process of the fleet as a claimer, so that the gateway knows what it holds: for ``consumer_name``."""
+    return f"{kind}-{pid}{OF_FLEET}{incarnation}"
+
+
+def holder_of(consumer: str) -> str | None:
+    """Find the name that ``holder_name`` gave in a consumer's; None if it is not a process of the fleet."""
+    holder = consumer.rpartition("-")[0]
+    return holder if OF_FLEET in holder else None
 
 
 def counter_of(resolution: Resolution, reason: str) -> str:

@@ -33,6 +33,9 @@ class HopName(StrEnum):
 
 _NEXT = {HopName.TASKS: HopName.GENERATED, HopName.GENERATED: HopName.SCORED}
 
+LEASED = (HopName.TASKS, HopName.GENERATED)
+"""Hops whose claims belong to services that come and go, and end with a lease."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamKeys:

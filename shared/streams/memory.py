@@ -5,7 +5,7 @@ Time comes from a clock that tests may move. No call waits in the middle of a ch
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from shared.errors import ClaimLost
@@ -27,7 +27,7 @@ from shared.streams.hop import (
     next_hop,
     renewing,
 )
-from shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from shared.streams.keys import HANDED_BACK, LEASED, PLANNED, HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory_streams import Clock, MemoryStore
 from shared.streams.memory_trainer import MemoryTrainerQueue
@@ -268,6 +268,22 @@ class MemoryDataPlane:
             raise ValueError("only the train lane has a trainer")
         hop = MemoryTrainerHop(self._store, HopName.SCORED, consumer_name(service_id), self._config)
         return MemoryTrainerQueue(self._store, hop)
+
+    async def holders(self) -> set[str]:
+        """See ``DataPlane.holders``."""
+        pending = [held for hop in LEASED for held in self._store.streams[hop].pending.values()]
+        return {held.consumer for held in pending} - {HANDED_BACK}
+
+    async def release(self, consumers: Collection[str]) -> int:
+        """See ``DataPlane.release``."""
+        freed = 0
+        for stream in (self._store.streams[hop] for hop in LEASED):
+            for entry_id, held in list(stream.in_order()):
+                if held.consumer in consumers:
+                    stream.give(entry_id, HANDED_BACK, deliveries=held.deliveries)
+                    freed += 1
+        self._store.wake()
+        return freed
 
     async def ledger(self) -> Ledger:
         """See ``DataPlane.ledger``."""

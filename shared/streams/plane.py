@@ -1,5 +1,6 @@
 """Everything that one lane of one experiment keeps in its data plane, behind one protocol with two twins."""
 
+from collections.abc import Collection
 from typing import Protocol
 
 from shared.streams.admission import Admission
@@ -23,6 +24,18 @@ class DataPlane(Protocol):
 
     def trainer(self, service_id: str) -> TrainerQueue:
         """Open the trainer's queue; ``take_over`` makes it the only one."""
+        ...
+
+    async def holders(self) -> set[str]:
+        """Name the consumers that hold claims of tasks or of generated groups."""
+        ...
+
+    async def release(self, consumers: Collection[str]) -> int:
+        """End all claims that consumers hold of tasks and generated groups, and return how many these were.
+
+        It is for those who are dead: nobody then waits for their leases. Each such delivery counts. One that lives
+        after all finds its claims lost, as after a lease, and claims anew.
+        """
         ...
 
     async def ledger(self) -> Ledger:

@@ -1,10 +1,12 @@
 """The data plane on a Redis or Valkey server, 6.2 or newer."""
 
+from collections.abc import Collection
+
 from redis.asyncio import Redis
 
 from shared.schemas.task import Lane
 from shared.streams.hop import consumer_name
-from shared.streams.keys import HopName, StreamKeys
+from shared.streams.keys import LEASED, HopName, StreamKeys
 from shared.streams.ledger import Ledger
 from shared.streams.redis import RedisHop, TrainerHop
 from shared.streams.redis_admission import RedisAdmission
@@ -36,6 +38,17 @@ class RedisDataPlane:
             raise ValueError("only the train lane has a trainer")
         hop = TrainerHop(self._runner, self._keys, consumer_name(service_id), self._config)
         return RedisTrainerQueue(self._runner, self._keys, hop)
+
+    async def holders(self) -> set[str]:
+        """See ``DataPlane.holders``."""
+        names = await self._runner.run("holders", [self._keys.stream(hop) for hop in LEASED])
+        return {name.decode() for name in names}
+
+    async def release(self, consumers: Collection[str]) -> int:
+        """See ``DataPlane.release``."""
+        if not consumers:
+            return 0
+        return int(await self._runner.run("release", [self._keys.stream(hop) for hop in LEASED], list(consumers)))
 
     async def ledger(self) -> Ledger:
         """See ``DataPlane.ledger``."""

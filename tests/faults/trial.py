@@ -1,12 +1,13 @@
 """One experiment on a whole fleet, as tests of its membership look at it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -67,10 +68,10 @@ class Trial:
 
     async def seconds_to_next_version(self, victim: int) -> float:
         """Kill -9 a rollout, and measure until all others serve a version that was not committed then."""
-        before = await self.version()
-        others = set(await self.rollouts()) - {victim}
         os.kill(victim, signal.SIGKILL)
         started = time.monotonic()
+        before = await self.version()
+        others = set(await self.rollouts()) - {victim}
 
         async def is_served() -> bool:
             found = await self.rollouts()
@@ -100,16 +101,22 @@ class Trial:
 
     async def until_it_samples(self, pid: int) -> ServiceView:
         """Wait until a rollout has claimed tasks, and a moment longer, so that there are tokens."""
-        stream = StreamKeys(self.id).stream(HopName.TASKS)
-
-        async def has_claimed() -> bool:
-            held = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 200)
-            return any(entry["consumer"].decode().startswith(f"rollout-{pid}-") for entry in held)
-
-        async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
-            await waited(has_claimed, 120, f"rollout {pid} to claim")
+        await self.until_one_holds(1, {pid})
         await asyncio.sleep(1.0)
         return (await self.rollouts())[pid]
+
+    async def until_one_holds(self, num: int, pids: set[int]) -> int:
+        """Wait until one of these rollouts has claimed so many tasks; gives its process id."""
+        stream = StreamKeys(self.id).stream(HopName.TASKS)
+
+        async def who_does() -> int | None:
+            held = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 200)
+            holders = [entry["consumer"].decode().partition("@")[0] for entry in held]
+            return next((pid for pid in pids if holders.count(f"rollout-{pid}") >= num), None)
+
+        async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
+            found: int = await waited(who_does, 120, f"{num} claims of one of {pids}", pause_seconds=0.01)
+        return found
 
     async def is_registered(self, pid: int) -> bool:
         """Whether a process is a rollout of the fleet, with or without work."""
@@ -124,19 +131,27 @@ class Trial:
             return True
         return bool(view["observed"]["state"] in {"draining", "finished"})
 
-    async def left(self, service_id: str) -> dict[str, Any]:
-        """Read the event that says what a service handed over when it left."""
+    async def events(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        """Read type and data of each event from the first on; ends with the experiment."""
         async with httpx.AsyncClient(base_url=self.fleet.url, timeout=30) as http:
             headers = {"Authorization": f"Bearer {self.fleet.token}"}
             async with http.stream("GET", f"{self.path}/events", headers=headers) as answer:
                 async for line in answer.aiter_lines():
-                    if not line.startswith("data: "):
-                        continue
-                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                    facts: dict[str, Any] = event["data"]
-                    if event["type"] == "service_left" and facts["service_id"] == service_id:
-                        return facts
+                    if line.startswith("data: "):
+                        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                        yield event["type"], event["data"]
+
+    async def left(self, service_id: str) -> dict[str, Any]:
+        """Read the event that says what a service handed over when it left."""
+        async with contextlib.aclosing(self.events()) as events:
+            async for kind, facts in events:
+                if kind == "service_left" and facts["service_id"] == service_id:
+                    return facts
         raise AssertionError(f"{service_id} has not left")
+
+    async def num_released(self) -> int:
+        """Count the claims of the dead that were released, of an experiment that has ended."""
+        return sum([int(facts["claims"]) async for kind, facts in self.events() if kind == "claims_released"])
 
     async def stop(self) -> None:
         """Stop it, and wait until it has."""

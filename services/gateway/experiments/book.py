@@ -59,6 +59,7 @@ class Experiment:
 
     Attributes:
         changed: fires after each change of the record.
+        left: fires whenever a service has left it.
         ledger: the train lane as last seen; None until it was read.
         full_stream: the first stream of the train lane that has reached its bound, if any.
         window: what was seen of it in the last minute.
@@ -74,6 +75,7 @@ class Experiment:
         self.train = open_plane(record.id, Lane.TRAIN)
         self.evaluation = open_plane(record.id, Lane.EVALUATION)
         self.changed = Signal()
+        self.left = Signal()
         self.ledger: Ledger | None = None
         self.full_stream: FullStream | None = None
         self.window = Window()

@@ -8,6 +8,7 @@ from services.gateway import signals
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.events.log import EventLog
 from services.gateway.experiments import preflight
+from services.gateway.experiments.abandoned import AbandonedClaims
 from services.gateway.experiments.book import Book, Experiment
 from services.gateway.experiments.control import Control
 from services.gateway.experiments.ending import Ending
@@ -69,6 +70,7 @@ class ExperimentWork:
         lanes = [
             Feeder(experiment, dataset, self._store, self._clock).run(),
             watchdog.run(),
+            AbandonedClaims(experiment, self._registry, self._events).run(),
             self._tracking.run(experiment),
         ]
         if held_out is not None:

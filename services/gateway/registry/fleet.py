@@ -74,6 +74,8 @@ class Fleet:
         """Take a service in."""
         service = await self._registry.register(registration)
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
+        for dead in self._registry.superseded_by(service):
+            await self.leave(dead.id, reason="another process was started in its place")
         self._on_news()
         return Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
 
@@ -267,7 +269,9 @@ class Fleet:
 
     async def _let_go(self, service: LiveService, experiment_id: str, reason: str) -> None:
         await self._publications.gone(experiment_id, service, reason)
-        if self._book.find(experiment_id) is not None:
+        experiment = self._book.find(experiment_id)
+        if experiment is not None:
+            experiment.left.fire()
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}
             await self._events.append(
                 experiment_id,

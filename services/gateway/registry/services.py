@@ -8,6 +8,8 @@ while it is silent its experiment's next version waits for it, and one that was 
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from services.gateway.registry.desired import ServiceFacts
 from services.gateway.signals import Signal
@@ -23,6 +25,7 @@ from shared.schemas.service import (
     ServiceView,
     WorkState,
 )
+from shared.streams.hop import holder_name
 
 OVERDUE_SECONDS = 10.0
 """How long after its notice a service that still works is released all the same: its claims end with their leases."""
@@ -61,6 +64,11 @@ class LiveService:
     def id(self) -> str:
         """Its id."""
         return self.record.id
+
+    @property
+    def holder(self) -> str:
+        """What its claims in the data plane are named after."""
+        return holder_name(self.record.kind, self.record.pid, self.record.incarnation)
 
     @property
     def experiment_id(self) -> str | None:
@@ -141,6 +149,13 @@ class Registry:
     def trainer_of(self, experiment_id: str) -> LiveService | None:
         """Find the trainer service of an experiment."""
         return next(iter(self._trainers.get(experiment_id, {}).values()), None)
+
+    def superseded_by(self, service: LiveService) -> list[LiveService]:
+        """List those whose address another process has now: they are dead, whatever is left of their leases."""
+        if _names_no_place(service.record.address):
+            return []
+        at = (service.kind, service.record.host, service.record.address)
+        return [s for s in self if s is not service and (s.kind, s.record.host, s.record.address) == at]
 
     async def register(self, registration: Registration) -> LiveService:
         """Take a service in; the same process gets the same id again."""
@@ -254,3 +269,11 @@ class Registry:
             notice_ends_in_seconds=None if (left := self.facts(service).notice_seconds) is None else round(left, 3),
             observed=service.observed,
         )
+
+
+def _names_no_place(address: str) -> bool:
+    """Whether an address stands for every interface, so that two machines of one name could both have it."""
+    try:
+        return ip_address(urlsplit(address).hostname or "").is_unspecified
+    except ValueError:
+        return False

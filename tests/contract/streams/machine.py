@@ -133,6 +133,15 @@ class Fleet(RuleBasedStateMachine):
         lost = self.do(hop.renew([claim]))
         assert lost == [claim] or claim.token not in self._moved_by
 
+    @rule(which=st.integers(0, 3))
+    def release(self, which: int) -> None:
+        hop = self._hops[which]
+        mine = [claim for owner, claim in self._holders if owner is hop]
+        held = len(mine) - len(self.do(hop.renew(mine)))
+        assert self.do(self._plane.release({hop.consumer})) == held
+        assert self.do(hop.renew(mine)) == mine
+        assert hop.consumer not in self.do(self._plane.holders())
+
     @rule()
     def let_leases_end(self) -> None:
         self._rig.let_leases_end()

@@ -46,11 +46,14 @@ from shared.schemas.service import (
 from shared.schemas.task import Lane
 from shared.serving import address_of, bind
 from shared.streams.connection import connect
+from shared.streams.hop import holder_name
 from shared.streams.keys import HopName
 from shared.streams.redis_plane import RedisDataPlane
 from shared.testing.builders import a_group, graded
 
 TOKEN = "token-of-the-tests"
+PATIENCE_SECONDS = 90.0
+"""How long the trainer waits for a gateway that is away: one that is started beside other work takes its time."""
 
 
 def a_spec(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -116,13 +119,15 @@ class Scripted:
         self.failure: Failure | None = None
         self.experiment_id: str | None = None
         self.is_leaving = False
+        incarnation = secrets.token_hex(8)
+        self.holder = holder_name(self.kind, os.getpid(), incarnation)
         registration = Registration(
             kind=self.kind,
-            address="http://127.0.0.1:9",
+            address=f"http://127.0.0.1:9/{incarnation}",
             host=socket.gethostname(),
             pid=os.getpid(),
             capabilities=Capabilities(transports=("gloo",)),
-            incarnation=secrets.token_hex(8),
+            incarnation=incarnation,
         )
         self.membership = Membership(self.client, registration, self.observe, self.apply, poll_seconds=5.0)
         self._tasks: list[asyncio.Task[Any]] = []
@@ -207,6 +212,9 @@ class ScriptedRollout(Scripted):
     kind = ServiceKind.ROLLOUT
     is_deaf = False
     """Whether it never joins a publication."""
+    is_stuck = False
+    """Whether it holds what it claims and never answers."""
+    holds_tasks = False
 
     def begin(self, experiment_id: str) -> None:
         self.version = 0
@@ -232,11 +240,12 @@ class ScriptedRollout(Scripted):
         )
 
     async def answer(self, plane: RedisDataPlane, lane: Lane) -> None:
-        hop = plane.hop(HopName.TASKS, self.id)
+        hop = plane.hop(HopName.TASKS, self.holder)
         while not self.is_leaving:
             for claim in await hop.claim(4, wait_seconds=0.2):
                 task = claim.task()
-                while self.state is not WorkState.RUNNING or (self.version or 0) < task.min_version:
+                self.holds_tasks = self.is_stuck
+                while self.is_stuck or self.state is not WorkState.RUNNING or (self.version or 0) < task.min_version:
                     if self.is_leaving:
                         break
                     await asyncio.sleep(0.01)
@@ -258,7 +267,7 @@ class ScriptedReward(Scripted):
             self.start(self.grade(self.plane(lane)))
 
     async def grade(self, plane: RedisDataPlane) -> None:
-        hop = plane.hop(HopName.GENERATED, self.id)
+        hop = plane.hop(HopName.GENERATED, self.holder)
         while not self.is_leaving:
             for claim in await hop.claim(4, wait_seconds=0.2):
                 group = claim.group()
@@ -276,6 +285,8 @@ class ScriptedTrainer(Scripted):
         self.trained: list[tuple[int, ...]] = []
         self.lags: list[int] = []
         self.step_seconds = 0.0
+        self.waits_before: int | None = None
+        """Step that is not begun while this stands."""
 
     def begin(self, experiment_id: str) -> None:
         self.step = 0
@@ -303,6 +314,8 @@ class ScriptedTrainer(Scripted):
             self.step += 1
         while self.step < spec["optimisation"]["steps"]:
             step, version = self.step + 1, self.step
+            while step == self.waits_before:
+                await asyncio.sleep(0.02)
             plan = await queue.load_plan(step)
             if plan is None:
                 claims: list[Any] = []
@@ -316,14 +329,14 @@ class ScriptedTrainer(Scripted):
             await queue.commit([step])
             self.step, self.version = step, version + 1
             body = {"step": step, "version": version + 1, "values": {"loss": 1.0 / step}}
-            await self.client.call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
+            await self._call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
             self.membership.tell()
 
     async def publish(self, experiment_id: str, version: int, step: int) -> None:
         path = f"/v1/experiments/{experiment_id}/publications"
         request = PublicationRequest(manifest=a_manifest(version), service_id=self.id, step=step)
         try:
-            answer = await self.client.call("POST", path, body=request)
+            answer = await self._call("POST", path, body=request)
         except StalePolicyVersion:
             return
         opened = 0
@@ -332,11 +345,14 @@ class ScriptedTrainer(Scripted):
             if answer["rendezvous"] is None:
                 opened += 1
                 meeting = Rendezvous(host="127.0.0.1", port=1000, epoch=epoch, world_size=len(answer["members"]) + 1)
-                answer = await self.client.call("PUT", f"{path}/{version}/rendezvous", body=meeting)
+                answer = await self._call("PUT", f"{path}/{version}/rendezvous", body=meeting)
                 continue
             params = {"wait": 5, "phase": answer["phase"], "epoch": epoch}
-            answer = await self.client.call("GET", f"{path}/{version}", params=params)
+            answer = await self._call("GET", f"{path}/{version}", params=params)
         assert answer["phase"] == "committed", answer
+
+    async def _call(self, method: str, path: str, **how: Any) -> Any:
+        return await self.client.call(method, path, deadline_seconds=PATIENCE_SECONDS, **how)
 
 
 def a_manifest(version: int) -> Manifest:

@@ -1,12 +1,14 @@
 """What is killed, stalls or is stopped costs no task: the ledger is asked after each fault."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from services.gateway.state import GatewayState
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
 from shared.schemas.service import Failure, WorkState
+from shared.streams.settings import StreamsConfig
 from tests.integration.gateway.fleet import (
+    PATIENCE_SECONDS,
     TOKEN,
     ScriptedReward,
     ScriptedRollout,
@@ -158,18 +162,24 @@ async def test_a_rollout_that_dies_leaves_the_fleet_and_its_tasks_are_taken_over
     url, gateway = served
     kinds = (ScriptedRollout, ScriptedRollout, ScriptedReward, ScriptedTrainer)
     async with a_fleet(url, redis_url, *kinds) as services:
-        services[3].step_seconds = 0.2
+        victim = services[1]
+        victim.is_stuck = True
         path = await started(client, a_spec(tmp_path, optimisation=optimisation(6)))
-        await until(lambda: services[3].step and services[3].step >= 1)
+        await until(lambda: victim.holds_tasks)
 
-        await services[1].die()
+        await victim.die()
+        died = time.monotonic()
         view = await wait_for(client, path, "completed", "failed", seconds=90.0)
+        seconds = time.monotonic() - died
 
         ledger = (await client.call("GET", f"{path}/ledger"))["train"]
         events = await gateway.store.events(view["id"], after=0, limit=1000)
     assert view["state"] == "completed", view["problem"]
     assert ledger["balanced"] and ledger["trained"] == 12
-    assert "service_left" in [event.type for event in events]
+    types = [event.type for event in events]
+    assert "service_left" in types
+    assert "claims_released" in types
+    assert seconds < StreamsConfig().lease_seconds / 2, "its claims did not wait for their leases"
 
 
 class GatewayProcess:
@@ -195,10 +205,22 @@ class GatewayProcess:
             command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
+    async def ready(self, client: GatewayClient) -> None:
+        """Wait until it answers; an interpreter that starts beside other work takes its time."""
+
+        async def answers() -> bool:
+            assert self.process is not None and self.process.poll() is None, "the gateway has ended"
+            with contextlib.suppress(FlotillaError):
+                await client.call("GET", "/readyz", deadline_seconds=5.0)
+                return True
+            return False
+
+        await until(answers, PATIENCE_SECONDS)
+
     def end(self, number: int) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(15)
+        return self.process.wait(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -209,10 +231,12 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
     process.start()
     try:
         async with GatewayClient(process.url, TOKEN) as client:
+            await process.ready(client)
             kinds = (ScriptedRollout, ScriptedReward, ScriptedTrainer)
             async with a_fleet(process.url, redis_url, *kinds) as services:
                 trainer = services[2]
                 trainer.step_seconds = 0.2
+                trainer.waits_before = 5  # so that the fault meets an experiment that is under way
                 evaluation = {"path": str(tmp_path / "heldout.jsonl"), "every_versions": 2}
                 tracking = {"trackers": [{"kind": "jsonl", "directory": str(tmp_path / "tracked")}]}
                 spec = a_spec(tmp_path, optimisation=optimisation(8), evaluation=evaluation, tracking=tracking)
@@ -221,14 +245,16 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 )
                 path = f"/v1/experiments/{created['id']}"
                 tracked = tmp_path / "tracked" / created["id"] / "metrics.jsonl"
-                await until(lambda: tracked.exists() and b'"loss"' in tracked.read_bytes())
+                await until(lambda: tracked.exists() and b'"loss"' in tracked.read_bytes(), PATIENCE_SECONDS)
                 ids = {service.id for service in services}
 
                 process.end(number)
                 with tracked.open("ab") as file:  # as if it had been killed within a write
                     file.write(b'{"step":99,"values":')
+                trainer.waits_before = None
                 await asyncio.sleep(0.5)
                 process.start()
+                await process.ready(client)
                 view = await wait_for(client, path, "completed", "failed", seconds=60.0)
 
                 ledger = await client.call("GET", f"{path}/ledger")

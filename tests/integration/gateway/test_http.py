@@ -216,7 +216,11 @@ async def test_bodies_have_a_limit(url: str, settings: GatewaySettings) -> None:
 
 async def test_lists_are_paged(client: GatewayClient) -> None:
     for number in range(5):
-        await client.call("POST", "/v1/services", body=REGISTRATION | {"incarnation": f"i{number}"})
+        await client.call(
+            "POST",
+            "/v1/services",
+            body=REGISTRATION | {"incarnation": f"i{number}", "pid": number + 1, "address": f"http://h:{number + 1}"},
+        )
     seen: list[str] = []
     cursor = None
     while True:

@@ -1,0 +1,118 @@
+"""Who is dead, and what is freed of what they held; when that is looked for."""
+
+import pytest
+
+from services.gateway.experiments.abandoned import AbandonedClaims
+from services.gateway.experiments.book import Experiment
+from services.gateway.state import GatewayState
+from shared.clock import ManualClock
+from shared.errors import Unavailable
+from shared.schemas.service import ServiceKind
+from shared.streams.hop import Hop, holder_name
+from shared.streams.keys import HopName
+from shared.testing.builders import a_task
+from tests.unit.gateway.builders import a_gateway, a_registration, add_experiment, add_service, running, until
+
+
+def of(gateway: GatewayState, experiment: Experiment) -> AbandonedClaims:
+    return AbandonedClaims(experiment, gateway.registry, gateway.events)
+
+
+def hop_of(gateway: GatewayState, experiment: Experiment, service_id: str) -> Hop:
+    return experiment.train.hop(HopName.TASKS, gateway.registry.get(service_id).holder)
+
+
+async def issue(experiment: Experiment, count: int) -> None:
+    await experiment.train.admission.issue_many([a_task(number) for number in range(count)], limit=99)
+
+
+async def test_claims_of_the_registered_and_of_strangers_stay() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    await issue(experiment, 3)
+    alive = hop_of(gateway, experiment, await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id))
+    stranger = experiment.train.hop(HopName.TASKS, "somebody's own")
+    dead = experiment.train.hop(HopName.TASKS, holder_name("rollout", 77, "gone"))
+    held = {hop: await hop.claim(wait_seconds=0) for hop in (alive, stranger, dead)}
+
+    assert await of(gateway, experiment).look() == 1
+
+    lost = {hop: await hop.renew(claims) for hop, claims in held.items()}
+    assert lost == {alive: [], stranger: [], dead: held[dead]}
+    (event,) = await gateway.store.events(experiment.id, after=0, limit=9)
+    assert (event.type, event.data) == ("claims_released", {"claims": 1})
+
+
+async def test_a_service_that_was_silent_too_long_loses_its_claims_with_its_registration() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    await issue(experiment, 1)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+    hop = hop_of(gateway, experiment, service_id)
+    claims = await hop.claim(wait_seconds=0)
+    async with running(of(gateway, experiment).run()):
+        await until(lambda: experiment.left._next is not None)
+        clock.advance(10.1)
+
+        for service in gateway.registry.expired():
+            await gateway.fleet.leave(service.id, reason="its lease ended")
+
+        heir = experiment.train.hop(HopName.TASKS, "heir")
+        assert len(await heir.claim(wait_seconds=0.5)) == 1, "long before the next look that is not asked for"
+    assert await hop.renew(claims) == claims
+
+
+@pytest.mark.parametrize("kind", [ServiceKind.ROLLOUT, ServiceKind.REWARD])
+async def test_a_process_that_is_started_in_anothers_place_ends_it(kind: ServiceKind) -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    old = await add_service(gateway, kind, "one", experiment.id)
+    place = a_registration(kind, "one").address
+    elsewhere = await add_service(gateway, kind, "elsewhere", experiment.id)
+
+    new = (await gateway.fleet.register(a_registration(kind, "two", address=place))).service_id
+
+    assert {service.id for service in gateway.registry} == {elsewhere, new}
+    events = await gateway.store.events(experiment.id, after=0, limit=9)
+    left = [event.data for event in events if event.type == "service_left"]
+    assert [(each["service_id"], each["reason"]) for each in left] == [
+        (old, "another process was started in its place")
+    ]
+
+
+async def test_an_address_that_names_no_place_says_nothing_of_others() -> None:
+    gateway = a_gateway()
+    for incarnation in ("one", "two"):
+        registration = a_registration(ServiceKind.REWARD, incarnation, address="http://0.0.0.0:8000")
+        await gateway.fleet.register(registration)
+
+    assert len(gateway.registry) == 2
+
+
+async def test_a_data_plane_that_is_away_is_asked_again() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    asked: list[str] = []
+
+    async def look() -> int:
+        asked.append("looked")
+        raise Unavailable("the server is away")
+
+    claims = of(gateway, experiment)
+    claims.look = look  # type: ignore[method-assign]
+    async with running(claims.run()) as task:
+        await until(lambda: len(asked) == 1)
+        experiment.left.fire()
+        await until(lambda: len(asked) == 2)
+        assert not task.done()
+
+
+async def test_a_service_is_the_same_claimer_after_a_restart_of_the_gateway() -> None:
+    gateway = a_gateway()
+    holder = gateway.registry.get(await add_service(gateway, ServiceKind.ROLLOUT, "one")).holder
+
+    again = a_gateway(gateway.store)  # type: ignore[arg-type]
+    await again.registry.load()
+
+    assert [each.holder for each in again.registry] == [holder]

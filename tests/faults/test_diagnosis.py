@@ -4,15 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
 from cli.fleet import FleetInfo
-from tests.faults.trial import Trial
+from tests.faults.trial import Trial, waited
 from tests.fleet import RunningFleet, make_experiment, running_fleet
+from tests.prometheus import parse_page, value_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,6 +74,18 @@ async def until_named(trial: Trial, component: str) -> Evidence:
         await asyncio.sleep(0.2)
 
 
+async def page_names(fleet: RunningFleet, trial: Trial, component: str) -> bool:
+    """Whether the gateway's page for Prometheus names it too, and counts the lags and the waits meanwhile."""
+    async with httpx.AsyncClient(base_url=fleet.url) as http:
+        series = parse_page((await http.get("/metrics")).text)
+    assert value_of(series, "flotilla_experiment_trained_token_lag_count", experiment=trial.id)
+    assert value_of(series, "flotilla_experiment_admission_wait_seconds_total", experiment=trial.id)
+    assert (
+        value_of(series, "flotilla_experiment_stream_oldest_seconds", experiment=trial.id, stream="tasks") is not None
+    )
+    return value_of(series, "flotilla_experiment_bottleneck", experiment=trial.id, component=component) == 1
+
+
 async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path) -> None:
     """On-policy, nothing overlaps: unless something is slow, admission keeps the stages apart."""
     spec = make_experiment(
@@ -90,6 +105,7 @@ async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path) -> None:
                 switch = marks / f"slow-{component}"
                 switch.touch()
                 evidence = await until_named(trial, component)
+                await waited(partial(page_names, fleet, trial, component), NAMED_SECONDS, f"{component} on the page")
                 switch.unlink()
                 assert is_shown_by(evidence), (component, evidence)
             async with slow_server(fleet):

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from services.gateway.experiments.bottleneck import Bottleneck
 from services.gateway.experiments.idleness import Idleness
+from services.gateway.experiments.lags import LagHistogram
 from services.gateway.experiments.window import Window
+from services.gateway.feeder.held import HeldByBudget
 from services.gateway.registry.desired import DesiredStates, digest
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
@@ -62,7 +65,9 @@ class Experiment:
         left: fires whenever a service has left it.
         ledger: the train lane as last seen; None until it was read.
         full_stream: the first stream of the train lane that has reached its bound, if any.
-        window: what was seen of it in the last minute.
+        window: what was seen of it lately.
+        lags: of the tokens that it has trained.
+        held: how long its admission budget held the feeder.
         idleness: how much of each version's time its rollouts sampled nothing.
         told: what its services should do, as computed last.
     """
@@ -80,6 +85,8 @@ class Experiment:
         self.full_stream: FullStream | None = None
         self.window = Window()
         self.idleness = Idleness()
+        self.lags = LagHistogram()
+        self.held = HeldByBudget()
         self.told = DesiredStates()
 
     @property
@@ -96,6 +103,11 @@ class Experiment:
     def is_active(self) -> bool:
         """Whether services work for it, or should."""
         return self.state in {ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED}
+
+    def bottleneck(self, now: float) -> Bottleneck:
+        """Name what bounds its speed at a time of the monotonic clock."""
+        spec = self.spec
+        return self.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
 
     @property
     def hold_version(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Final
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
+COMPONENTS: Final = ("generation", "reward", "trainer", "admission", "publication", "redis", "evaluation", "none")
 SLOW_REDIS_SECONDS: Final = 0.1
 """A round trip that takes longer bounds everything: each hop makes several."""
 AWAY_SHARE: Final = 0.2
@@ -77,7 +78,7 @@ class Bottleneck:
     """What bounds the speed now.
 
     Attributes:
-        component: generation, reward, trainer, admission, publication, redis, evaluation; or none.
+        component: one of ``COMPONENTS``.
         cause: what shows it, in one sentence.
         advice: which setting or service changes it.
         evidence: the figures; shares are of time and lie between 0 and 1.

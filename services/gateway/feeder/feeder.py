@@ -10,7 +10,7 @@ import logging
 from services.gateway.experiments.book import Experiment, FullStream
 from services.gateway.feeder.admission import admitted, groups_left
 from services.gateway.feeder.dataset import Dataset
-from services.gateway.feeder.held import ADMISSION_WAIT, HeldByBudget
+from services.gateway.feeder.held import ADMISSION_WAIT
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
@@ -40,7 +40,8 @@ class Feeder:
         self._dataset = dataset
         self._clock = clock
         self._store = store
-        self._held = HeldByBudget()
+        self._held = experiment.held
+        self._held.release()
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
         self._recorded_at = 0.0

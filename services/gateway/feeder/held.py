@@ -9,11 +9,15 @@ class HeldByBudget:
     """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
 
     In memory: what a restarted gateway reports of its first version is what it saw of it.
+
+    Attributes:
+        total_seconds: over all versions since this gateway began.
     """
 
     def __init__(self) -> None:
         self._version: int | None = None
         self._seconds = 0.0
+        self.total_seconds = 0.0
         self._held_since: float | None = None
 
     def look(self, version: int, now: float) -> tuple[int, float] | None:
@@ -29,6 +33,7 @@ class HeldByBudget:
         """
         if self._held_since is not None:
             self._seconds += now - self._held_since
+            self.total_seconds += now - self._held_since
             self._held_since = None
         if version == self._version:
             return None

@@ -83,6 +83,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
     ]
     await gateway.store.put_metrics(experiment_id, points)
     experiment.window.add_step(gateway.clock.monotonic(), batch.values)
+    experiment.lags.add_step(batch.step, batch.values)
     return Stored(stored=len(points))
 
 
@@ -168,8 +169,7 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
     """
     experiment = gateway.book.get(experiment_id)
     now = gateway.clock.monotonic()
-    spec = experiment.spec
-    found = experiment.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
+    found = experiment.bottleneck(now)
     problem = experiment.record.problem
     is_over = experiment.state is not ExperimentState.RUNNING
     return DiagnosisView(

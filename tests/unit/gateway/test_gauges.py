@@ -1,0 +1,139 @@
+"""The page for Prometheus: lags, queues, waits and bottleneck of each experiment, from memory and bounded."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway import gauges
+from services.gateway.experiments.bottleneck import COMPONENTS, Look
+from services.gateway.experiments.lags import BOUNDS, LagHistogram
+from services.gateway.gauges import page_of
+from services.gateway.state import GatewayState
+from shared.clock import ManualClock
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ServiceKind
+from shared.streams.keys import HopName
+from shared.streams.ledger import HopCounts, Ledger
+from tests.prometheus import parse_page, value_of
+from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def a_look(**changes: Any) -> Look:
+    waiting = HopCounts(tasks=3, generated=1)
+    ledger = Ledger(issued=4, waiting=waiting, claimed=HopCounts(tasks=2), outstanding=6)
+    given: dict[str, Any] = {"ledger": ledger, "redis_seconds": 0.002, "is_publishing": False, "is_evaluating": False}
+    return Look(**(given | changes))
+
+
+async def a_running_gateway(clock: ManualClock | None = None) -> GatewayState:
+    gateway = a_gateway(clock=clock or ManualClock())
+    experiment = await add_experiment(gateway, 'odd"name\\')
+    for second in range(3):
+        look = a_look(oldest_seconds={HopName.TASKS: 4.5 + second})
+        experiment.window.add_look(gateway.clock.monotonic(), look)
+    experiment.window.add_step(gateway.clock.monotonic(), {"time/step_seconds": 2.0, "time/wait_seconds": 1.5})
+    return gateway
+
+
+async def test_the_page_tells_queues_and_their_ages_and_what_bounds_the_speed() -> None:
+    gateway = await a_running_gateway()
+    await add_service(gateway, ServiceKind.REWARD, "reward", None)
+
+    series = parse_page(page_of(gateway))
+
+    named = {"experiment": 'odd\\"name\\\\'}
+    assert value_of(series, "flotilla_services", kind="reward") == 1
+    assert value_of(series, "flotilla_experiments", state="running") == 1
+    assert value_of(series, "flotilla_experiment_stream_groups", stream="tasks", place="waiting", **named) == 3
+    assert value_of(series, "flotilla_experiment_stream_groups", stream="tasks", place="claimed", **named) == 2
+    assert value_of(series, "flotilla_experiment_stream_oldest_seconds", stream="tasks", **named) == 6.5
+    assert value_of(series, "flotilla_experiment_stream_oldest_seconds", stream="scored", **named) == 0
+    assert value_of(series, "flotilla_experiment_redis_seconds", **named) == 0.002
+    assert value_of(series, "flotilla_experiment_trainer_wait_share", **named) == 0.75
+    named_ones = {c: value_of(series, "flotilla_experiment_bottleneck", component=c, **named) for c in COMPONENTS}
+    assert named_ones == dict.fromkeys(COMPONENTS, 0) | {"generation": 1}
+
+
+async def test_of_a_data_plane_that_is_away_no_old_queues_are_told() -> None:
+    gateway = await a_running_gateway()
+    (experiment,) = gateway.book
+    experiment.window.add_look(gateway.clock.monotonic(), a_look(ledger=None, redis_seconds=5.0))
+
+    series = parse_page(page_of(gateway))
+
+    assert not [name for name, _ in series if "stream" in name]
+    assert [name for name, _ in series if "bottleneck" in name]
+
+
+async def test_an_experiment_that_is_over_has_no_series() -> None:
+    gateway = await a_running_gateway()
+    await add_experiment(gateway, "over", state=ExperimentState.COMPLETED)
+
+    assert "over" not in page_of(gateway)
+
+
+async def test_every_metric_of_the_page_is_documented() -> None:
+    written = {line.split(" ")[2] for line in page_of(await a_running_gateway()).splitlines() if "# TYPE" in line}
+
+    listed = set(re.findall(r"`(flotilla_[a-z_]+)`", DOCUMENT.read_text(encoding="utf-8")))
+    assert written == listed
+
+
+async def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauges, "MAX_EXPERIMENTS", 2)
+    gateway = await a_running_gateway()
+    (running,) = gateway.book
+    running.lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})
+    one = len(parse_page(page_of(gateway)))
+    for number in range(5):
+        await add_experiment(gateway, f"waiting-{number}", state=ExperimentState.STARTING)
+
+    series = parse_page(page_of(gateway))
+
+    assert one < 60
+    assert value_of(series, "flotilla_experiments_left_out") == 4
+    assert {value for _, labels in series for label, value in labels if label == "experiment"} == {
+        'odd\\"name\\\\',
+        "waiting-0",
+    }
+
+
+async def test_the_wait_for_admission_only_grows() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    for version, now in ((0, 1.0), (0, 3.0), (1, 6.5)):
+        experiment.held.look(version, now)
+        experiment.held.hold(now)
+
+    series = parse_page(page_of(gateway))
+
+    assert value_of(series, "flotilla_experiment_admission_wait_seconds_total", experiment="tiny-1") == 5.5
+
+
+async def test_lags_are_a_histogram_over_all_steps() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    experiment.lags.add_step(1, {"lag/tokens/0": 10.0, "lag/tokens/1": 5.0, "lag/mean": 0.3})
+    experiment.lags.add_step(2, {"lag/tokens/5": 2.0, "lag/tokens/99": 1.0})
+    experiment.lags.add_step(2, {"lag/tokens/5": 2.0})
+
+    series = parse_page(page_of(gateway))
+
+    def at_most(bound: str) -> float | None:
+        return value_of(series, "flotilla_experiment_trained_token_lag_bucket", experiment="tiny-1", le=bound)
+
+    assert [at_most(bound) for bound in ("0", "1", "4", "6", "32", "+Inf")] == [10, 15, 15, 17, 17, 18]
+    assert value_of(series, "flotilla_experiment_trained_token_lag_count", experiment="tiny-1") == 18
+    assert value_of(series, "flotilla_experiment_trained_token_lag_sum", experiment="tiny-1") == 5 + 10 + 99
+
+
+def test_a_step_without_lags_or_with_names_that_are_none_changes_nothing() -> None:
+    lags = LagHistogram()
+    lags.add_step(1, {"loss": 1.0})
+    lags.add_step(1, {"lag/tokens/many": 3.0, "lag/tokens/0": 1.0})
+
+    assert lags.cumulative() == [(bound, 1) for bound in BOUNDS]

@@ -124,8 +124,7 @@ class DesiredState(Wire):
     weights_url: str | None = None
     """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
     notice_seconds: float | None = None
-    """While draining: what is left of the notice. None: no end was set, or it was forgotten with a restart of the
-    gateway; whoever counts already goes on counting."""
+    """While draining: what is left of the notice. None: no end was set; whoever counts already goes on counting."""
     hold_version: int | None = None
     """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
     publication: PublicationOrder | None = None

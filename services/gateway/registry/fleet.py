@@ -16,7 +16,7 @@ from services.gateway.experiments.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts
-from services.gateway.registry.services import LiveService, Notice, Registry
+from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
@@ -243,7 +243,7 @@ class Fleet:
         """
         if service.experiment_id is None:
             return
-        service.leaving = Notice(reason, self._clock.monotonic() + notice_seconds)
+        service.leaving = self._registry.notice(reason, notice_seconds)
         service.changed.fire()
         await self._events.append(
             service.experiment_id,

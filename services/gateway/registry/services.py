@@ -18,6 +18,7 @@ from services.gateway.store.records import ServiceRecord
 from shared.clock import Clock, rfc3339
 from shared.errors import NotFound
 from shared.schemas.service import (
+    DRAIN_NOTICE_SECONDS,
     Capabilities,
     ObservedState,
     Registration,
@@ -27,6 +28,7 @@ from shared.schemas.service import (
 )
 from shared.streams.hop import holder_name
 
+DRAINED = "it was drained"
 OVERDUE_SECONDS = 10.0
 """How long after its notice a service that still works is released all the same: its claims end with their leases."""
 
@@ -38,6 +40,8 @@ class Notice:
     reason: str
     ends_at: float
     """On the monotonic clock, in seconds."""
+    until: float
+    """The same by the wall clock, in seconds since the epoch: names the end alike in every process."""
 
 
 class LiveService:
@@ -45,7 +49,7 @@ class LiveService:
 
     Attributes:
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
-        drained: set once it is told to leave the fleet; forgotten, unlike that it was told, by a gateway that restarts.
+        drained: set once it is told to leave the fleet; a gateway that restarts finds it in the record.
     """
 
     def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
@@ -82,9 +86,11 @@ class LiveService:
 
     def facts(self, now: float) -> ServiceFacts:
         """What matters for its desired state, ``now`` by the registry's clock."""
-        ends = min((notice.ends_at for notice in (self.leaving, self.drained) if notice is not None), default=None)
-        left = None if ends is None else max(0.0, ends - now)
-        return ServiceFacts(self.id, self.kind, self.is_draining, ends, left)
+        notices = [notice for notice in (self.leaving, self.drained) if notice is not None]
+        if not notices:
+            return ServiceFacts(self.id, self.kind, self.is_draining)
+        first = min(notices, key=lambda notice: notice.ends_at)
+        return ServiceFacts(self.id, self.kind, self.is_draining, first.until, max(0.0, first.ends_at - now))
 
     @property
     def is_draining(self) -> bool:
@@ -115,11 +121,16 @@ class Registry:
         self._trainers: dict[str, dict[str, LiveService]] = {}
 
     async def load(self) -> None:
-        """Take back the services of an earlier process, under a grace lease."""
+        """Take back the services of an earlier process, under a grace lease; a notice goes on while nobody counts."""
         lease_ends = self._clock.monotonic() + self._grace_seconds
         for record in await self._store.services():
             service = self._services[record.id] = LiveService(record, lease_ends)
             self._index(service)
+            if record.is_draining:
+                # A record of before there was an end in it: what is usual, from now on.
+                ends = record.notice_ends_at
+                left = DRAIN_NOTICE_SECONDS if ends is None else max(0.0, ends - self._clock.now())
+                service.drained = replace(self.notice(DRAINED, left), until=ends or 0.0)
 
     def __iter__(self) -> Iterator[LiveService]:
         return iter(list(self._services.values()))
@@ -238,10 +249,14 @@ class Registry:
 
     async def drain(self, service: LiveService, notice_seconds: float) -> None:
         """Let it finish what it has in hand and take nothing new, ever."""
-        service.record = replace(service.record, is_draining=True)
-        service.drained = Notice("it was drained", self._clock.monotonic() + notice_seconds)
+        service.drained = self.notice(DRAINED, notice_seconds)
+        service.record = replace(service.record, is_draining=True, notice_ends_at=service.drained.until)
         service.changed.fire()
         await self._store.put_service(service.record)
+
+    def notice(self, reason: str, seconds: float) -> Notice:
+        """Make a notice that begins now."""
+        return Notice(reason, self._clock.monotonic() + seconds, self._clock.now() + seconds)
 
     def is_overdue(self, service: LiveService) -> bool:
         """Whether it was drained and still works although its notice is long over."""

@@ -15,7 +15,7 @@ from services.gateway.experiments.control import Control
 from services.gateway.experiments.lifecycle import Step
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
-from services.gateway.registry.services import LiveService, Registry
+from services.gateway.registry.services import DRAINED, LiveService, Registry
 from services.gateway.scheduler.placement import quotas_of
 from services.gateway.scheduler.quota import Scheduler
 from shared.errors import FlotillaError
@@ -88,7 +88,7 @@ class Conductor:
             if service.experiment_id is None:
                 continue
             if service.record.is_draining and service.is_observed and not service.works_for(service.experiment_id):
-                await self._fleet.release(service, "it was drained")
+                await self._fleet.release(service, DRAINED)
             elif service.kind is ServiceKind.ROLLOUT and self._registry.is_overdue(service):
                 await self._fleet.release(service, "its notice is over")
             elif self._book.find(service.experiment_id) is None:

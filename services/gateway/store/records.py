@@ -61,6 +61,7 @@ class ServiceRecord:
         incarnation: random name of the process; a second registration of it finds this record.
         experiment_id: what it is assigned to; None while it is idle.
         is_draining: takes no new assignment.
+        notice_ends_at: until when it may finish what it has in hand, in seconds since the epoch; None unless it drains.
         registered_at: seconds since the epoch.
     """
 
@@ -73,6 +74,7 @@ class ServiceRecord:
     incarnation: str
     registered_at: float
     is_draining: bool = False
+    notice_ends_at: float | None = None
     experiment_id: str | None = None
 
 

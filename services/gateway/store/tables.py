@@ -57,6 +57,7 @@ services = Table(
     Column("incarnation", Text, nullable=False),
     Column("registered_at", Float(53), nullable=False),
     Column("is_draining", Boolean, nullable=False),
+    Column("notice_ends_at", Float(53)),
     Column("experiment_id", String(96)),
 )
 

@@ -1,6 +1,6 @@
 """What every store does."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -53,8 +53,8 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
 
 async def test_services_come_back_until_they_are_deleted(store: Store) -> None:
     await store.put_service(SERVICE)
-    await store.put_service(replace(SERVICE, experiment_id="a", is_draining=True))
-    assert await store.services() == [replace(SERVICE, experiment_id="a", is_draining=True)]
+    await store.put_service(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))
+    assert await store.services() == [replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1)]
 
     await store.delete_service("s1")
     await store.delete_service("s1")
@@ -184,6 +184,23 @@ async def test_migrations_make_exactly_the_tables_that_the_code_uses(database_ur
 
     assert differences == []
     assert names == set(tables.metadata.tables) | {"alembic_version"}
+
+
+async def test_a_service_of_an_earlier_gateways_database_is_read(database_url: str) -> None:
+    engine = open_engine(database_url)
+    upgrade(engine, "0001")
+    row = {name: value for name, value in asdict(SERVICE).items() if name != "notice_ends_at"}
+    with engine.begin() as connection:
+        columns = [tables.services.c[name] for name in row]
+        earlier = sa.table("services", *(sa.column(column.name, column.type) for column in columns))
+        connection.execute(sa.insert(earlier).values(**row | {"is_draining": True}))
+    engine.dispose()
+
+    store = await SqlStore.open(database_url)
+    found = await store.services()
+    await store.close()
+
+    assert found == [replace(SERVICE, is_draining=True, notice_ends_at=None)]
 
 
 async def test_a_database_is_opened_again_with_all_that_it_held(database_url: str) -> None:

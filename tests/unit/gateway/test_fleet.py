@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.errors import NotFound
 from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import DesiredState, Failure, ObservedState, ServiceKind, WorkState
+from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, Failure, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
     a_gateway,
     a_registration,
@@ -285,6 +286,61 @@ async def test_a_drained_service_that_works_on_long_after_its_notice_loses_its_a
     await gateway.conductor.round()
     assert gateway.registry.get(rollout).experiment_id is None
     await stop(gateway)
+
+
+async def test_a_restarted_gateway_remembers_when_a_notice_ends() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    before = a_gateway(store, clock, lease_seconds=1000.0)
+    experiment = await add_experiment(before)
+    rollout, observed = await a_working_rollout(before, experiment.id)
+    await before.fleet.drain(rollout, 20.0)
+    told = await say(before, rollout, observed)
+    clock.advance(7.0)
+
+    after = a_gateway(store, clock, lease_seconds=1000.0, grace_seconds=1000.0)
+    await after.book.load()
+    await after.registry.load()
+
+    again = await say(after, rollout, observed)
+    assert (again.state, again.notice_seconds, again.tag) == (WorkState.DRAINING, 13.0, told.tag)
+    assert after.registry.view(after.registry.get(rollout)).notice_ends_in_seconds == 13.0
+    clock.advance(13.0 + 9.0)
+    await after.conductor.round()
+    assert after.registry.get(rollout).experiment_id == experiment.id
+    clock.advance(2.0)
+    await after.conductor.round()
+    assert after.registry.get(rollout).experiment_id is None, "overdue, as without the restart"
+    await stop(after)
+
+
+async def test_a_notice_that_ended_while_the_gateway_was_away_is_over() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    before = a_gateway(store, clock)
+    experiment = await add_experiment(before)
+    rollout, observed = await a_working_rollout(before, experiment.id)
+    await before.fleet.drain(rollout, 5.0)
+    clock.advance(60.0)
+
+    after = a_gateway(store, clock)
+    await after.book.load()
+    await after.registry.load()
+
+    assert (await say(after, rollout, observed)).notice_seconds == 0.0
+    assert not after.registry.is_overdue(after.registry.get(rollout)), "it may still say that it has finished"
+
+
+async def test_a_record_that_drains_without_an_end_gets_the_usual_notice() -> None:
+    store = MemoryStore()
+    before = a_gateway(store)
+    experiment = await add_experiment(before)
+    rollout, observed = await a_working_rollout(before, experiment.id)
+    await store.put_service(replace(before.registry.get(rollout).record, is_draining=True))
+
+    after = a_gateway(store)
+    await after.book.load()
+    await after.registry.load()
+
+    assert (await say(after, rollout, observed)).notice_seconds == DRAIN_NOTICE_SECONDS
 
 
 async def test_a_service_that_leaves_gets_no_part_in_the_next_publication() -> None:

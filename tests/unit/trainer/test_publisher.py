@@ -159,10 +159,12 @@ async def test_members_get_the_image_and_the_next_version_uses_the_same_epoch(a_
 
     for version in (1, 2):
         await rig.publish(version)
-        await asyncio.sleep(0.01)
-        if version == 2:
-            await gateway.move(phase=TRANSFERRING)
         async with asyncio.timeout(2):
+            if version == 2:
+                # Not before it is announced: the manifest is made on another thread, in its own time.
+                while gateway.current is None or gateway.current.version != version:
+                    await asyncio.sleep(0)
+                await gateway.move(phase=TRANSFERRING)
             await rig.publisher.settled()
 
     assert [epoch for epoch, _ in sender.sent] == [1, 1]
@@ -198,10 +200,10 @@ async def test_a_stuck_send_is_abandoned_when_the_gateway_closes_the_epoch(a_rig
     rig = a_rig(gateway, sender)
 
     await rig.publish(1)
-    while not any(call.startswith("GET") for call in gateway.calls):
-        await asyncio.sleep(0)
-    await gateway.move(epoch=2, phase=PREPARING, rendezvous=None, members=gateway.members[:1])
     async with asyncio.timeout(2):
+        while not any(call.startswith("GET") for call in gateway.calls):
+            await asyncio.sleep(0)
+        await gateway.move(epoch=2, phase=PREPARING, rendezvous=None, members=gateway.members[:1])
         await rig.publisher.settled()
 
     assert [epoch for epoch, _ in sender.sent] == [2]

@@ -52,7 +52,7 @@ class PublicationConfig(Config):
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
     slice_megabytes: int | None = Field(None, ge=1, le=MAX_SLICE_MEGABYTES)
-    """Size of one broadcast in MiB; two are under way at once. Null: 8."""
+    """Size of one broadcast in MiB; several are under way at once. Null: 8."""
 
     overlap_load: bool = True
     """The engine reads a version into its spare weights on a thread of its own, from the moment when its image is

@@ -22,24 +22,35 @@ from shared.weights.endpoint_protocol import Command, Direction, Opening
 from shared.weights.mappings import KeptMappings
 from shared.weights.nccl import NcclBroadcast, form_nccl_group
 
-SLICES_IN_FLIGHT = 2
-"""Broadcasts under way at once: with two, the checksum of one slice is computed while the next one arrives."""
+NUM_CONNECTIONS = 2
+"""Between each two members, in gloo, each with a thread of its own: one alone waits for the sender's copies into it."""
+SLICES_IN_FLIGHT = 8
+"""Broadcasts under way at once in gloo: enough that no connection falls idle while our thread waits for its turn on the
+processor or computes a checksum. Each one takes a thread of gloo's, and no memory."""
 
 
 class Collective(Protocol):
     """Broadcasts slices from rank 0."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many slices to have under way at once."""
 
     def start(self, piece: torch.Tensor, end: float) -> Any:
         """Start to broadcast a slice until ``end``; what is returned has ``wait``."""
 
 
 class GlooBroadcast:
-    """Broadcasts over gloo, straight from and to host memory."""
+    """Broadcasts over gloo, straight from and to host memory; slices take turns on the connections."""
+
+    in_flight = SLICES_IN_FLIGHT
 
     def __init__(self, opening: Opening, store: PrefixStore, deadline: float) -> None:
+        address = opening.address or _address_towards(opening)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _until(deadline)
-        options._devices = [ProcessGroupGloo.create_device(hostname=opening.address or _address_towards(opening))]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(NUM_CONNECTIONS)]
+        options._threads = SLICES_IN_FLIGHT
         self._group = ProcessGroupGloo(store, opening.rank, opening.world_size, options)
 
     def start(self, piece: torch.Tensor, end: float) -> Any:
@@ -101,7 +112,7 @@ class WeightGroup:
         """Yield each slice when it has been transferred, while the following ones are under way."""
         under_way: deque[tuple[torch.Tensor, Any]] = deque()
         for piece in slices:
-            if len(under_way) == SLICES_IN_FLIGHT:
+            if len(under_way) == self._collective.in_flight:
                 oldest, work = under_way.popleft()
                 work.wait()
                 under_way.append((piece, self._collective.start(piece, deadline)))

@@ -18,6 +18,9 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from shared.errors import DeadlineExceeded, WeightTransferFailed
 
 POLL_SECONDS = 0.001
+SLICES_IN_FLIGHT = 2
+"""Broadcasts under way at once: the checksum of one slice is computed while the next one arrives. Each takes a buffer
+on the GPU."""
 
 
 class Work(Protocol):
@@ -82,6 +85,8 @@ class NcclBroadcast:
         now: monotonic seconds.
         pause: sleeps for some seconds.
     """
+
+    in_flight = SLICES_IN_FLIGHT
 
     def __init__(
         self,

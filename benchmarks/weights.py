@@ -3,10 +3,11 @@
     python -m benchmarks.weights [--quick] [--json FILE]
 
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
-One ``memcpy`` per receiver is made by all receivers at once, as they would copy out of shared memory. A ``raw gloo``
-round broadcasts one private flat buffer as one tensor; ``gloo`` moves the same bytes from a file to files and computes
-their checksum. ``shared_memory`` maps the sender's image and computes its checksum; the sender uses two images in turn.
-Rates count the image once per receiver.
+Each way stands next to what it is compared with, every second round runs backwards, and a ratio is the median over the
+rounds of two rates of one round, printed with its quartiles. One ``memcpy`` per receiver is made by all receivers at
+once, as they would copy out of shared memory. A ``raw gloo`` round broadcasts one private flat buffer as one tensor;
+``gloo`` moves the same bytes from a file to files and computes their checksum. ``shared_memory`` maps the sender's
+image and computes its checksum; the sender uses two images in turn. Rates count the image once per receiver.
 """
 
 import argparse
@@ -42,6 +43,9 @@ from shared.weights.pull_client import WeightPuller
 DEADLINE_SECONDS = 120.0
 NUM_WARM_ROUNDS = 2
 """The first rounds touch pages, open windows and map either image of the sender."""
+NUM_ROUNDS = {100 << 20: 21, 1 << 30: 11}
+"""Odd, so that a median is a round that was. A short round is disturbed as often as a long one, and by more of it."""
+NUM_UPDATES = 5
 HIDDEN_ELEMENTS = 256
 COPY_BYTES = 128 << 20
 """Far more than any cache holds, and still little beside the images."""
@@ -58,6 +62,8 @@ class Row:
     median: float
     ratio: float
     """Median over the rounds of its rate over the baseline's in the same round."""
+    quartiles: tuple[float, float]
+    """Lower and upper quartile of the same."""
     baseline: str
 
 
@@ -169,15 +175,15 @@ async def measure(image_bytes: int, num_receivers: int, num_rounds: int) -> list
         for worker in workers:
             stack.push_async_callback(worker.close)
         ways: dict[str, Callable[[], Awaitable[None]]] = {
+            "shared_memory": shared_memory(stack, workers[1:], source, layout),
             "memcpy": await memcpy(workers[1:], manifest),
             "raw gloo": await raw_gloo(workers, manifest),
             "gloo": await gloo(stack, source, targets, manifest),
-            "shared_memory": shared_memory(stack, workers[1:], source, layout),
             "pull": await pull(stack, workers[1:], source, manifest),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(num_rounds + NUM_WARM_ROUNDS):
-            for name, way in ways.items():
+            for name, way in list(ways.items())[:: 1 if number % 2 else -1]:
                 started = time.perf_counter()
                 await way()
                 if number >= NUM_WARM_ROUNDS:
@@ -190,13 +196,15 @@ def row_of(name: str, seconds: dict[str, list[float]], manifest: Manifest, num_r
     baseline = "raw gloo" if name == "gloo" else "memcpy"
     rates = [manifest.image_bytes * num_receivers / 1e6 / each for each in seconds[name]]
     ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return Row(
         transport=name,
         image_bytes=manifest.image_bytes,
         num_receivers=num_receivers,
         best=max(rates),
         median=statistics.median(rates),
-        ratio=statistics.median(ratios),
+        ratio=median,
+        quartiles=(lower, upper),
         baseline=baseline,
     )
 
@@ -328,35 +336,36 @@ async def compare_pauses(sizes: Sequence[int], num_updates: int) -> list[Pause]:
     return rows
 
 
-async def compare(sizes: Sequence[int], num_rounds: int) -> list[Row]:
+async def compare(sizes: Sequence[int]) -> list[Row]:
     """Measure all sizes with 1 and 3 receivers, and print each row."""
     print(f"{'transport':>14} {'image MB':>9} {'receivers':>9} {'best MB/s':>10} {'median':>10}   ratio")
     rows = []
     for image_bytes in sizes:
         for num_receivers in (1, 3):
-            for row in await measure(image_bytes, num_receivers, num_rounds):
+            for row in await measure(image_bytes, num_receivers, NUM_ROUNDS[image_bytes]):
                 rows.append(row)
                 size = row.image_bytes / 1e6
                 numbers = f"{row.transport:>14} {size:9.0f} {row.num_receivers:9} {row.best:10.0f} {row.median:10.0f}"
-                print(f"{numbers}   {row.ratio:.2f} of {row.baseline}", flush=True)
+                lower, upper = row.quartiles
+                print(f"{numbers}   {row.ratio:.2f} of {row.baseline} ({lower:.2f} to {upper:.2f})", flush=True)
     return rows
 
 
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the small image and three rounds only")
+    parser.add_argument("--quick", action="store_true", help="the small image only")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         asyncio.run(work())
         return
-    sizes, num_rounds = ([100 << 20], 3) if chosen.quick else ([100 << 20, 1 << 30], 7)
-    rows = asyncio.run(compare(sizes, num_rounds))
+    sizes = [100 << 20] if chosen.quick else [100 << 20, 1 << 30]
+    rows = asyncio.run(compare(sizes))
     for image_bytes in sizes:
         asyncio.run(publish_deltas(image_bytes))
-    pauses = asyncio.run(compare_pauses(sizes, num_rounds))
+    pauses = asyncio.run(compare_pauses(sizes, NUM_UPDATES))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps([asdict(row) for row in [*rows, *pauses]], indent=2) + "\n")
 

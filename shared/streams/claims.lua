@@ -38,14 +38,25 @@ local function put_aside(stream, consumer, entry, deliveries)
     'RETRYCOUNT', math.max(0, tonumber(deliveries) - 1), 'JUSTID')
 end
 
--- A stream's memory, estimated from a few of its nodes; without entries there is nothing to estimate.
-local function bytes_of(stream)
-  if redis.call('XLEN', stream) == 0 then return 0 end
-  return redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', 16)
+-- The key, if there is anything in it; else nil.
+local function has_any(key)
+  return redis.call('EXISTS', key) == 1 and key or nil
 end
 
--- Does the stream take more memory than the experiment allows?
-local function is_full(state, stream)
+-- A task's group has moved on or ended: nobody continues the tokens that it was handed over with.
+local function forget_tokens(handed_over, group_id)
+  redis.call('HDEL', handed_over, group_id, group_id .. ':header')
+end
+
+-- A stream's memory, estimated from a few of its nodes; without entries there is nothing to estimate.
+local function bytes_of(stream, handed_over)
+  local beside = handed_over and redis.call('MEMORY', 'USAGE', handed_over, 'SAMPLES', 16) or 0
+  if redis.call('XLEN', stream) == 0 then return beside end
+  return redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', 16) + beside
+end
+
+-- Does the stream take more memory than the experiment allows? What was handed over counts for the tasks.
+local function is_full(state, stream, handed_over)
   local bound = redis.call('HGET', state, 'stream_bytes')
-  return bound and bytes_of(stream) > tonumber(bound)
+  return bound and bytes_of(stream, handed_over) > tonumber(bound)
 end

@@ -1,5 +1,6 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
--- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim
+-- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim,
+--   then what was handed over with tasks
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
 --   msgpack of a list of entry, deliveries, tokens, group id, header for each claim, then the payload of each.
 --   Header and payload are empty when resolving. The counter grows by the tokens or, when resolving, by the groups. One list, since each further argument costs client and server more
@@ -8,7 +9,8 @@
 -- 0 if the claim is lost.
 local stream, ledger, outstanding, next_stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local is_forward, consumer, marker_ms, counter = ARGV[1] == 'forward', ARGV[2], ARGV[3], ARGV[4]
-local claims, number = cmsgpack.unpack(ARGV[7]), #KEYS - 4
+local claims, number = cmsgpack.unpack(ARGV[7]), #KEYS - 5
+local handed_over = has_any(KEYS[#KEYS])
 
 -- What the consumer holds between the lowest and the highest entry: one look for all of them.
 local most = number == 1 and 1 or number + 64
@@ -32,6 +34,7 @@ for index = 1, number do
     end
     -- The same claim may come twice in one call: it counts once.
     ended[#ended + 1], held[entry] = entry, false
+    if handed_over then forget_tokens(handed_over, claims[at + 3]) end
     redis.call('SET', marker, counter, 'PX', marker_ms)
     total = total + claims[at + 2]
     answers[index] = 1

@@ -146,8 +146,8 @@ class Hop(Protocol):
     async def hand_over(self, claim: Claim, partials: Partials) -> bool:
         """Give a task's claim up with what was sampled of it; False if the claim was lost, and the tokens with it.
 
-        An entry of the same task, which bears the partials, takes the claimed one's place at the end of the stream:
-        whoever claims it goes on from them. Members that do not fit ``max_partial_bytes`` are left out.
+        The task keeps its place and its age, so it is claimed before fresh ones, by anyone, who goes on from the
+        partials; this delivery does not count. Members that do not fit ``max_partial_bytes`` are left out.
 
         Raises:
             ValueError: this is not the first hop, or there is not one partial (or None) for each member.
@@ -208,7 +208,7 @@ def next_hop(claim: Claim, group: Group, hop: HopName) -> HopName:
 
 
 def handed_over(claim: Claim, hop: HopName, partials: Partials, max_bytes: int) -> tuple[EntryHeader, bytes]:
-    """Make the entry that takes a handed-over one's place.
+    """Make what takes the place of a handed-over entry's content.
 
     Raises:
         ValueError: see ``Hop.hand_over``.

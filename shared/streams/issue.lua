@@ -1,11 +1,12 @@
--- Issue tasks against the budget. KEYS: tasks stream, ledger, outstanding, state, consumed, the later streams ...
+-- Issue tasks against the budget.
+-- KEYS: tasks stream, ledger, outstanding, state, consumed, the later streams, what was handed over with tasks
 -- ARGV: id of the first task, limit, then (header, payload, version) of each.
 -- Returns {number issued, next id, 1 if a stream is full}; none issued and another next id: the cursor had moved.
 local first, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local next_id = tonumber(redis.call('HGET', KEYS[4], 'next_group_id') or '0')
 if next_id ~= first then return {0, next_id, 0} end
-for _, stream in ipairs({KEYS[1], KEYS[6], KEYS[7]}) do
-  if is_full(KEYS[4], stream) then return {0, next_id, 1} end
+if is_full(KEYS[4], KEYS[1], KEYS[8]) or is_full(KEYS[4], KEYS[6]) or is_full(KEYS[4], KEYS[7]) then
+  return {0, next_id, 1}
 end
 local used = redis.call('ZCARD', KEYS[3])
 for _, consumed in ipairs(redis.call('HVALS', KEYS[5])) do used = used + tonumber(consumed) end

@@ -78,6 +78,11 @@ class StreamKeys:
         return f"{self.prefix}:outstanding"
 
     @property
+    def handed_over(self) -> str:
+        """Hash: group id -> the task with what was sampled of it, and its header, while it is among the tasks."""
+        return f"{self.prefix}:handed_over"
+
+    @property
     def plans(self) -> str:
         """Hash: step -> its plan, until the step is committed."""
         return f"{self.prefix}:plans"
@@ -95,4 +100,5 @@ class StreamKeys:
     def all(self) -> list[str]:
         """List every key of the lane but the markers, which end by themselves."""
         streams = [self.stream(hop) for hop in HopName]
-        return [*streams, self.ledger, self.consumed, self.outstanding, self.plans, self.lineage, self.state]
+        hashes = [self.ledger, self.consumed, self.outstanding, self.handed_over, self.plans, self.lineage, self.state]
+        return [*streams, *hashes]

@@ -112,10 +112,12 @@ class MemoryHop:
     async def hand_over(self, claim: Claim, partials: Partials) -> bool:
         """See ``Hop.hand_over``."""
         header, payload = handed_over(claim, self.name, partials, self._max_partial_bytes)
+        if self._store.done.get(claim.token) == HANDED_OVER:
+            return True
         if not self._holds(claim):
-            return self._store.done.get(claim.token) == HANDED_OVER
-        self._stream.append(header, payload)
-        self._stream.remove(claim.entry_id)
+            return False
+        self._stream.replace(claim.entry_id, header, payload)
+        self._stream.put_aside(claim.entry_id)
         self._store.done[claim.token] = HANDED_OVER
         self._store.wake()
         return True
@@ -142,13 +144,9 @@ class MemoryHop:
                 deliveries = self._stream.pending[entry_id].deliveries + 1
                 self._stream.give(entry_id, self.consumer, deliveries=deliveries)
                 claims.append(self._claim(entry_id, deliveries))
+        is_again = bool(claims)
         # Like the server's twin: what was free again goes out alone, and first.
-        while not claims or claims[-1].deliveries == 1:
-            if len(claims) == count:
-                break
-            delivered = self._stream.deliver(self.consumer)
-            if delivered is None:
-                break
+        while not is_again and len(claims) < count and (delivered := self._stream.deliver(self.consumer)) is not None:
             claims.append(self._claim(delivered, 1))
         return claims
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.streams.codec import EntryHeader
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
@@ -68,6 +68,10 @@ class MemoryStream:
     def put_aside(self, entry_id: str) -> None:
         """Hand a pending entry back; the delivery that ends so does not count."""
         self.give(entry_id, HANDED_BACK, deliveries=max(0, self.pending[entry_id].deliveries - 1))
+
+    def replace(self, entry_id: str, header: EntryHeader, payload: bytes) -> None:
+        """Give an entry another content; its place and age stay."""
+        self.entries[entry_id] = replace(self.entries[entry_id], header=header, payload=payload)
 
     def held_by(self, consumer: str) -> list[str]:
         """List a consumer's pending entries in stream order."""

@@ -45,7 +45,7 @@ class DataPlane(Protocol):
     async def oldest_seconds(self) -> dict[HopName, float]:
         """Tell how long ago the oldest entry of each hop came there; hops without an entry are left out.
 
-        What is claimed counts, what is planned does not. A task that was handed over came again.
+        What is claimed counts, what is planned does not.
         """
         ...
 

@@ -141,9 +141,10 @@ class RedisHop:
     async def hand_over(self, claim: Claim, partials: Partials) -> bool:
         """See ``Hop.hand_over``."""
         header, payload = handed_over(claim, self.name, partials, self._max_partial_bytes)
-        held: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries]
+        keys = [self._stream, self._keys.marker(claim.token), self._keys.handed_over]
+        held: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries, header.group_id]
         arguments = [*held, header.to_bytes(), payload, HANDED_OVER, MARKER_SECONDS * 1000]
-        return bool(await self._runner.run("hand_over", [self._stream, self._keys.marker(claim.token)], arguments))
+        return bool(await self._runner.run("hand_over", keys, arguments))
 
     async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
         calls = [self._finish_call(counter, chunk, next_stream) for chunk in _chunks(ended)]
@@ -170,6 +171,7 @@ class RedisHop:
             self._keys.outstanding,
             next_stream or self._stream,
             *markers,
+            self._keys.handed_over,
         ], arguments
 
     async def _sweep(self, count: int) -> list[Claim]:
@@ -177,7 +179,7 @@ class RedisHop:
         return await self._run_sweep(count, str(lease_ms))
 
     async def _run_sweep(self, count: int, *mode: str) -> list[Claim]:
-        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state]
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state, self._keys.handed_over]
         if self.name.next is not None:
             keys.append(self._keys.stream(self.name.next))
         answer = await self._runner.run("sweep", keys, [self.consumer, count, self._max_deliveries, *mode])

@@ -30,7 +30,15 @@ class RedisAdmission:
         arguments: list[Argument] = [tasks[0].group_id, limit]
         for task in tasks:
             arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
-        names = [tasks_stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, *later_streams]
+        names = [
+            tasks_stream,
+            keys.ledger,
+            keys.outstanding,
+            keys.state,
+            keys.consumed,
+            *later_streams,
+            keys.handed_over,
+        ]
         count, next_id, is_full = await self._runner.run("issue", names, arguments)
         if count == len(tasks):
             outcome = IssueOutcome.ISSUED
@@ -67,7 +75,7 @@ class RedisAdmission:
 
     async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
         """See ``Admission.bound``."""
-        keys = [self._keys.state, *map(self._keys.stream, HopName)]
+        keys = [self._keys.state, self._keys.handed_over, *map(self._keys.stream, HopName)]
         sizes = await self._runner.run("bound", keys, ["" if stream_bytes is None else stream_bytes])
         return dict(zip(HopName, sizes, strict=True))
 

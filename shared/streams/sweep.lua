@@ -1,21 +1,32 @@
 -- Claim entries that were delivered before and are free again.
--- KEYS: stream, ledger, outstanding, state [, the stream that claims are forwarded to]
+-- KEYS: stream, ledger, outstanding, state, what was handed over with tasks [, the stream that claims are forwarded to]
 -- ARGV: consumer, count, most deliveries, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
 --   lease: entries handed back, then entries idle for longer than the lease.
 --   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
 -- Returns {entries as {id, deliveries, fields}, number of entries given up}; 'full' if what is claimed could not be
 -- forwarded, since the next stream has all the memory that it may; or 'fenced'.
 local stream, ledger, outstanding, state = unpack(KEYS)
+local handed_over = has_any(KEYS[5])
 local consumer, count, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local taken, given_up = {}, 0
+
+-- An entry's fields, with the tokens that it was handed over with.
+local function whole(fields)
+  if not handed_over then return fields end
+  local group_id = string.format('%d', cmsgpack.unpack(fields[2]).group_id)
+  local found = redis.call('HMGET', handed_over, group_id .. ':header', group_id)
+  return found[1] and {'header', found[1], 'payload', found[2]} or fields
+end
 
 local function give_up(entry)
   local found = redis.call('XRANGE', stream, entry, entry)
   remove(stream, entry)
   if #found == 1 then
-    local header = cmsgpack.unpack(found[1][2][2])
+    local header = cmsgpack.unpack(whole(found[1][2])[2])
+    local group_id = string.format('%d', header.group_id)
     count_end(ledger, 'failed:too_many_deliveries', header.token_count)
-    redis.call('ZREM', outstanding, string.format('%d', header.group_id))
+    redis.call('ZREM', outstanding, group_id)
+    if handed_over then forget_tokens(handed_over, group_id) end
   end
   given_up = given_up + 1
 end
@@ -28,7 +39,7 @@ local function take(rows)
     else
       local claimed = redis.call('XCLAIM', stream, GROUP, consumer, 0, entry)
       if claimed[1] then
-        taken[#taken + 1] = {entry, deliveries + 1, claimed[1][2]}
+        taken[#taken + 1] = {entry, deliveries + 1, whole(claimed[1][2])}
       else
         redis.call('XACK', stream, GROUP, entry)
       end
@@ -37,7 +48,7 @@ local function take(rows)
 end
 
 if lease ~= 'trainer' then
-  if KEYS[5] and is_full(state, KEYS[5]) then return 'full' end
+  if KEYS[6] and is_full(state, KEYS[6]) then return 'full' end
   local rows = redis.pcall('XPENDING', stream, GROUP, '-', '+', count, HANDED_BACK)
   if is_no_group(rows) then return {taken, given_up} end
   take(rows)

@@ -4,11 +4,12 @@ import pytest
 
 from shared.schemas.task import Lane
 from shared.schemas.trajectory import FinishReason, Trajectory
+from shared.streams.admission import IssueOutcome
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.partials import Partials
 from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, a_trajectory
+from shared.testing.builders import a_group, a_task, a_trajectory
 from tests.contract.streams.conftest import World, claim_ids, issue, ledger_of
 
 
@@ -51,7 +52,7 @@ async def test_a_member_without_tokens_is_none(plane: DataPlane) -> None:
 
     assert await hop.hand_over(claim, (None, a_partial(3)))
 
-    (again,) = await hop.claim(wait_seconds=0)
+    (again,) = await hop.claim(wait_seconds=1)
     assert again.partials()[0] is None
     assert again.header.token_count == 3
 
@@ -65,7 +66,7 @@ async def test_repeating_it_takes_effect_once_and_says_yes_again(plane: DataPlan
 
     assert answers == [True] * 3
     assert (await ledger_of(plane)).waiting.tasks == 1
-    assert await claim_ids(hop, 5) == [0]
+    assert await claim_ids(hop, 5, wait_seconds=1) == [0]
     assert await hop.hand_over(claim, (None, a_partial())), "also once somebody else holds the task"
     assert (await ledger_of(plane)).claimed.tasks == 1
 
@@ -125,11 +126,11 @@ async def test_what_does_not_fit_is_left_out_and_the_rest_kept(world: World) -> 
 
     assert await hop.hand_over(claim, (a_partial(30), a_partial(20, finish_reason=FinishReason.LENGTH)))
 
-    (again,) = await hop.claim(wait_seconds=0)
+    (again,) = await hop.claim(wait_seconds=1)
     assert again.partials()[0] is None, "33 tokens and 23 are more than 40, and finished members come first"
     assert again.header.token_count == 20
     await hop.hand_over(again, (a_partial(50), a_partial(60)))
-    (fresh,) = await hop.claim(wait_seconds=0)
+    (fresh,) = await hop.claim(wait_seconds=1)
     assert fresh.partials() == ()
 
 
@@ -144,3 +145,77 @@ async def test_a_wrong_hop_or_a_wrong_number_of_members_is_refused(plane: DataPl
         await reward.hand_over(generated, (None, None))
     with pytest.raises(ValueError, match="1 partials do not go with a group of 2"):
         await rollout.hand_over(claim, (None,))
+
+
+async def test_what_was_handed_over_comes_before_fresh_tasks_and_keeps_its_age(world: World) -> None:
+    plane = world.open()
+    await issue(plane, 3)
+    await world.let_leases_end()
+    await issue(plane, 2, first=3)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    first, second, third = await one.claim(3, wait_seconds=0)
+    waited = (await plane.oldest_seconds())[HopName.TASKS]
+
+    assert await one.hand_over(second, (None, a_partial(3)))
+    assert await one.forward(first, a_group(first.task()))
+    assert await one.forward(third, a_group(third.task()))
+
+    assert (await plane.oldest_seconds())[HopName.TASKS] >= waited
+    assert await claim_ids(other, 5) == [1]
+    assert await claim_ids(other, 5) == [3, 4]
+
+
+@pytest.mark.parametrize("end", ["forwarded", "resolved", "given up"])
+async def test_the_tokens_take_room_among_the_tasks_until_the_group_has_moved_on(world: World, end: str) -> None:
+    plane = world.open(max_deliveries=1)
+    await issue(plane, 2)
+    one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
+    (claim,) = await one.claim(wait_seconds=0)
+    before = (await plane.admission.bound(None))[HopName.TASKS]
+    assert await one.hand_over(claim, (None, a_partial(20_000)))
+    assert (await plane.admission.bound(100_000))[HopName.TASKS] > before + 100_000
+    assert (await plane.admission.issue(a_task(2), limit=9)).outcome is IssueOutcome.STREAM_FULL
+
+    (held,) = await other.claim(wait_seconds=0)
+    if end == "forwarded":
+        assert await other.forward(held, a_group(held.task()))
+    elif end == "resolved":
+        assert await other.resolve(held, Resolution.FAILED, "a reason")
+    else:
+        await plane.release({other.consumer})
+        assert await claim_ids(plane.hop(HopName.TASKS, "last")) == [1]
+
+    assert (await plane.admission.bound(100_000))[HopName.TASKS] < before + 10_000
+    lengths = {} if end == "forwarded" else {"failed": {held_reason(end): {32_768: 1}}}
+    assert (await ledger_of(plane)).lengths == lengths, "what was sampled counts, wherever the group ends"
+
+
+def held_reason(end: str) -> str:
+    return "a reason" if end == "resolved" else "too_many_deliveries"
+
+
+async def test_what_is_handed_over_twice_bears_the_later_tokens(plane: DataPlane) -> None:
+    await issue(plane, 1)
+    one, other, third = (plane.hop(HopName.TASKS, name) for name in ("one", "other", "third"))
+    (claim,) = await one.claim(wait_seconds=0)
+    await one.hand_over(claim, (None, a_partial(3)))
+    (again,) = await other.claim(wait_seconds=0)
+
+    assert await other.hand_over(again, (a_partial(5), a_partial(8)))
+
+    (last,) = await third.claim(wait_seconds=0)
+    assert (last.header.token_count, last.deliveries) == (13, 1)
+    assert await one.hand_over(claim, (None, a_partial(3))), "a repetition says yes, and changes nothing"
+    assert await third.forward(last, a_group(last.task()))
+
+
+async def test_lanes_and_removal_leave_nothing_behind(world: World) -> None:
+    for lane in Lane:
+        plane = world.open(lane)
+        await issue(plane, 1)
+        hop = plane.hop(HopName.TASKS, "one")
+        (claim,) = await hop.claim(wait_seconds=0)
+        await hop.hand_over(claim, (None, a_partial(3)))
+        await plane.remove()
+    if world.redis is not None:
+        assert await world.redis.keys(f"*{world.experiment_id}*:handed_over") == []

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shared.config.importers.build import Imported, build
 from shared.config.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from shared.config.importers.systems import SCRIPTS, SYSTEMS, read, read_launch_text, read_openrlhf
+from shared.config.yaml_text import write_value
 from shared.errors import InvalidRequest
 
 HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
@@ -104,7 +103,7 @@ def _why_not(imported: Imported) -> str:
 
 def _yaml(document: dict[str, Any]) -> str:
     plain = json.loads(json.dumps(document))
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+    return write_value(plain)
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cli.launch_file import LaunchFile, read_launch_file
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
+from shared.config.yaml_text import write_value
 from shared.errors import InvalidSpec
 
 COLUMN = 56
@@ -117,5 +116,5 @@ def _lines(node: Mapping[str, Any], path: str, depth: int, origins: Mapping[str,
 
 
 def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    text = write_value(value, flow=True, width=10**6)
     return text.removesuffix("\n...\n").removesuffix("\n")

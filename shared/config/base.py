@@ -1,11 +1,37 @@
 """The base of all configuration: strict, frozen, described by its docstrings."""
 
-from pydantic import BaseModel, ConfigDict
+import inspect
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from shared.config.exactness import check_exact, is_guessed
 
 
-class Config(BaseModel):
-    """A frozen section: an unknown key is an error, and field docstrings become the schema's descriptions."""
+class TextConfig(BaseModel):
+    """A frozen section whose values may come as text, as those of a line or of the environment do.
+
+    An unknown key is an error, and field docstrings become the schema's descriptions.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+class Config(TextConfig):
+    """A frozen section that comes from a document: no value is read as one of another kind than was written."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        names = [name for name, annotation in inspect.get_annotations(cls).items() if is_guessed(annotation)]
+        if names:
+            # Not on "*": the fields that tell the variants of a union apart may have no validator. A name of its own,
+            # since a validator of the same name would take the place of the parent's.
+            setattr(cls, f"_is_written_as_meant_in_{cls.__name__}", field_validator(*names, mode="before")(_check))
+
+
+def _check(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    assert info.field_name is not None
+    check_exact(value, cls.model_fields[info.field_name].annotation)
+    return value

@@ -18,6 +18,9 @@ test keeps this page current). A spec is YAML or JSON. An unknown key is an erro
 key that would have no effect under the other settings is an error too. Relative paths are taken from the spec file's
 folder.
 
+A number is written as a number and a truth as `true` or `false`: text in quotes, `true` for a number and `1` or `"on"`
+for a truth are refused, wherever they come from. `1e-5` is a number, and so is `1e3` where a whole one is wanted.
+
 Any key can be overridden, with a value in YAML: by `--set optimisation.steps=10` on the command line, and by a variable
 of the environment, `FLOTILLA_SPEC__OPTIMISATION__STEPS=10`: two underscores between names, an index for an item of a
 list (`FLOTILLA_SPEC__REWARD__COMPONENTS__0__WEIGHT=2`). The command line beats the environment, and that the file.

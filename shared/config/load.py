@@ -18,6 +18,7 @@ from shared.config.base import Config
 from shared.config.data import is_url
 from shared.config.overrides import apply_overrides
 from shared.config.spec import ExperimentSpec
+from shared.config.yaml_text import DocumentLoader
 from shared.errors import InvalidSpec, Scalar
 
 MAX_SHOWN = 80
@@ -42,22 +43,6 @@ NOT_MADE = {
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, which would let the later of two equal keys win in silence."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                problem = f"the key {key.value!r} stands twice: keep one"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return node
-
-
 def parse_document(text: str, *, source: str) -> dict[str, Any]:
     """Read YAML (of which JSON is a part) into a mapping.
 
@@ -65,7 +50,7 @@ def parse_document(text: str, *, source: str) -> dict[str, Any]:
         InvalidSpec: it does not parse, or is no mapping.
     """
     try:
-        document = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - a safe loader
+        document = yaml.load(text, Loader=DocumentLoader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from shared.config.yaml_text import read_value
 from shared.errors import InvalidSpec, Scalar
 
 PREFIX = "FLOTILLA_SPEC__"
@@ -67,7 +68,7 @@ def in_environment(environment: Mapping[str, str]) -> list[Override]:
 
 def _read(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return read_value(text)
     except yaml.YAMLError:
         return text
 

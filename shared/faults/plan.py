@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from shared.config.base import Config
+from shared.config.base import TextConfig
 from shared.errors import InvalidRequest
 from shared.faults.sites import PLACES, PROCESSES, Kind, Site
 
@@ -27,7 +27,7 @@ SWITCH_PATTERN = r"^[a-z][a-z0-9-]*$"
 HAS_PHASE = frozenset({Kind.KILL, Kind.REFUSE})
 
 
-class Fault(Config):
+class Fault(TextConfig):
     """One entry of the plan."""
 
     model_config = ConfigDict(populate_by_name=True)

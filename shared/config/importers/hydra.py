@@ -10,6 +10,7 @@ from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Given
 from shared.config.importers.values import shown
 from shared.config.load import parse_document
+from shared.config.yaml_text import read_value
 from shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
@@ -112,7 +113,7 @@ def parse_value(name: str, written: str) -> Any:
     if "${" in written and not written.strip().startswith(("[", "{")):
         return written
     try:
-        value = yaml.safe_load(written)
+        value = read_value(written)
     except yaml.YAMLError:
         return written
     except (ValueError, TypeError, RecursionError) as error:

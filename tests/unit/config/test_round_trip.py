@@ -5,13 +5,13 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shared.config.spec import ExperimentSpec
+from shared.config.yaml_text import read_value, write_value
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
@@ -106,9 +106,9 @@ def test_a_spec_written_as_yaml_is_the_same_spec(document: dict[str, Any]) -> No
     except ValidationError:
         return  # a required section was drawn against the rules of its own fields
 
-    written = yaml.safe_dump(spec.model_dump(mode="json"), allow_unicode=True, sort_keys=False)
+    written = write_value(spec.model_dump(mode="json"))
 
-    assert ExperimentSpec.model_validate(yaml.safe_load(written)) == spec
+    assert ExperimentSpec.model_validate(read_value(written)) == spec
 
 
 def sections_below(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
@@ -137,7 +137,7 @@ def test_every_section_and_variant_survives_yaml(model: type[BaseModel]) -> None
     valid = 0
 
     @given(values=sections(model))
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=16, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def survives(values: dict[str, Any]) -> None:
         nonlocal valid
         try:
@@ -145,8 +145,8 @@ def test_every_section_and_variant_survives_yaml(model: type[BaseModel]) -> None
         except ValidationError:
             return
         valid += 1
-        written = yaml.safe_dump(section.model_dump(mode="json"), allow_unicode=True)
-        assert model.model_validate(yaml.safe_load(written)) == section
+        written = write_value(section.model_dump(mode="json"))
+        assert model.model_validate(read_value(written)) == section
 
     survives()
 

@@ -1,20 +1,29 @@
 """``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cli.launch_file import LaunchFile, read_launch_file
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import write_value
-from shared.errors import InvalidSpec
+from shared.errors import InvalidSpec, Scalar
+
+if TYPE_CHECKING:
+    from services.gateway.experiments.inspection import Inspection, Rows
 
 COLUMN = 56
+DATA_HELP = (
+    "also open the model's directory, graders and data as the creation of an experiment does: tells rows and columns. "
+    "Downloads remote data, and runs the code of a custom dataset"
+)
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,27 +39,54 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, as optimisation.steps=10")
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.set_defaults(function=function)
+        if function is check:
+            parser.add_argument("--data", action="store_true", help=DATA_HELP)
     parser = actions.add_parser("schema", help="print the JSON Schema of a spec")
     parser.set_defaults(function=schema)
 
 
 async def check(arguments: argparse.Namespace) -> int:
-    """Say whether the file is valid: one line per problem, exit 1."""
+    """Say whether the file is valid, and with ``--data`` what it names: one line per problem, exit 1."""
+    entries: Sequence[Mapping[str, Scalar]] = ()
+    lines: list[str] = []
+    answer: dict[str, Any] = {}
     try:
         launch = _read(arguments.spec, arguments.set or ())
     except InvalidSpec as error:
         entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
-        if arguments.json:
-            sys.stdout.write(json.dumps({"valid": False, "errors": entries}, indent=1) + "\n")
-        else:
-            lines = [f"{entry['path'] or arguments.spec}: {entry['allowed']}\n" for entry in entries]
-            sys.stderr.writelines(lines)
-        return 1
-    if arguments.json:
-        sys.stdout.write(json.dumps({"valid": True, "errors": []}) + "\n")
     else:
-        sys.stdout.write(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
-    return 0
+        lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
+        if arguments.data:
+            found = await asyncio.to_thread(_inspect, launch.spec)
+            entries, answer["data"] = found.errors, [asdict(rows) for rows in found.rows]
+            lines += [_told(rows) for rows in found.rows]
+            lines += _unprepared(launch) if entries else []
+    if arguments.json:
+        sys.stdout.write(json.dumps({"valid": not entries, "errors": [*entries], **answer}, indent=1) + "\n")
+    else:
+        sys.stdout.writelines(lines)
+        sys.stderr.writelines(f"{entry['path'] or arguments.spec}: {entry['allowed']}\n" for entry in entries)
+    return 1 if entries else 0
+
+
+def _inspect(spec: ExperimentSpec) -> "Inspection":
+    # Here, since a spec is checked without it in a moment.
+    from services.gateway.experiments.inspection import inspect
+
+    return inspect(spec)
+
+
+def _told(rows: "Rows") -> str:
+    name = f" ({rows.name})" if rows.name else ""
+    return f"{rows.field}{name}: {rows.num_rows} rows of {rows.place}; columns {', '.join(rows.columns)}\n"
+
+
+def _unprepared(launch: LaunchFile) -> list[str]:
+    """Say that something may be missing because nobody has made it yet."""
+    if launch.prepare is None or (launch.path.parent / launch.prepare.output).exists():
+        return []
+    command = " ".join(launch.prepare.command)
+    return [f"prepare has not made {launch.prepare.output} yet: flotilla run does it first, as {command!r}\n"]
 
 
 async def show(arguments: argparse.Namespace) -> int:

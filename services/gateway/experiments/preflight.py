@@ -73,7 +73,7 @@ def check_functions(spec: ExperimentSpec) -> None:
     """
     for field, path in paths_of(spec).items():
         if field.startswith("reward.") and not Path(path).is_file():
-            raise DataError(f"{field}: there is no file {path}", path=path)
+            raise DataError(f"{field}: there is no file {path}", path=path, field=field)
 
 
 def train_dataset(spec: ExperimentSpec) -> Dataset:

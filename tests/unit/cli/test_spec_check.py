@@ -1,0 +1,131 @@
+"""``flotilla spec check --data`` opens what creation would open, and says of all of it what is wrong."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli.commands.spec import add_parsers
+from services.gateway.experiments import preflight
+from shared.config.load import load_spec
+from shared.errors import FlotillaError
+
+
+def written(folder: Path, **sections: Any) -> Path:
+    """Write a spec whose model, data and grader are there."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "grade.py").write_text("def score(sample):\n    return 1.0\n")
+    for name, count in (("train", 5), ("easy", 2), ("hard", 3)):
+        rows = [{"question": f"{n}?", "answer": str(n)} for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    document: dict[str, Any] = {
+        "name": "trial",
+        "model": {"path": "model"},
+        "data": {"path": "train.jsonl", "prompt_column": "question", "label_column": "answer"},
+        "evaluation": {"sets": [{"name": name, "path": f"{name}.jsonl"} for name in ("easy", "hard")]},
+        "reward": {"components": [{"kind": "custom", "path": "grade.py:score"}]},
+        "optimisation": {"steps": 3},
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(document | sections))
+    return path
+
+
+async def check(path: Path, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_parsers(parser.add_subparsers())
+    arguments = parser.parse_args(["spec", "check", str(path), *options])
+    code: int = await arguments.function(arguments)
+    return code
+
+
+async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+
+    assert await check(path, "--data") == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("is valid: trial, 3 steps")
+    assert lines[1:] == [
+        f"data: 5 rows of {tmp_path}/train.jsonl; columns answer, question",
+        f"evaluation.sets.0 (easy): 2 rows of {tmp_path}/easy.jsonl; columns answer, question",
+        f"evaluation.sets.1 (hard): 3 rows of {tmp_path}/hard.jsonl; columns answer, question",
+    ]
+
+
+async def test_everything_that_is_missing_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    for name in ("model/config.json", "grade.py", "easy.jsonl"):
+        (tmp_path / name).unlink()
+
+    assert await check(path) == 0, "what is written is right"
+    capsys.readouterr()
+    assert await check(path, "--data", "--set", "data.label_column=solution") == 1
+
+    said = capsys.readouterr().err
+    assert "model.path: cannot read config.json" in said
+    assert f"reward.components.0.path: there is no file {tmp_path}/grade.py" in said
+    assert "'solution', which data.label_column names; columns there: answer, question" in said
+    assert f"evaluation.sets.0: there is no file {tmp_path}/easy.jsonl" in said
+
+
+async def test_as_json_it_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, evaluation=None)
+    (tmp_path / "grade.py").unlink()
+
+    assert await check(path, "--data", "--json") == 1
+
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["valid"] is False
+    assert [entry["path"] for entry in answer["errors"]] == ["reward.components.0.path"]
+    assert answer["data"] == [
+        {
+            "field": "data",
+            "name": None,
+            "place": f"{tmp_path}/train.jsonl",
+            "num_rows": 5,
+            "columns": ["answer", "question"],
+        }
+    ]
+
+
+async def test_rows_beyond_the_most_are_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {
+        "prompt_column": "question",
+        "label_column": "answer",
+        "sources": [{"path": "train.jsonl"}, {"path": "hard.jsonl"}],
+        "max_rows": 6,
+    }
+    path = written(tmp_path, evaluation=None, data=data)
+
+    assert await check(path, "--data") == 0
+
+    assert f"data: 6 rows of {tmp_path}/train.jsonl, {tmp_path}/hard.jsonl;" in capsys.readouterr().out
+
+
+async def test_what_prepare_has_not_made_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(
+        tmp_path, prepare={"command": ["python", "make.py"], "output": "made"}, data={"path": "made/t.jsonl"}
+    )
+
+    assert await check(path, "--data") == 1
+
+    assert "prepare has not made made yet: flotilla run does it first, as 'python make.py'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["model/config.json", "grade.py", "train.jsonl", "easy.jsonl"])
+async def test_what_creation_refuses_is_refused(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    (tmp_path / missing).unlink()
+
+    with pytest.raises(FlotillaError) as refused:
+        preflight.check(load_spec(path))
+
+    assert await check(path, "--data") == 1
+    assert refused.value.detail.partition(": ")[2] in capsys.readouterr().err

@@ -9,7 +9,7 @@ for each number of services:
 - *change*: from the request that pauses or resumes the experiment until each service has read its new desired state;
 - CPU of the gateway in per cent of one core while nothing changes, and its memory.
 
-``python -m benchmarks.scale [--quick] [--services 10,100,1000] [--json FILE]``
+``python -m benchmarks.scale [--quick] [--services 10,100,1000] [--tasks 10000] [--seconds 10] [--json FILE]``
 """
 
 import argparse
@@ -66,8 +66,8 @@ class Simulated:
                 tasks.create_task(self._poll())
                 tasks.create_task(self._push())
         finally:
-            for _, writer in self._reader.values():
-                writer.close()
+            for use in list(self._reader):
+                await self._close(use)
 
     async def _register(self) -> None:
         registration = Registration(
@@ -117,9 +117,17 @@ class Simulated:
                 await self._register()
             return await self._status(use, wait)
 
+    async def _close(self, use: str) -> None:
+        _, writer = self._reader.pop(use)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
     async def _call(self, use: str, method: str, path: str, body: Any) -> dict[str, Any]:
         # The gateway closes a connection that was idle for some seconds.
-        if use not in self._reader or self._reader[use][0].at_eof():
+        if use in self._reader and self._reader[use][0].at_eof():
+            await self._close(use)
+        if use not in self._reader:
             self._reader[use] = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._reader[use]
         content = json.dumps(body).encode()
@@ -172,22 +180,24 @@ async def gateway(directory: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
             await asyncio.to_thread(process.wait, 60)
 
 
-def spec_of(directory: Path) -> dict[str, Any]:
+def spec_of(directory: Path, num_tasks: int) -> dict[str, Any]:
     """Make an experiment whose budget admits all the tasks at once."""
     spec = make_experiment(directory)
     groups = spec["optimisation"]["groups_per_mini_batch"]
-    spec["optimisation"]["steps"] = 2 * TASKS // groups
-    spec["asynchrony"] = {"staleness_threshold": TASKS / groups - 1}
+    spec["optimisation"]["steps"] = 2 * num_tasks // groups
+    spec["asynchrony"] = {"staleness_threshold": num_tasks / groups - 1}
     return spec
 
 
-async def measure(num_services: int, directory: Path, changes: int) -> dict[str, Any]:
+async def measure(
+    num_services: int, directory: Path, changes: int, *, num_tasks: int = TASKS, quiet_seconds: float = PUSH_SECONDS
+) -> dict[str, Any]:
     """Measure one number of services, on a gateway of its own."""
     async with gateway(directory) as (address, process), GatewayClient(address, TOKEN) as client:
         memory_before = process.memory_info().rss
         kinds = [ServiceKind.TRAINER, ServiceKind.REWARD] + [ServiceKind.ROLLOUT] * (num_services - 2)
         services = [Simulated(address, number, kind) for number, kind in enumerate(kinds)]
-        spec = await asyncio.to_thread(spec_of, directory)
+        spec = await asyncio.to_thread(spec_of, directory, num_tasks)
         running = [asyncio.create_task(each.run()) for each in services]
         try:
             joining = time.monotonic()
@@ -198,7 +208,7 @@ async def measure(num_services: int, directory: Path, changes: int) -> dict[str,
             view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
             path = f"/v1/experiments/{view['id']}"
             await client.call("POST", f"{path}/start", deadline_seconds=60)
-            outstanding = await _until_outstanding(client, path, running)
+            outstanding = await _until_outstanding(client, path, num_tasks, running)
             first = await _told(services, "running", 0.0, running)
             latencies = []
             begun = process.cpu_times()
@@ -208,7 +218,7 @@ async def measure(num_services: int, directory: Path, changes: int) -> dict[str,
                     await client.call("POST", f"{path}/{action}", deadline_seconds=60)
                     latencies.append(sorted(at - started for at in await _told(services, state, started, running)))
             ended = process.cpu_times()
-            pushes, cpu = await _quiet(services, process)
+            pushes, cpu = await _quiet(services, process, quiet_seconds)
         finally:
             for task in running:
                 task.cancel()
@@ -238,11 +248,13 @@ async def measure(num_services: int, directory: Path, changes: int) -> dict[str,
     }
 
 
-async def _until_outstanding(client: GatewayClient, path: str, running: list[asyncio.Task[None]]) -> int:
+async def _until_outstanding(
+    client: GatewayClient, path: str, num_tasks: int, running: list[asyncio.Task[None]]
+) -> int:
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         ledger = await client.call("GET", f"{path}/ledger", deadline_seconds=60)
-        if ledger["train"]["outstanding"] >= TASKS:
+        if ledger["train"]["outstanding"] >= num_tasks:
             return int(ledger["train"]["outstanding"])
         _check(running, end, f"tasks to be issued, {ledger['train']['outstanding']} are")
         await asyncio.sleep(0.2)
@@ -267,12 +279,12 @@ def _check(running: list[asyncio.Task[None]], end: float, what: str) -> None:
         raise SystemExit(f"waited {PATIENCE_SECONDS:g} s for {what}")
 
 
-async def _quiet(services: list[Simulated], process: psutil.Process) -> tuple[list[float], float]:
-    """Let the services keep their rhythm for one period; give the pushes' durations and the gateway's CPU."""
+async def _quiet(services: list[Simulated], process: psutil.Process, quiet_seconds: float) -> tuple[list[float], float]:
+    """Let the services keep their rhythm for a time; give the pushes' durations and the gateway's CPU."""
     for each in services:
         each.push_seconds.clear()
     before, started = process.cpu_times(), time.monotonic()
-    await asyncio.sleep(PUSH_SECONDS)
+    await asyncio.sleep(quiet_seconds)
     after, seconds = process.cpu_times(), time.monotonic() - started
     cpu = 100 * (after.user + after.system - before.user - before.system) / seconds
     return sorted(seconds for each in services for seconds in each.push_seconds), cpu
@@ -288,6 +300,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="10 and 100 services, one change each way")
     parser.add_argument("--services", help="numbers of services, separated by commas (10,100,1000)")
+    parser.add_argument("--tasks", type=int, default=TASKS, help="tasks that are outstanding meanwhile")
+    parser.add_argument("--seconds", type=float, default=PUSH_SECONDS, help="time without a change")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     numbers = [
@@ -296,7 +310,8 @@ def main() -> None:
     results = []
     for number in numbers:
         with tempfile.TemporaryDirectory(prefix="scale-") as directory:
-            results.append(asyncio.run(measure(number, Path(directory), 1 if arguments.quick else 3)))
+            options = {"num_tasks": arguments.tasks, "quiet_seconds": arguments.seconds}
+            results.append(asyncio.run(measure(number, Path(directory), 1 if arguments.quick else 3, **options)))
         print(json.dumps(results[-1]), flush=True)
     growth = {
         name: round(results[-1][name] / results[0][name], 2)

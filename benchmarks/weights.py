@@ -1,6 +1,6 @@
 """Bytes per second of each weight transport, beside what bounds it: a memory copy, and a bare gloo broadcast.
 
-    python -m benchmarks.weights [--quick] [--json FILE]
+    python -m benchmarks.weights [--quick | --mebibytes 8] [--receivers 1 3] [--json FILE]
 
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
 Each way stands next to what it is compared with, every second round runs backwards, and a ratio is the median over the
@@ -336,13 +336,13 @@ async def compare_pauses(sizes: Sequence[int], num_updates: int) -> list[Pause]:
     return rows
 
 
-async def compare(sizes: Sequence[int]) -> list[Row]:
-    """Measure all sizes with 1 and 3 receivers, and print each row."""
+async def compare(sizes: Sequence[int], receivers: Sequence[int]) -> list[Row]:
+    """Measure all sizes with each number of receivers, and print each row."""
     print(f"{'transport':>14} {'image MB':>9} {'receivers':>9} {'best MB/s':>10} {'median':>10}   ratio")
     rows = []
     for image_bytes in sizes:
-        for num_receivers in (1, 3):
-            for row in await measure(image_bytes, num_receivers, NUM_ROUNDS[image_bytes]):
+        for num_receivers in receivers:
+            for row in await measure(image_bytes, num_receivers, NUM_ROUNDS.get(image_bytes, 3)):
                 rows.append(row)
                 size = row.image_bytes / 1e6
                 numbers = f"{row.transport:>14} {size:9.0f} {row.num_receivers:9} {row.best:10.0f} {row.median:10.0f}"
@@ -355,6 +355,8 @@ def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small image only")
+    parser.add_argument("--mebibytes", type=int, help="an image of this size only, 3 rounds, without pauses")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3], help="how many receive (1 3)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -362,10 +364,12 @@ def main() -> None:
         asyncio.run(work())
         return
     sizes = [100 << 20] if chosen.quick else [100 << 20, 1 << 30]
-    rows = asyncio.run(compare(sizes))
+    if chosen.mebibytes is not None:
+        sizes = [chosen.mebibytes << 20]
+    rows = asyncio.run(compare(sizes, chosen.receivers))
     for image_bytes in sizes:
         asyncio.run(publish_deltas(image_bytes))
-    pauses = asyncio.run(compare_pauses(sizes, NUM_UPDATES))
+    pauses = [] if chosen.mebibytes is not None else asyncio.run(compare_pauses(sizes, NUM_UPDATES))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps([asdict(row) for row in [*rows, *pauses]], indent=2) + "\n")
 

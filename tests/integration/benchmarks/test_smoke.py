@@ -1,0 +1,98 @@
+"""Each benchmark in its smallest form: it runs, and the figures that it writes are there and can be true."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import ablation, algorithms, engine, scale, streams, weights
+from tests.fleet import make_model
+
+Main = Callable[[], int | None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run a benchmark's command line, and give the JSON that it wrote."""
+
+    def call(main: Main, *options: str) -> Any:
+        report = tmp_path / "figures.json"
+        monkeypatch.setattr(sys, "argv", ["benchmark", *options, "--json", str(report)])
+        threads = torch.get_num_threads()
+        try:
+            main()
+        finally:
+            torch.set_num_threads(threads)
+        return json.loads(report.read_text())
+
+    return call
+
+
+def test_streams(run: Callable[..., Any]) -> None:
+    found = run(streams.main, "--seconds", "0.02", "--rounds", "1")
+
+    assert found["server"]
+    assert set(found["results"]) == set(streams.CASES)
+    for result in found["results"].values():
+        rates = [result[f"{way}_per_second"] for way in ("raw", "unacknowledged", "hop")]
+        assert min(rates) > 1
+        assert result["hop_to_raw"] == pytest.approx(rates[2] / rates[0], rel=0.01)
+
+
+def test_algorithms(run: Callable[..., Any]) -> None:
+    found = run(algorithms.main, "--sequences", "2", "--tokens", "32", "--rounds", "1")
+
+    assert set(found["algorithms"]) == set(algorithms.CONFIGS)
+    for figures in found["algorithms"].values():
+        assert figures["share_of_forward"] == pytest.approx(figures["seconds"] / found["forward_seconds"])
+        assert figures["seconds"] > 0
+
+
+def test_engine(run: Callable[..., Any]) -> None:
+    (row,) = run(engine.main, "--concurrency", "1", "--rounds", "1")
+
+    assert row["concurrency"] == 1
+    assert 0 < row["engine"] < row["roofline"], "nothing is faster than its matrix products alone"
+
+
+def test_scale(run: Callable[..., Any]) -> None:
+    found = run(scale.main, "--quick", "--services", "10", "--tasks", "100", "--seconds", "0.5")
+
+    (result,) = found["results"]
+    assert (result["services"], result["lost_leases"]) == (10, 0)
+    assert result["tasks_outstanding"] >= 100
+    assert 0 < result["change_p50_seconds"] <= result["change_p99_seconds"] < scale.PATIENCE_SECONDS
+    assert found["growth"] == dict.fromkeys(found["growth"], 1.0)
+
+
+@pytest.mark.slow
+def test_weights(run: Callable[..., Any]) -> None:
+    rows = run(weights.main, "--mebibytes", "2", "--receivers", "1")
+
+    by_name = {row["transport"]: row for row in rows}
+    assert set(by_name) == {"shared_memory", "memcpy", "raw gloo", "gloo", "pull"}
+    assert by_name["memcpy"]["ratio"] == 1, "it is what others are compared with"
+    for row in rows:
+        assert row["image_bytes"] >= 2 << 20
+        assert 0 < row["median"] <= row["best"]
+        assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]
+
+
+def test_ablation(run: Callable[..., Any], tmp_path: Path) -> None:
+    prepared = tmp_path / "prepared"
+    make_model(prepared / "model")
+    problems = [
+        {"prompt": f"Ana has {n} pens, buys {n % 7}.", "answer": n + n % 7} for n in range(ablation.NUM_EVALUATED)
+    ]
+    rows = "".join(json.dumps(problem) + "\n" for problem in problems)
+    for name in ("train", "heldout"):
+        (prepared / f"{name}.jsonl").write_text(rows)
+
+    found = run(ablation.main, "--prepared", str(prepared), "--steps", "1", "--seeds", "1", "--settings", "grpo")
+
+    (outcome,) = found["settings"]["grpo"]
+    assert all(0 <= outcome[name] <= 1 for name in ("accuracy_before", "accuracy_after", "reward_at_end"))

@@ -1,0 +1,151 @@
+"""What the benchmarks conclude from a run: accounts, deciles, and the report's words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accounting import Account, account, deciles_of, newest_checkpoint
+from benchmarks.scale import quantile
+from benchmarks.streams import median_ratio
+from benchmarks.survival_report import markdown
+from shared.errors import NotFound
+from tests.unit.gateway.builders import a_spec
+
+ROWS = 10
+
+
+class Gateway:
+    """Answers as the gateway of one stopped experiment does."""
+
+    def __init__(self, directory: Path, ledger: dict[str, Any], plans: dict[int, dict[str, Any]]) -> None:
+        spec = a_spec(asynchrony={"staleness_threshold": 1.0, "max_lag": 2}).model_dump(mode="json")
+        self.answers: dict[str, Any] = {
+            "/v1/experiments/e": {"spec": spec, "directory": str(directory)},
+            "/v1/experiments/e/ledger": {"train": ledger},
+            **{f"/v1/experiments/e/steps/{step}": plan for step, plan in plans.items()},
+        }
+
+    async def call(self, _method: str, path: str, *, deadline_seconds: float) -> Any:
+        if path not in self.answers:
+            raise NotFound(f"no {path}")
+        return self.answers[path]
+
+
+def a_run(directory: Path, **ledger: Any) -> Gateway:
+    """Make what three steps of four groups leave behind: of 14 issued groups one was dropped and one was under way."""
+    (directory / "checkpoints" / "step-3").mkdir(parents=True)
+    state = {"step": 3, "trained": [[0, 5], [7, 12]]}
+    (directory / "checkpoints" / "step-3" / "state.json").write_text(json.dumps(state))
+    notes = [f"{group} {10 * (group % ROWS + 1)}\n" for group in range(14) for _ in range(2)]
+    (directory / "lengths").write_text("".join(notes))
+    plans = {
+        step: {"group_ids": groups, "version": step - 1, "oldest_version": max(0, step - 2)}
+        for step, groups in {1: [0, 1, 2, 3], 2: [4, 5, 7, 8], 3: [9, 10, 11, 12]}.items()
+    }
+    counts: dict[str, Any] = {"issued": 14, "trained": 12, "filtered": {}, "failed": {}, "balanced": True}
+    counts["dropped"] = {"stale": 1, "experiment_ended": 1}
+    return Gateway(directory, counts | ledger, plans)
+
+
+async def accounted(gateway: Gateway, directory: Path) -> Account:
+    return await account(gateway, "e", directory, rows=ROWS)  # type: ignore[arg-type]
+
+
+async def test_a_sound_run_is_accounted_for_to_the_last_group(tmp_path: Path) -> None:
+    found = await accounted(a_run(tmp_path), tmp_path)
+
+    assert found.is_sound
+    assert (found.steps, found.issued, found.trained, found.lost, found.trained_twice) == (3, 14, 12, 0, 0)
+    assert (found.largest_lag, found.max_lag, found.over_max_lag_groups) == (1, 2, 0)
+    # Group 6 was passed over; 13 was under way when the run ended.
+    assert found.discarded_token_share == pytest.approx(70 / sum(10 * (group % ROWS + 1) for group in range(14)))
+    assert found.graded_again_share == 0
+    assert json.loads(json.dumps(found.to_dict()))["trained"] == 12
+
+
+async def test_a_group_without_a_reason_is_lost(tmp_path: Path) -> None:
+    found = await accounted(a_run(tmp_path, dropped={"experiment_ended": 1}), tmp_path)
+
+    assert (found.lost, found.is_sound) == (1, False)
+
+
+async def test_a_group_in_two_steps_was_trained_twice(tmp_path: Path) -> None:
+    gateway = a_run(tmp_path)
+    gateway.answers["/v1/experiments/e/steps/3"]["group_ids"].append(0)
+
+    found = await accounted(gateway, tmp_path)
+
+    assert (found.trained_twice, found.is_sound) == (1, False)
+
+
+async def test_a_step_without_lineage_is_not_the_checkpoint(tmp_path: Path) -> None:
+    gateway = a_run(tmp_path)
+    del gateway.answers["/v1/experiments/e/steps/2"]
+
+    found = await accounted(gateway, tmp_path)
+
+    assert (found.is_lineage_checkpoint, found.is_sound) == (False, False)
+
+
+async def test_every_group_of_a_step_with_a_token_too_old_counts(tmp_path: Path) -> None:
+    gateway = a_run(tmp_path)
+    gateway.answers["/v1/experiments/e/steps/3"] |= {"version": 5, "oldest_version": 2}
+
+    found = await accounted(gateway, tmp_path)
+
+    assert (found.largest_lag, found.over_max_lag_groups, found.is_sound) == (3, 4, False)
+
+
+async def test_an_answer_that_was_graded_twice_is_counted_once_and_told(tmp_path: Path) -> None:
+    gateway = a_run(tmp_path)
+    with (tmp_path / "lengths").open("a") as notes:
+        notes.write("0 10\n0 10\n")
+
+    found = await accounted(gateway, tmp_path)
+
+    assert found.graded_again_share == pytest.approx(2 / 30)
+
+
+def test_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
+    for step in (4, 12):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "trained": [[0, step - 1]]}))
+
+    assert newest_checkpoint(tmp_path) == (set(range(12)), 12)
+
+
+def test_deciles_go_from_the_shortest_answers_to_the_longest() -> None:
+    lengths = {group: [100 - group % 20] for group in range(40)}
+
+    deciles = deciles_of(lengths, issued=set(range(40)), trained=set(range(20)), rows=20)
+
+    assert [decile.mean_length for decile in deciles] == sorted(decile.mean_length for decile in deciles)
+    assert all((decile.issued, decile.trained) == (4, 2) for decile in deciles)
+
+
+async def test_the_report_says_what_happened(tmp_path: Path) -> None:
+    sound = (await accounted(a_run(tmp_path), tmp_path)).to_dict()
+    common = {"seed": 7, "seconds": 61.5, "ledger_looks": 99, "unbalanced": []}
+    quiet = {**sound, **common, "kills": 0, "kills_by_kind": {}, "recovery_seconds": {}}
+    faulty = {
+        **quiet,
+        "kills": 3,
+        "kills_by_kind": {"engine": 3},
+        "recovery_seconds": {"engine": {"median": 1.5, "max": 4.25}},
+        "is_lineage_checkpoint": False,
+    }
+
+    page = markdown(faulty, quiet)
+
+    assert "| engine | 3 | 1.5 | 4.25 |" in page
+    assert "| lineage and checkpoint hold the same groups | **no** | yes |" in page
+    assert "dropped: stale 1" in page
+    assert page.count("\n| 10 |") == 1
+
+
+def test_quantiles_and_ratios_are_of_what_was_measured() -> None:
+    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 4.0, 4.0]
+    assert median_ratio([1.0, 8.0, 3.0], [2.0, 2.0, 3.0]) == 1.0

@@ -3,6 +3,9 @@
 Checkpoints are made where the weights are a published version, so that a trainer that comes back can publish that
 version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training goes on
 for one more interval, as its plans can still be replayed, and then ends with the cause.
+
+What the steps since the last checkpoint trained stays in the scored stream. Where that would leave no room for another
+step under the stream's bound, a checkpoint is made before it is due.
 """
 
 import asyncio
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 LAST_ATTEMPTS = 10
 PAUSE_SECONDS = 1.0
 SETTLE_SECONDS = 3.0
+CROWDED = "planned groups leave no room for another step's"
 
 
 class CheckpointOverdue(FlotillaError):
@@ -68,6 +72,7 @@ class Durability:
         self._queue, self._source, self._reporter = queue, source, reporter
         self._compute, self._on_failure = compute, on_failure
         self._durable_step = progress.step
+        self._early, self._retained_bytes = 0, 0.0
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -83,8 +88,11 @@ class Durability:
         if self._config.durability == "step":
             await self._commit([self.progress.step])
         late = self.progress.step - self._durable_step - self._config.every_steps
-        if late < 0 or not is_at_version:
+        is_crowded = await self._is_crowded()
+        if (late < 0 and not is_crowded) or not is_at_version:
             return
+        if late < 0:
+            self._tell_of_early(CROWDED)
         try:
             await self._checkpoint(version)
         except Unavailable as error:
@@ -115,15 +123,30 @@ class Durability:
                     raise CheckpointOverdue(error.detail) from error
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def now(self, version: int, *, is_at_version: bool, publisher: Publisher) -> None:
+    async def now(self, version: int, reason: str, *, is_at_version: bool, publisher: Publisher) -> None:
         """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
         if self.progress.step == self._durable_step or (not is_at_version and not await _is_settled(publisher)):
             return
+        self._tell_of_early(reason)
         try:
             await self._checkpoint(version)
         except Unavailable as error:
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+
+    def take_figures(self) -> dict[str, float]:
+        """Say what a step's report tells: checkpoints made early since the last one, and what is retained."""
+        early, self._early = self._early, 0
+        return {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
+
+    async def _is_crowded(self) -> bool:
+        retained = await retrying(self._queue.retained)
+        self._retained_bytes = retained.size_bytes * retained.planned / max(1, retained.entries)
+        return retained.is_crowded_by(self._learner.spec.groups_per_step)
+
+    def _tell_of_early(self, reason: str) -> None:
+        self._early += 1
+        log.info("a checkpoint is made early", extra={"step": self.progress.step, "reason": reason})
 
     async def _checkpoint(self, version: int) -> None:
         loop = asyncio.get_running_loop()

@@ -92,6 +92,7 @@ class TrainingLoop:
         await self._durability.after_step(self.version, is_at_version=self.is_at_version)
         self._times.add(planned, computed - started, published - computed, time.monotonic() - published)
         values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
+        values |= self._durability.take_figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
         log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
 
@@ -126,8 +127,8 @@ class TrainingLoop:
             self._control.become(WorkState.FINISHED)
         return is_last
 
-    async def _make_durable(self) -> None:
-        await self._durability.now(self.version, is_at_version=self.is_at_version, publisher=self._publisher)
+    async def _make_durable(self, reason: str) -> None:
+        await self._durability.now(self.version, reason, is_at_version=self.is_at_version, publisher=self._publisher)
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -50,7 +50,8 @@ class ResourcesConfig(Config):
     any. Minimums of running experiments are never touched."""
     stream_bytes: int = Field(4 * GIBIBYTE, ge=MEBIBYTE)
     """Bound on each of the experiment's streams in the Redis server's memory, by its own estimate: while a stream
-    takes more, nothing is issued, and nothing is claimed that would be forwarded to it."""
+    takes more, nothing is issued, and nothing is claimed that would be forwarded to it. The groups of one step must
+    fit; where those of the steps since the last checkpoint leave no room for them, the next one is made early."""
 
     @model_validator(mode="after")
     def _weight_has_something_to_share(self) -> Self:

@@ -7,7 +7,7 @@ from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import FENCED, Claim, Hop, Resolution, counter_of
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from shared.streams.memory_streams import MemoryStore
-from shared.streams.plans import LINEAGE_STEPS, Plan
+from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
 
 
 class MemoryTrainerQueue:
@@ -99,6 +99,11 @@ class MemoryTrainerQueue:
         forgotten = {plan.step: replace(plan, entry_ids=()) for plan in plans if plan.step not in known}
         self._store.lineage |= forgotten
         return len(forgotten)
+
+    async def retained(self) -> Retained:
+        """See ``TrainerQueue.retained``."""
+        planned = self._store.counters.get("planned", 0)
+        return Retained(self._stream.size_bytes(), self._store.stream_bytes, len(self._stream.entries), planned)
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""

@@ -72,6 +72,34 @@ class Plan:
         return cls(**(wire | {"entry_ids": tuple(wire.get("entry_ids") or ())}))
 
 
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What the scored stream holds, and of it what only a checkpoint removes.
+
+    Attributes:
+        size_bytes: memory that the stream takes, by the server's own estimate.
+        bound_bytes: more than this it may not take; None without a bound.
+        entries: all that are in it.
+        planned: of them, those of steps that are not committed.
+    """
+
+    size_bytes: int
+    bound_bytes: int | None
+    entries: int
+    planned: int
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing more comes in, because of what only a checkpoint removes among others."""
+        return self.planned > 0 and self.bound_bytes is not None and self.size_bytes > self.bound_bytes
+
+    def is_crowded_by(self, count: int) -> bool:
+        """Whether ``count`` more entries would not fit, and at least half of all that is here is planned."""
+        if self.bound_bytes is None or 2 * self.planned < max(1, self.entries):
+            return False
+        return self.size_bytes * (self.entries + count) > self.bound_bytes * self.entries
+
+
 class TrainerQueue(Protocol):
     """The scored hop for the one trainer of an experiment. Every call may raise ``Unavailable``."""
 
@@ -151,6 +179,10 @@ class TrainerQueue(Protocol):
         Raises:
             ClaimLost: a later trainer took over.
         """
+        ...
+
+    async def retained(self) -> Retained:
+        """Measure the scored stream."""
         ...
 
     async def resolve_already_trained(self, claim: Claim) -> bool:

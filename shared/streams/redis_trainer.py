@@ -9,7 +9,7 @@ from shared.streams.codec import EntryHeader
 from shared.streams.connection import retried
 from shared.streams.hop import FENCED, Claim, Resolution, counter_of
 from shared.streams.keys import PLANNED, HopName, StreamKeys
-from shared.streams.plans import LINEAGE_STEPS, Plan
+from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
 from shared.streams.redis import TrainerHop
 from shared.streams.scripts import Argument, ScriptRunner
 
@@ -95,6 +95,12 @@ class RedisTrainerQueue:
         lines = [part for plan in plans for part in (plan.step, replace(plan, entry_ids=()).to_bytes())]
         keys = [self._keys.state, self._keys.plans, self._keys.lineage]
         return int(await self._fenced("record", keys, [self.hop.consumer, *lines], fenced=-1))
+
+    async def retained(self) -> Retained:
+        """See ``TrainerQueue.retained``."""
+        keys = [self._stream, self._keys.ledger, self._keys.state]
+        size_bytes, bound_bytes, entries, planned = await self._runner.run("retained", keys)
+        return Retained(size_bytes, None if bound_bytes < 0 else bound_bytes, entries, planned)
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""

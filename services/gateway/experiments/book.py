@@ -29,8 +29,8 @@ from shared.streams.plane import DataPlane
 
 MIB = 1024**2
 HINTS = {
-    HopName.SCORED: "; groups that are planned leave it with the next checkpoint: raise the bound, or lower "
-    "checkpoint.every_steps, if a step cannot be filled"
+    HopName.SCORED: "; groups that are planned leave it with the next checkpoint, which the trainer then makes early: "
+    "raise the bound if those of one step do not fit"
 }
 
 

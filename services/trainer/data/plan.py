@@ -23,6 +23,9 @@ LOOK_SECONDS = 0.2
 AGAIN_SECONDS = 1.0
 REPORT_SECONDS = 10.0
 
+MakeDurable = Callable[[str], Awaitable[None]]
+"""Given the reason."""
+
 
 @dataclass(frozen=True, eq=False)
 class StepGroups:
@@ -53,9 +56,7 @@ class StepPlanner:
         self._paces = spec.asynchrony.on_max_lag == "pace" and self._max_lag > 0
         self._patience_seconds = spec.rollout.task_seconds
 
-    async def groups_of(
-        self, step: int, version: int, *, ends_version: bool, make_durable: Callable[[], Awaitable[None]]
-    ) -> StepGroups:
+    async def groups_of(self, step: int, version: int, *, ends_version: bool, make_durable: MakeDurable) -> StepGroups:
         """Find the groups of a step, waiting as long as it takes; the plan stands when this returns.
 
         Args:
@@ -63,7 +64,8 @@ class StepPlanner:
             version: that the step trains.
             ends_version: whether the next version is published after this step, and further steps follow.
             make_durable: writes a checkpoint now. It is asked for when groups of earlier steps are here again, as the
-                server came back from its log at a state before their plan: unresolved they fill the budget.
+                server came back from its log at a state before their plan: unresolved they fill the budget. And when
+                no group can come, since planned ones fill the stream: until a checkpoint they are kept.
 
         Raises:
             ClaimLost: a later trainer took over.
@@ -91,17 +93,24 @@ class StepPlanner:
                 groups = tuple(each.group for each in chosen)
                 return StepGroups(groups, False, time.monotonic() - started, pace_seconds)
 
-    async def _until_enough(self, step: int, make_durable: Callable[[], Awaitable[None]]) -> None:
+    async def _until_enough(self, step: int, make_durable: MakeDurable) -> None:
         next_report = time.monotonic() + REPORT_SECONDS
         while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=AGAIN_SECONDS):
-            if self._source.num_again:
-                await make_durable()
+            if (reason := await self._why_durable()) is not None:
+                await make_durable(reason)
             if time.monotonic() < next_report:
                 continue
             next_report += REPORT_SECONDS
             log.info("waiting for groups", extra={"step": step, "ready": self._source.num_ready, "needed": self._count})
 
-    async def _await_old_groups(self, version: int, make_durable: Callable[[], Awaitable[None]]) -> None:
+    async def _why_durable(self) -> str | None:
+        """Say why groups are missing that a checkpoint would let come; None if it would not."""
+        if self._source.num_again:
+            return "groups came again that no checkpoint contains"
+        retained = await retrying(self._queue.retained)
+        return "planned groups fill the scored stream" if retained.is_stuck else None
+
+    async def _await_old_groups(self, version: int, make_durable: MakeDurable) -> None:
         """Wait for outstanding groups that the version after ``version`` would find too old, as many as fit."""
         too_old_below = version + 1 - self._max_lag
         if too_old_below <= 0:
@@ -111,8 +120,8 @@ class StepPlanner:
         while True:
             old = await retrying(lambda: self._admission.outstanding_older_than(too_old_below))
             awaited = set(old[: self._count])
-            if self._source.num_again:
-                await make_durable()
+            if (reason := await self._why_durable()) is not None:
+                await make_durable(reason)
             if await self._source.until(awaited.issubset, wait_seconds=LOOK_SECONDS):
                 if len(old) > self._count:
                     log.warning("more old groups than one step holds", extra={"old": len(old), "held": self._count})

@@ -262,3 +262,23 @@ async def test_plans_that_are_abandoned_end_with_the_reason(plane: DataPlane) ->
     await a_trainer(plane)
     with pytest.raises(ClaimLost):
         await trainer.abandon([1], Resolution.DROPPED, "no_checkpoint")
+
+
+async def test_what_only_a_checkpoint_removes_from_the_scored_stream_is_measured(plane: DataPlane) -> None:
+    trainer = await a_trainer(plane)
+    empty = await trainer.retained()
+    assert (empty.size_bytes, empty.bound_bytes, empty.entries, empty.planned) == (0, None, 0, 0)
+    await issue(plane, 4)
+    await move_to_scored(plane, 4)
+    claims = await trainer.hop.claim(3, wait_seconds=0)
+
+    assert await trainer.plan(1, claims[:2], version=0)
+    sizes = await plane.admission.bound(5_000_000)
+    found = await trainer.retained()
+
+    assert (found.size_bytes, found.bound_bytes) == (sizes[HopName.SCORED], 5_000_000)
+    assert (found.entries, found.planned) == (4, 2)
+    assert await trainer.commit([1]) == 1
+    after = await trainer.retained()
+    assert (after.entries, after.planned) == (2, 0)
+    assert 0 < after.size_bytes <= found.size_bytes

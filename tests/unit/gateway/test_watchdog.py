@@ -54,7 +54,7 @@ async def test_a_full_stream_is_named_at_once() -> None:
     assert problem is not None
     assert problem.component == "streams"
     assert problem.cause.startswith("stream scored has reached resources.stream_bytes (2 MiB)")
-    assert "checkpoint.every_steps" in problem.cause
+    assert "raise the bound if those of one step do not fit" in problem.cause
 
     experiment.full_stream = None
     await watchdog.look()

@@ -36,7 +36,8 @@ class WandbTrackerConfig(Config):
     group: str | None = Field(None, min_length=1)
     """Runs of one group are shown together; null for none."""
     mode: Literal["online", "offline"] = "online"
-    """offline: written below the experiment's directory, for ``wandb sync``."""
+    """offline: written below the experiment's directory, for ``wandb sync``. An online run goes on right after what the
+    service holds; offline, a gateway that is killed may write its last batch twice, with the same steps."""
 
 
 class MlflowTrackerConfig(Config):

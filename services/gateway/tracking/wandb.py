@@ -1,7 +1,9 @@
 """Weights & Biases as a tracker: a run with the experiment's id, which is taken up again after a restart.
 
-The service cannot be asked how far an offline run came, so the cursor is a file beside it, written after each batch: a
-gateway that is killed between the two sends that batch again.
+A record's cursor is the library's own step, which only grows and which the service gives back with a run that is
+resumed: so an online run goes on right after what the service holds, and the library ignores what comes again. How far
+an offline run came nobody can be asked. Its cursor is a file beside it, written after each batch: a gateway that is
+killed between the two writes that batch once more, into the next of the run's directories, with the same steps.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ INIT_SECONDS = 60.0
 
 
 class WandbTracker:
-    """Logs each record with its step as a value, so that a step may come again."""
+    """Logs each record with its training step as a value, so that a training step may come again."""
 
     def __init__(self, config: WandbTrackerConfig, run: TrackedRun) -> None:
         import wandb  # an optional package, imported where it is used
@@ -37,17 +39,20 @@ class WandbTracker:
                 init_timeout=INIT_SECONDS, console="off", x_disable_stats=True, silent=True, disable_git=True
             ),
         )
+        if config.mode == "online" and self._run.resumed:
+            self._cursor = max(0, self._run.starting_step - 1)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def cursor(self) -> int:
-        """Give the cursor in the file."""
+        """Give the cursor that the service or, offline, the file has."""
         return self._cursor
 
     def write(self, records: Sequence[Record]) -> None:
         """Hand the records to the library, which sends them in its own process."""
         for record in records:
-            self._run.log({**record.values, "step": record.step, "version": record.version})
+            values = {**record.values, "step": record.step, "version": record.version}
+            self._run.log(values, step=record.cursor, commit=True)
         self._cursor = records[-1].cursor
         fresh = self._place.with_suffix(".new")
         fresh.write_text(str(self._cursor))

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,57 @@ async def test_a_tracker_that_is_opened_again_stands_where_it_was(tmp_path: Path
         await thread.run(second.close)
     finally:
         thread.end()
+
+
+class Service:
+    """What of Weights & Biases counts here: a run's rows by their step, of which older ones are ignored."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def init(self, **given: Any) -> "Service":
+        self.resumed = bool(self.rows) and given["resume"] == "allow"
+        self.starting_step = self.step = max(self.rows) + 1 if self.resumed else 0
+        return self
+
+    def log(self, values: dict[str, float], *, step: int, commit: bool) -> None:
+        if step >= self.step and commit:
+            self.rows[step], self.step = values, step + 1
+
+    def define_metric(self, *_given: Any, **_named: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+    Settings = dict
+
+
+def test_an_online_run_goes_on_after_what_the_service_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    records = [a_record(2, 1), a_record(4, 2), a_record(6, 2, loss=0.4), a_record(8, 3)]
+    opened("wandb", tmp_path, mode="online").write(records[:3])
+    # The gateway died before it had noted the last two, and the service has never got the last one.
+    (tmp_path / "wandb" / "cursor").write_text("2")
+    del service.rows[6]
+
+    again = opened("wandb", tmp_path, mode="online")
+
+    assert again.cursor() == 4
+    again.write(records[1:])
+    assert [service.rows[step]["step"] for step in sorted(service.rows)] == [1, 2, 2, 3]
+    assert service.rows[6]["loss"] == 0.4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_offline_run_ignores_what_comes_again(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    tracker = opened("wandb", tmp_path)
+    tracker.write([a_record(2, 1), a_record(4, 2, loss=0.5)])
+    tracker.write([a_record(4, 2, loss=9.0)])
+
+    assert tracker._run.step == 5
+    assert tracker._run.summary["loss"] == 0.5
+    tracker.close()
 
 
 @pytest.mark.parametrize("rest", [b'{"step":3,"curs', b"{", b""])

@@ -177,8 +177,11 @@ class RewardWorker:
     async def _grade(self, lane: RewardLane, claim: Claim) -> None:
         self.in_work += 1
         try:
+            sampled = await self._readable(lane.hop, claim)
+            if sampled is None:
+                return
             async with lane.hop.renewing(claim):
-                group = await self._graded(claim.group())
+                group = await self._graded(sampled)
             await self._send_on(lane, claim, group)
         except FlotillaError as error:
             log.warning("group is handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
@@ -188,6 +191,15 @@ class RewardWorker:
             raise
         finally:
             self.in_work -= 1
+
+    async def _readable(self, hop: Hop, claim: Claim) -> Group | None:
+        """Decode the group; one of another schema, from before an upgrade perhaps, ends here."""
+        try:
+            return claim.group()
+        except ValueError as error:
+            log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
+            await hop.resolve(claim, Resolution.FAILED, "unreadable")
+            return None
 
     async def _graded(self, group: Group) -> Group:
         started = time.perf_counter()

@@ -86,9 +86,10 @@ class Task:
         """
         if wire.get("schema") != TASK_SCHEMA:
             raise ValueError(f"task has schema {wire.get('schema')!r}, this version reads {TASK_SCHEMA}")
-        fields = {name: value for name, value in wire.items() if name not in {"schema", "messages"}}
-        messages: Sequence[Sequence[str]] = wire["messages"]
-        return cls(messages=tuple(Message(role, content) for role, content in messages), **fields)
+        fields = dict(wire)
+        del fields["schema"]
+        messages: Sequence[Sequence[str]] = fields.pop("messages")
+        return cls(messages=tuple([Message(role, content) for role, content in messages]), **fields)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -1,14 +1,17 @@
-"""Tasks and groups as the two fields of a stream entry: a small header and a payload, both msgpack.
+"""Tasks and groups as the fields of a stream entry, all msgpack: a small header, a payload and, of groups, grades.
 
 The header can be read without the payload, by dashboards and by the server's scripts. Both bear a schema number; a
 reader refuses a payload of another schema and ignores header fields that it does not know.
+
+A group's payload is its body: task, tokens, log-probabilities, all that its grading leaves as it was. What a grader
+sets is a field of its own, some hundred bytes, so that a hop which only grades need not encode and send the body.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgpack
@@ -60,7 +63,7 @@ class EntryHeader:
         """
         wire = msgpack.unpackb(encoded)
         try:
-            return cls(*[wire[name] for name in HEADER_FIELDS])
+            return cls(*_fields(wire))
         except KeyError:
             missing = [name for name in HEADER_FIELDS if name not in wire]
             raise ValueError(f"entry header lacks {', '.join(missing)}") from None
@@ -68,6 +71,7 @@ class EntryHeader:
 
 HEADER_FIELDS = tuple(each.name for each in fields(EntryHeader))
 _values = attrgetter(*HEADER_FIELDS)
+_fields = itemgetter(*HEADER_FIELDS)
 
 
 def task_header(task: Task, created_at: float | None = None, *, partials: Partials = ()) -> EntryHeader:
@@ -86,14 +90,27 @@ def task_header(task: Task, created_at: float | None = None, *, partials: Partia
     )
 
 
+def graded_header(group: Group, sampled: EntryHeader) -> EntryHeader:
+    """Describe, as of now, a group that differs from the one that ``sampled`` describes in its grades only."""
+    mean, spread = _moments(group.rewards())
+    return EntryHeader(
+        schema=GROUP_SCHEMA,
+        group_id=sampled.group_id,
+        size=sampled.size,
+        token_count=sampled.token_count,
+        oldest_version=sampled.oldest_version,
+        newest_version=sampled.newest_version,
+        reward_mean=mean,
+        reward_spread=spread,
+        created_at=time.time(),
+    )
+
+
 def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
     """Describe a group; ``created_at`` defaults to now."""
     counts = [trajectory.num_sampled for trajectory in group.trajectories]
     oldest, newest = _version_range(group, counts)
-    rewards = group.rewards()
-    # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.
-    mean = math.fsum(rewards) / max(1, len(rewards))
-    spread = math.sqrt(math.fsum([(reward - mean) ** 2 for reward in rewards]) / max(1, len(rewards)))
+    mean, spread = _moments(group.rewards())
     return EntryHeader(
         schema=GROUP_SCHEMA,
         group_id=group.task.group_id,
@@ -101,10 +118,19 @@ def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
         token_count=sum(counts),
         oldest_version=oldest,
         newest_version=newest,
-        reward_mean=mean if rewards else None,
-        reward_spread=spread if rewards else None,
+        reward_mean=mean,
+        reward_spread=spread,
         created_at=time.time() if created_at is None else created_at,
     )
+
+
+def _moments(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Give mean and population standard deviation; None without rewards."""
+    if not rewards:
+        return None, None
+    # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.
+    mean = math.fsum(rewards) / len(rewards)
+    return mean, math.sqrt(math.fsum([(reward - mean) ** 2 for reward in rewards]) / len(rewards))
 
 
 def _version_range(group: Group, counts: Sequence[int]) -> tuple[int, int]:
@@ -127,9 +153,15 @@ def encode_task(task: Task, partials: Partials = ()) -> bytes:
     return packed
 
 
-def encode_group(group: Group) -> bytes:
-    """Encode a group as a payload."""
-    packed: bytes = msgpack.packb(group.to_wire())
+def encode_body(group: Group) -> bytes:
+    """Encode all of a group but its grades, as a payload."""
+    packed: bytes = msgpack.packb(group.body_to_wire())
+    return packed
+
+
+def encode_grades(group: Group) -> bytes:
+    """Encode what graders have set of a group."""
+    packed: bytes = msgpack.packb(group.grades_to_wire())
     return packed
 
 
@@ -154,13 +186,14 @@ def decode_partials(payload: bytes) -> Partials:
     return tuple(None if member is None else Trajectory.from_wire(member) for member in members)
 
 
-def decode_group(payload: bytes) -> Group:
+def decode_group(payload: bytes, grades: bytes) -> Group:
     """Read a group; its arrays are read-only.
 
     Raises:
-        ValueError: the payload has another schema; the message names both numbers.
+        ValueError: the payload has another schema; the message names both numbers. Or the grades are not the group's.
     """
-    return Group.from_wire(_unpack(payload))
+    # An entry of another schema may have no grades, and it is its schema that matters then.
+    return Group.from_wire(_unpack(payload), msgpack.unpackb(grades) if grades else ())
 
 
 def _unpack(payload: bytes) -> dict[str, Any]:

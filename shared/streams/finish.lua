@@ -2,9 +2,10 @@
 -- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim,
 --   then what was handed over with tasks
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
---   msgpack of a list of entry, deliveries, tokens, group id, header for each claim, then the payload of each.
---   Header and payload are empty when resolving. The counter grows by the tokens or, when resolving, by the groups. One list, since each further argument costs client and server more
---   than its bytes.
+--   msgpack of a list of entry, deliveries, tokens, group id, position of the payload, header, grades for each claim,
+--   then payloads. The position is 0 where the payload is the claimed entry's: it is copied from there. Nothing of this
+--   has a meaning when resolving. The counter grows by the tokens or, when resolving, by the groups. One list, since each
+--   further argument costs client and server more than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
 local stream, ledger, outstanding, next_stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -21,13 +22,27 @@ local held = {}
 for _, row in ipairs(rows) do held[row[1]] = row[4] end
 local may_hold_more = number > 1 and #rows == most
 
+local function is_held(entry, deliveries)
+  if held[entry] == deliveries then return true end
+  return may_hold_more and held[entry] == nil and holds(stream, entry, consumer, deliveries)
+end
+
+-- What to append for a claim that is held; nil where the claimed entry was deleted by a hand that is not ours.
+local function payload_of(entry, position)
+  if not is_forward then return '' end
+  if position > 0 then return ARGV[position] end
+  local found = redis.call('XRANGE', stream, entry, entry)[1]
+  return found and found[2][4]
+end
+
 local answers, ended, total = {}, {}, 0
 for index = 1, number do
-  local marker, at = KEYS[4 + index], 5 * index - 4
+  local marker, at = KEYS[4 + index], 7 * index - 6
   local entry, deliveries = claims[at], claims[at + 1]
-  if held[entry] == deliveries or (may_hold_more and held[entry] == nil and holds(stream, entry, consumer, deliveries)) then
+  local payload = is_held(entry, deliveries) and payload_of(entry, claims[at + 4])
+  if payload then
     if is_forward then
-      redis.call('XADD', next_stream, '*', 'header', claims[at + 4], 'payload', ARGV[7 + index])
+      redis.call('XADD', next_stream, '*', 'header', claims[at + 5], 'payload', payload, 'grades', claims[at + 6])
     else
       redis.call('ZREM', outstanding, claims[at + 3])
       count_end(ledger, counter, claims[at + 2])

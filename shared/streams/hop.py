@@ -21,7 +21,18 @@ from typing import Protocol
 from shared.errors import Unavailable
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
-from shared.streams.codec import EntryHeader, decode_group, decode_partials, decode_task, encode_task, task_header
+from shared.streams.codec import (
+    EntryHeader,
+    decode_group,
+    decode_partials,
+    decode_task,
+    encode_body,
+    encode_grades,
+    encode_task,
+    graded_header,
+    group_header,
+    task_header,
+)
 from shared.streams.keys import HopName
 from shared.streams.partials import Partials, within
 
@@ -51,9 +62,10 @@ class Claim:
         hop: the stream it was claimed from.
         entry_id: its id in that stream.
         header: what it says about its payload.
-        payload: msgpack, decoded by ``task`` or ``group``.
+        payload: msgpack, decoded by ``task`` or ``group``; of a group all but its grades.
         deliveries: how often the entry was delivered, this time included; 0 for a replayed one, which nobody holds.
         consumer: who claimed it.
+        grades: msgpack, decoded by ``group``; empty of a task.
         token: random; names this very claim, so that repeating a forward whose answer was lost is safe.
     """
 
@@ -63,7 +75,9 @@ class Claim:
     payload: bytes
     deliveries: int
     consumer: str
+    grades: bytes = b""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    _decoded: list[Group] = field(default_factory=list, init=False, repr=False)
 
     def task(self) -> Task:
         """Decode the task; from a later hop, the task of the group.
@@ -78,14 +92,23 @@ class Claim:
         return decode_partials(self.payload) if self.hop is HopName.TASKS else ()
 
     def group(self) -> Group:
-        """Decode the group.
+        """Decode the group; again the same one when asked again.
 
         Raises:
             ValueError: the payload has another schema, or is a task.
         """
         if self.hop is HopName.TASKS:
             raise ValueError(f"entry {self.entry_id} of the hop {self.hop.value} is a task, not a group")
-        return decode_group(self.payload)
+        if not self._decoded:
+            self._decoded.append(decode_group(self.payload, self.grades))
+        return self._decoded[0]
+
+    def has_body_of(self, group: Group) -> bool:
+        """Tell, without reading an array, whether the payload is surely this group's too.
+
+        It is if the group was made from ``group()`` by giving its trajectories other grades.
+        """
+        return bool(self._decoded) and group.has_body_of(self._decoded[0])
 
 
 class Renewal:
@@ -125,6 +148,9 @@ class Hop(Protocol):
 
     async def forward(self, claim: Claim, group: Group) -> bool:
         """Append the result to the next stream and remove the entry; False if the claim was lost.
+
+        Of a group that differs from ``claim.group()`` in its grades alone, only these are sent: the server copies the
+        rest. So do not change what is reached through a decoded group in place, such as its task's metadata.
 
         Raises:
             ValueError: the last hop has no next stream, or the group is not the claimed one.
@@ -193,8 +219,25 @@ def check_hop(claim: Claim, hop: HopName) -> Claim:
     return claim
 
 
-def next_hop(claim: Claim, group: Group, hop: HopName) -> HopName:
-    """Find where a claim's result goes.
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What becomes of a claimed entry in the next stream.
+
+    Attributes:
+        destination: the next stream.
+        header: describes the group.
+        body: the entry's payload; None if it is the claimed entry's, which then need not be sent.
+        grades: of the trajectories.
+    """
+
+    destination: HopName
+    header: EntryHeader
+    body: bytes | None
+    grades: bytes
+
+
+def forwarded(claim: Claim, group: Group, hop: HopName) -> Forwarded:
+    """Make the entry that carries a claim's result on.
 
     Raises:
         ValueError: the last hop has no next stream, the claim is another hop's, or the group is not the claimed one.
@@ -204,7 +247,9 @@ def next_hop(claim: Claim, group: Group, hop: HopName) -> HopName:
         raise ValueError(f"nothing follows the hop {claim.hop.value}: plan or resolve its claims")
     if group.task.group_id != claim.header.group_id:
         raise ValueError(f"claim of group {claim.header.group_id} cannot forward group {group.task.group_id}")
-    return destination
+    if claim.has_body_of(group):
+        return Forwarded(destination, graded_header(group, claim.header), None, encode_grades(group))
+    return Forwarded(destination, group_header(group), encode_body(group), encode_grades(group))
 
 
 def handed_over(claim: Claim, hop: HopName, partials: Partials, max_bytes: int) -> tuple[EntryHeader, bytes]:

@@ -12,7 +12,7 @@ from shared.errors import ClaimLost
 from shared.schemas.task import Lane, Task
 from shared.schemas.trajectory import Group
 from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive
-from shared.streams.codec import encode_group, encode_task, group_header, task_header
+from shared.streams.codec import encode_task, task_header
 from shared.streams.hop import (
     FENCED,
     HANDED_OVER,
@@ -23,8 +23,8 @@ from shared.streams.hop import (
     check_hop,
     consumer_name,
     counter_of,
+    forwarded,
     handed_over,
-    next_hop,
     renewing,
 )
 from shared.streams.keys import HANDED_BACK, LEASED, PLANNED, HopName
@@ -77,13 +77,13 @@ class MemoryHop:
 
     async def forward(self, claim: Claim, group: Group) -> bool:
         """See ``Hop.forward``."""
-        destination = next_hop(claim, group, self.name)
-        counter = f"tokens:{destination.value}"
+        made = forwarded(claim, group, self.name)
+        counter = f"tokens:{made.destination.value}"
         if not self._holds(claim):
             return self._store.done.get(claim.token) == counter
-        header = group_header(group)
-        self._store.streams[destination].append(header, encode_group(group))
-        self._store.count(counter, header.token_count)
+        body = self._stream.entries[claim.entry_id].payload if made.body is None else made.body
+        self._store.streams[made.destination].append(made.header, body, made.grades)
+        self._store.count(counter, made.header.token_count)
         self._finish(claim, counter)
         return True
 
@@ -163,7 +163,7 @@ class MemoryHop:
 
     def _claim(self, entry_id: str, deliveries: int) -> Claim:
         entry = self._stream.entries[entry_id]
-        return Claim(self.name, entry_id, entry.header, entry.payload, deliveries, self.consumer)
+        return Claim(self.name, entry_id, entry.header, entry.payload, deliveries, self.consumer, entry.grades)
 
 
 class MemoryTrainerHop(MemoryHop):

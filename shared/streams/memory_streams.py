@@ -19,6 +19,7 @@ class Entry:
     entry_id: str
     header: EntryHeader
     payload: bytes
+    grades: bytes
     added_at: float
 
 
@@ -41,9 +42,9 @@ class MemoryStream:
         self.undelivered: dict[str, None] = {}
         self.pending: dict[str, Pending] = {}
 
-    def append(self, header: EntryHeader, payload: bytes) -> None:
+    def append(self, header: EntryHeader, payload: bytes, grades: bytes = b"") -> None:
         """Add an entry at the end."""
-        entry = Entry(f"{self._next_number}-0", header, payload, self._clock())
+        entry = Entry(f"{self._next_number}-0", header, payload, grades, self._clock())
         self._next_number += 1
         self.entries[entry.entry_id] = entry
         self.undelivered[entry.entry_id] = None
@@ -94,8 +95,8 @@ class MemoryStream:
         self.pending.clear()
 
     def size_bytes(self) -> int:
-        """Add up the payloads."""
-        return sum(len(entry.payload) for entry in self.entries.values())
+        """Add up payloads and grades."""
+        return sum(len(entry.payload) + len(entry.grades) for entry in self.entries.values())
 
     def depths(self) -> tuple[int, int]:
         """Count what waits and what is claimed; planned entries are neither."""

@@ -64,7 +64,9 @@ class MemoryTrainerQueue:
         if plan is None:
             raise NotFound(f"step {step} has no plan", step=step)
         entries = [self._stream.entries[entry_id] for entry_id in plan.entry_ids]
-        return [Claim(HopName.SCORED, each.entry_id, each.header, each.payload, 0, PLANNED) for each in entries]
+        return [
+            Claim(HopName.SCORED, each.entry_id, each.header, each.payload, 0, PLANNED, each.grades) for each in entries
+        ]
 
     async def commit(self, steps: Sequence[int]) -> int:
         """See ``TrainerQueue.commit``."""

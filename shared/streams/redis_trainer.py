@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from shared.errors import ClaimLost, NotFound
-from shared.streams.codec import EntryHeader
 from shared.streams.connection import retried
 from shared.streams.hop import FENCED, Claim, Resolution, counter_of
 from shared.streams.keys import PLANNED, HopName, StreamKeys
 from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
-from shared.streams.redis import TrainerHop
+from shared.streams.redis import TrainerHop, claim_of
 from shared.streams.scripts import Argument, ScriptRunner
 
 REPLAY_ENTRIES = 16
@@ -137,7 +136,5 @@ class RedisTrainerQueue:
         for entry_id, entries in zip(entry_ids, found, strict=True):
             if not entries:
                 raise NotFound(f"entry {entry_id} of the plan of step {step} is gone", step=step)
-            fields = entries[0][1]
-            header = EntryHeader.from_bytes(fields[b"header"])
-            claims.append(Claim(HopName.SCORED, entry_id, header, fields[b"payload"], 0, PLANNED))
+            claims.append(claim_of(HopName.SCORED, entry_id, entries[0][1], 0, PLANNED))
         return claims

@@ -13,7 +13,7 @@ from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
-from shared.testing.builders import a_group, a_task, a_trajectory
+from shared.testing.builders import a_group, a_task, a_trajectory, graded
 from tests.contract.streams.conftest import lengths_add_up
 
 Answer = TypeVar("Answer")
@@ -95,7 +95,11 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self._holders)
     def forward(self, pick: int) -> None:
         hop, claim = self._holders[pick % len(self._holders)]
-        if self.do(hop.forward(claim, a_group(claim.header.group_id, sampled_tokens=1 + pick % 40))):
+        if claim.hop is HopName.GENERATED and pick % 2:
+            group = graded(claim.group(), [0.0, 1.0])
+        else:
+            group = a_group(claim.header.group_id, sampled_tokens=1 + pick % 40)
+        if self.do(hop.forward(claim, group)):
             self._record(claim)
 
     @rule(pick=picks, resolution=st.sampled_from([Resolution.FILTERED, Resolution.DROPPED, Resolution.FAILED]))

@@ -44,7 +44,8 @@ async def test_a_forwarded_group_arrives_whole(plane: DataPlane) -> None:
     assert await rollout.forward(claim, sent)
 
     (arrived,) = await reward.claim(wait_seconds=0)
-    assert arrived.group().to_wire() == sent.to_wire()
+    assert arrived.group().body_to_wire() == sent.body_to_wire()
+    assert arrived.group().grades_to_wire() == sent.grades_to_wire()
     assert arrived.task() == claim.task()
     header = arrived.header
     assert (header.oldest_version, header.newest_version, header.token_count) == (4, 4, sent.num_sampled)

@@ -13,7 +13,7 @@ from shared.streams.keys import HopName
 from shared.streams.redis_plane import RedisDataPlane
 from shared.streams.scripts import script
 from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task, a_trajectory
+from shared.testing.builders import a_group, a_task, a_trajectory, graded
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
 from tests.integration.streams.proxy import Relay, relaying
 
@@ -47,6 +47,27 @@ async def test_a_forward_whose_answer_was_lost_is_repeated_with_one_effect(
     assert relay.swallowed == 1
     ledger = await ledger_of(plane)
     assert (ledger.waiting.generated, ledger.claimed.tasks) == (1, 0)
+
+
+async def test_a_copied_body_is_there_once_after_the_answer_was_lost(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+) -> None:
+    relay, through = cut
+    await issue(plane, 1)
+    rollout, reward = plane.hop(HopName.TASKS, "rollout"), through.hop(HopName.GENERATED, "reward")
+    (task_claim,) = await rollout.claim(wait_seconds=0)
+    assert await rollout.forward(task_claim, a_group(task_claim.task(), sampled_tokens=5000))
+    (claim,) = await reward.claim(wait_seconds=0)
+    sent = graded(claim.group(), [0.0, 1.0])
+    relay.swallow_answer_to(digest("finish"))
+
+    assert await reward.forward(claim, sent)
+
+    assert relay.swallowed == 1
+    (scored,) = await (await a_trainer(plane)).hop.claim(10, wait_seconds=0)
+    assert scored.payload == claim.payload
+    assert scored.group().grades_to_wire() == sent.grades_to_wire()
+    assert (await ledger_of(plane)).tokens.scored == sent.num_sampled
 
 
 async def test_a_resolution_whose_answer_was_lost_counts_once(

@@ -10,7 +10,7 @@ from shared.streams.hop import Resolution
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from shared.streams.redis_plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group
+from shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 
@@ -66,6 +66,38 @@ async def test_a_group_that_is_not_outstanding_is_never_planned(
 
     assert not await trainer.plan(1, claims, version=0)
     assert not (await plane.ledger()).balanced
+
+
+async def generated(plane: RedisDataPlane, *, sampled_tokens: int) -> None:
+    await issue(plane, 1)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    (claim,) = await rollout.claim(wait_seconds=0)
+    assert await rollout.forward(claim, a_group(claim.task(), sampled_tokens=sampled_tokens))
+
+
+async def test_only_the_grades_of_a_large_group_travel_back(redis: Redis, plane: RedisDataPlane) -> None:
+    await generated(plane, sampled_tokens=50_000)
+    reward = plane.hop(HopName.GENERATED, "reward")
+    (claim,) = await reward.claim(wait_seconds=0)
+    received = (await redis.info("stats"))["total_net_input_bytes"]
+
+    assert await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
+
+    assert len(claim.payload) > 800_000
+    assert (await redis.info("stats"))["total_net_input_bytes"] - received < 20_000
+
+
+async def test_an_entry_deleted_by_hand_is_a_lost_claim(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str
+) -> None:
+    await generated(plane, sampled_tokens=5000)
+    reward = plane.hop(HopName.GENERATED, "reward")
+    (claim,) = await reward.claim(wait_seconds=0)
+    await redis.xdel(StreamKeys(experiment_id).stream(HopName.GENERATED), claim.entry_id)
+
+    assert not await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
+
+    assert await redis.xlen(StreamKeys(experiment_id).stream(HopName.SCORED)) == 0
 
 
 async def test_scripts_that_the_server_forgot_are_sent_again(redis: Redis, plane: RedisDataPlane) -> None:

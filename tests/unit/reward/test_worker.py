@@ -62,10 +62,16 @@ class World:
 @asynccontextmanager
 async def a_world(grade: Grader, *, is_filtered: bool = True, **config: object) -> AsyncIterator[World]:
     world = World(grade, RewardConfig.model_validate(config), is_filtered=is_filtered)
+    async with grading(world):
+        yield world
+
+
+@asynccontextmanager
+async def grading(world: World) -> AsyncIterator[None]:
     world.worker.resume()
     task = asyncio.create_task(world.worker.run())
     try:
-        yield world
+        yield
     finally:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -74,6 +80,19 @@ async def a_world(grade: Grader, *, is_filtered: bool = True, **config: object) 
 
 def by_index(sample: GradingSample) -> Grade:
     return Grade.scored(float(sample.id.endswith("/1")))
+
+
+async def test_a_group_of_another_schema_fails_and_the_next_is_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(by_index, RewardConfig())
+    with monkeypatch.context() as earlier:
+        earlier.setattr("shared.schemas.trajectory.GROUP_SCHEMA", 1)
+        await world.generate(a_group(0))
+    await world.generate(a_group(1))
+
+    async with grading(world):
+        ledger = await world.until(lambda ledger: ledger.waiting.scored == 1)
+
+    assert ledger.failed == {"unreadable": 1}
 
 
 async def test_rewards_are_written_onto_their_trajectories() -> None:

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
@@ -8,12 +11,14 @@ from shared.streams.codec import (
     EntryHeader,
     decode_group,
     decode_task,
-    encode_group,
+    encode_body,
+    encode_grades,
     encode_task,
+    graded_header,
     group_header,
     task_header,
 )
-from shared.testing.builders import a_group, a_task, a_trajectory
+from shared.testing.builders import a_group, a_task, a_trajectory, graded
 
 
 def test_a_task_comes_back_equal() -> None:
@@ -26,7 +31,7 @@ def test_a_group_comes_back_bit_for_bit() -> None:
     group = a_group(a_task(3), rewards=[None, 0.25])
     sent = group.trajectories[0]
 
-    got = decode_group(encode_group(group))
+    got = decode_group(encode_body(group), encode_grades(group))
 
     assert got.task == group.task
     received = got.trajectories[0]
@@ -39,14 +44,48 @@ def test_a_group_comes_back_bit_for_bit() -> None:
     assert (received.status, received.reward) == (GradeStatus.PENDING, None)
 
 
-@pytest.mark.parametrize(("decode", "known"), [(decode_task, TASK_SCHEMA), (decode_group, GROUP_SCHEMA)])
-def test_a_payload_of_another_schema_is_refused_with_both_numbers(decode: object, known: int) -> None:
+@pytest.mark.parametrize(
+    ("decode", "known"),
+    [(decode_task, TASK_SCHEMA), (lambda payload: decode_group(payload, b""), GROUP_SCHEMA)],
+    ids=["task", "group"],
+)
+def test_a_payload_of_another_schema_is_refused_with_both_numbers(
+    decode: Callable[[bytes], object], known: int
+) -> None:
     payload = msgpack.packb({"schema": 99})
 
     with pytest.raises(ValueError, match=rf"schema 99.*{known}"):
-        decode(payload)  # type: ignore[operator]
+        decode(payload)
     with pytest.raises(ValueError, match="mapping"):
-        decode(msgpack.packb([1]))  # type: ignore[operator]
+        decode(msgpack.packb([1]))
+
+
+def test_grades_of_another_number_are_refused() -> None:
+    group = a_group(3)
+
+    with pytest.raises(ValueError, match="0 grades do not go with 2 trajectories"):
+        decode_group(encode_body(group), b"")
+
+
+def test_a_group_of_views_is_encoded_as_its_values() -> None:
+    whole = a_trajectory(sampled_tokens=20)
+    strided = replace(
+        whole,
+        token_ids=np.repeat(whole.token_ids.astype(np.int64), 2)[::2],
+        log_probs=whole.log_probs.astype(np.float64),
+        loss_mask=whole.loss_mask.astype(bool),
+    )
+
+    assert strided.to_wire() == whole.to_wire()
+
+
+def test_a_header_of_other_grades_is_the_header_of_the_group_that_bears_them() -> None:
+    sampled = a_group(a_task(5, group_size=3), version=4)
+    judged = graded(sampled, [0.0, 1.0, 1.0])
+
+    header = graded_header(judged, group_header(sampled))
+
+    assert replace(header, created_at=1.0) == group_header(judged, created_at=1.0)
 
 
 def test_a_header_says_what_the_payload_holds() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import Unavailable
 from shared.schemas.trajectory import Group
-from shared.streams.codec import encode_group, group_header
+from shared.streams.codec import encode_body, group_header
 from shared.streams.forwarding import ForwardsTogether
 from shared.streams.hop import Claim
 from shared.streams.keys import HopName
@@ -34,7 +34,7 @@ class Calls:
 
 def a_result(number: int) -> tuple[Claim, Group]:
     group = a_group(number)
-    return Claim(HopName.GENERATED, f"{number}-0", group_header(group), encode_group(group), 1, "me"), group
+    return Claim(HopName.GENERATED, f"{number}-0", group_header(group), encode_body(group), 1, "me"), group
 
 
 async def started(calls: Calls, together: ForwardsTogether, count: int) -> list[asyncio.Task[bool]]:

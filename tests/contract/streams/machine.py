@@ -50,6 +50,7 @@ class Fleet(RuleBasedStateMachine):
         self._scored: list[tuple[TrainerQueue, Claim]] = []
         self._moves: Counter[tuple[HopName, int]] = Counter()
         self._moved_by: set[str] = set()
+        self._handed_over: set[str] = set()
         self._planned: dict[int, tuple[int, ...]] = {}
         self._committed: set[int] = set()
         self._issued = 0
@@ -126,7 +127,8 @@ class Fleet(RuleBasedStateMachine):
         was_held = not self.do(hop.renew([claim]))
         is_handed_over = self.do(hop.hand_over(claim, (None, a_trajectory(sampled_tokens=tokens))))
         assert is_handed_over or not was_held
-        if is_handed_over:
+        if is_handed_over and claim.token not in self._handed_over:
+            self._handed_over.add(claim.token)
             assert claim.token not in self._moved_by
             assert self.do(hop.renew([claim])) == [claim]
 

@@ -7,8 +7,9 @@ They move entries of the same size from one stream to the next on the same serve
   fenced, counted or safe to repeat.
 - *unacknowledged*: the same without XACK and XDEL. No hop can do without: it would leave everything pending for ever.
 - *hop*, what has to be at least 0.7 of raw: what the reward service does, ``claim``, ``group``, a grade for each
-  trajectory, ``forward_many``. Fenced, counted in the ledger, safe to repeat. Two batches are in work at a time, as
-  that service has several groups in work. The body of a large group stays on the server, which copies it itself.
+  trajectory, ``forward_many``. Fenced, counted in the ledger, safe to repeat. Four batches are in work at a time, as
+  that service has several groups in work: client and server are busy together, which in raw take turns. The body of a
+  large group stays on the server, which copies it itself.
 - *new*, shown for comparison, without a bar: the hop before it, a rollout's. It claims tasks, which are small, and
   forwards groups of the size in question, all of which are encoded and sent.
 
@@ -42,6 +43,7 @@ from shared.testing.builders import a_group, a_task
 
 CASES = {"2 KB": (2_000, 64), "64 KB": (64_000, 16), "1 MB": (1_000_000, 4)}
 """Name -> payload bytes, entries per batch."""
+BATCHES_IN_WORK = 4
 BYTES_PER_TOKEN = 9
 ROUND_BYTES = 48_000_000
 """At most this much is in flight in one round."""
@@ -122,7 +124,7 @@ async def new(redis: Redis, group: Group, batch: int, count: int) -> float:
 
 
 async def through(hop: Hop, batch: int, count: int, answer: Callable[[Claim], Group]) -> float:
-    """Claim and forward all that waits, two batches at a time; returns entries per second."""
+    """Claim and forward all that waits, several batches at a time; returns entries per second."""
     moved = 0
 
     async def lane() -> None:
@@ -132,7 +134,7 @@ async def through(hop: Hop, batch: int, count: int, answer: Callable[[Claim], Gr
             moved += len(claims)
 
     started = time.perf_counter()
-    await asyncio.gather(lane(), lane())
+    await asyncio.gather(*[lane() for _ in range(BATCHES_IN_WORK)])
     elapsed = time.perf_counter() - started
     assert moved == count
     return count / elapsed

@@ -6,7 +6,7 @@ policy version under which it was sampled.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -111,8 +111,7 @@ class Trajectory:
         is_scored = status is GradeStatus.SCORED
         if is_scored != (reward is not None) or (reward is not None and not math.isfinite(reward)):
             raise ValueError(f"status {status} does not go with reward {reward}")
-        # Spelt out, which takes a third of the time of ``replace``: every hop grades every trajectory.
-        return Trajectory(
+        return _assembled(
             self.token_ids,
             self.loss_mask,
             self.log_probs,
@@ -170,21 +169,38 @@ class Trajectory:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Trajectory":
         """Read what ``to_wire`` made; the arrays are read-only views of the message."""
-        return cls(
-            token_ids=np.frombuffer(wire["token_ids"], _INT32),
-            loss_mask=np.frombuffer(wire["loss_mask"], _UINT8),
-            log_probs=np.frombuffer(wire["log_probs"], _FLOAT32),
-            versions=tuple(map(tuple, wire["versions"])),
-            finish_reason=_FINISH_REASONS[wire["finish_reason"]],
-            text=wire["text"],
-            status=_GRADE_STATUSES[wire["status"]],
-            reward=wire["reward"],
-            components=wire["components"],
-            reason=wire["reason"],
-            timings=wire["timings"],
+        received = _assembled(
+            np.frombuffer(wire["token_ids"], _INT32),
+            np.frombuffer(wire["loss_mask"], _UINT8),
+            np.frombuffer(wire["log_probs"], _FLOAT32),
+            tuple(map(tuple, wire["versions"])),
+            _FINISH_REASONS[wire["finish_reason"]],
+            wire["text"],
+            _GRADE_STATUSES[wire["status"]],
+            wire["reward"],
+            wire["components"],
+            wire["reason"],
+            wire["timings"],
             # A trajectory that was stored before this field existed was never handed over.
-            resumed_tokens=wire.get("resumed_tokens", 0),
+            wire.get("resumed_tokens", 0),
         )
+        received.__post_init__()
+        return received
+
+
+_SETTERS = tuple(getattr(Trajectory, each.name).__set__ for each in fields(Trajectory))
+
+
+def _assembled(*values: Any) -> Trajectory:
+    """Make a trajectory of its fields in order, unchecked.
+
+    It takes a third of the time that the class takes, which sets frozen fields by name. Every hop makes each trajectory
+    twice, and for short answers that is most of its work.
+    """
+    made = object.__new__(Trajectory)
+    for set_field, value in zip(_SETTERS, values, strict=True):
+        set_field(made, value)
+    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)

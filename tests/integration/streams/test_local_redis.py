@@ -1,6 +1,7 @@
 """A server of our own: private, durable, and never left behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -82,6 +83,29 @@ def test_it_recovers_on_the_same_directory(tmp_path: Path, end: str) -> None:
         assert server.url == first
         with client_of(server) as client:
             assert client.get("kept") == "yes"
+
+
+def test_large_entries_that_come_and_go_use_the_same_memory(server: LocalRedis) -> None:
+    with contextlib.closing(Redis.from_url(server.url)) as client:
+        if client.info("memory")["mem_allocator"] != "libc":
+            pytest.skip("another allocator's business")
+        pid = client.info("server")["process_id"]
+
+        def move() -> None:
+            client.xadd("one", {"payload": bytes(1_000_000)})
+            client.delete("one")
+
+        move()
+        before = page_faults(pid)
+        for _ in range(20):
+            move()
+
+    # Each entry has 245 pages, of which every copy would be faulted in.
+    assert page_faults(pid) - before < 20 * 245
+
+
+def page_faults(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 def test_a_long_path_falls_back_to_a_loopback_port(tmp_path: Path) -> None:

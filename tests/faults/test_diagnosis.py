@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cli.fleet import FleetInfo
+from tests.faults.test_kill import until_step
 from tests.faults.trial import Trial, waited
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 from tests.prometheus import parse_page, value_of
@@ -31,7 +32,7 @@ PAUSE_SECONDS = 0.5
 
 Evidence = Mapping[str, float]
 SWITCHED: Mapping[str, Callable[[Evidence], bool]] = {
-    "generation": lambda e: e["rollout/idle_share"] < 0.15 < e["trainer/wait_share"] and e["tasks/groups"] > 2,
+    "generation": lambda e: e["rollout/idle_share"] < 0.15 < e["trainer/wait_share"] and e["tasks/groups"] > 1,
     "reward": lambda e: e["generated/groups"] > e["tasks/groups"] and e["generated/oldest_seconds"] > 0.2,
     "trainer": lambda e: e["trainer/wait_share"] < 0.15,
     "publication": lambda e: e["publication/holding_share"] > 0.5,
@@ -98,6 +99,7 @@ async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path) -> None:
     with running_fleet(tmp_path / "fleet", FLOTILLA_FAULTS="; ".join([f"marks={marks}", *FAULTS])) as fleet:
         async with fleet.client() as client:
             trial = await Trial.start(fleet, client, spec)
+            await until_step(client, trial.id, 1)
             evidence = await until_named(trial, "admission")
             assert evidence["admission/full_share"] > 0.5
             assert evidence["rollout/idle_share"] > 0.15 < evidence["trainer/wait_share"]

@@ -1,9 +1,10 @@
 """What a publication costs those who do not wait for it: how long sampling pauses, and how long training stands still.
 
-A real engine in its own process samples without a break while it is given one version after the other, as a rollout
-does it (``on_weight_update: continue``). The pause is the longest time without a new token around an update, and is
-shown beside the longest one without updates. The trainer's stall is its copy of all weights into an image: it goes on
-as soon as that is made. Part of ``python -m benchmarks.weights``.
+A real engine in its own process samples without a break while it receives one version after the other through gloo, as
+a rollout does it (``on_weight_update: continue``). The pause is the longest time without a new token around an update,
+and is shown beside the longest one without updates. A version is committed as soon as its checksum is known, and
+``update`` is the time from then until it samples. The trainer's stall is its copy of all weights into an image: it goes
+on as soon as that is made. Part of ``python -m benchmarks.weights``.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.rollout.engines.base import GenerationRequest, SamplingParameters
@@ -19,14 +21,16 @@ from services.rollout.engines.process_engine import ProcessEngine
 from services.rollout.engines.settings import EngineSettings
 from services.trainer.images import ImagePool
 from shared.config.asynchrony import OnWeightUpdate
+from shared.weights.endpoint_client import EndpointClient
 from shared.weights.flat_parameters import FlatParameters
+from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
 
 CONTEXT_TOKENS = 4096
 NUM_SAMPLES = 4
 POLL_SECONDS = 0.0005
 QUIET_SECONDS = 2.0
-PREPARED_SECONDS = 1.0
-"""Between the arrival of a version and its commit: other members receive meanwhile."""
+BETWEEN_SECONDS = 1.0
+DEADLINE_SECONDS = 60.0
 SIZES = {100 << 20: (512, 7, 8192), 1 << 30: (1536, 9, 8192)}
 """Hidden size, layers and vocabulary of a model of about so many bytes in float32."""
 
@@ -42,7 +46,7 @@ class Pause:
     pause: float
     """Longest time between two tokens around an update."""
     update: float
-    """From the order to switch until the new version samples."""
+    """From the last byte, which is the order to switch, until the new version samples."""
     trainer_stall: float
 
 
@@ -106,6 +110,7 @@ async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: boo
         engine = ProcessEngine(settings)
         await engine.start()
         stack.push_async_callback(engine.close)
+        receiver = await _a_receiver(stack, flat.layout.image_bytes)
         sampling = SamplingParameters(max_new_tokens=CONTEXT_TOKENS - 8, ignore_eos=True)
         request = GenerationRequest("endless", (1, 2, 3), tuple(range(NUM_SAMPLES)), sampling)
         generating = asyncio.create_task(engine.generate(request))
@@ -115,7 +120,7 @@ async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: boo
         progress.begin()
         await asyncio.sleep(QUIET_SECONDS)
         step = progress.longest
-        rows = [await _update(engine, images, progress, number) for number in range(1, num_updates + 2)][1:]
+        rows = [await _update(engine, images, receiver, progress, number) for number in range(1, num_updates + 2)][1:]
         assert not generating.done(), "the samples ended before the updates"
         for task in (watching, generating):
             task.cancel()
@@ -125,17 +130,41 @@ async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: boo
         return Pause(flat.layout.image_bytes, overlap_load, 1e3 * step, pause, update, stall)
 
 
+@dataclass(frozen=True)
+class Receiver:
+    """Both ends of a weight group of two, and where the image goes."""
+
+    sender: EndpointClient
+    client: EndpointClient
+    image: WeightImage
+
+
+async def _a_receiver(stack: AsyncExitStack, image_bytes: int) -> Receiver:
+    sender, client = [await stack.enter_async_context(EndpointClient()) for _ in range(2)]
+    image = stack.enter_context(WeightImage.create(image_bytes))
+    rendezvous = await sender.open_sender(1, 2, DEADLINE_SECONDS)
+    await client.open_receiver(rendezvous, 1, DEADLINE_SECONDS)
+    await asyncio.gather(sender.joined(1, DEADLINE_SECONDS), client.joined(1, DEADLINE_SECONDS))
+    return Receiver(sender, client, image)
+
+
 async def _update(
-    engine: ProcessEngine, images: ImagePool, progress: Progress, version: int
+    engine: ProcessEngine, images: ImagePool, receiver: Receiver, progress: Progress, version: int
 ) -> tuple[float, float, float]:
     started = time.perf_counter()
-    path = await asyncio.to_thread(images.snapshot)
+    source = await asyncio.to_thread(images.snapshot)
     snapped = time.perf_counter()
     progress.begin()
-    await engine.prepare_weights(path, version)
-    await asyncio.sleep(PREPARED_SECONDS)
-    ordered = time.perf_counter()
-    await engine.load_weights(path, version, OnWeightUpdate.CONTINUE)
+    image = receiver.image
+    facts = (image.image_bytes, DEFAULT_SLICE_BYTES, DEADLINE_SECONDS)
+    await engine.expect_weights(image.path, version, transfer=version)
+    await asyncio.gather(
+        receiver.sender.send(1, source, *facts),
+        receiver.client.receive(1, image.path, *facts, partial(engine.weights_arrived, version)),
+    )
+    arrived = time.perf_counter()
+    await engine.prepare_weights(image.path, version, transfer=version)
+    await engine.load_weights(image.path, version, OnWeightUpdate.CONTINUE)
     updated = time.perf_counter()
-    await asyncio.sleep(PREPARED_SECONDS)
-    return progress.longest, updated - ordered, snapped - started
+    await asyncio.sleep(BETWEEN_SECONDS)
+    return progress.longest, updated - arrived, snapped - started

@@ -6,8 +6,10 @@ committed it. A member that cannot follow a publication says so and catches up b
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,9 +47,15 @@ class GroupEndpoint(Protocol):
         """Wait until the group is formed."""
 
     async def receive(
-        self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline_seconds: float
+        self,
+        epoch: int,
+        image_path: Path,
+        image_bytes: int,
+        slice_bytes: int,
+        deadline_seconds: float,
+        on_arrived: Callable[[int], None] | None = None,
     ) -> str:
-        """Receive an image into a file and give its checksum."""
+        """Receive an image into a file, telling how many bytes are there, and give its checksum."""
 
     async def close_epoch(self, epoch: int) -> None:
         """Leave the group at once, whatever it is doing."""
@@ -91,6 +99,7 @@ class WeightReceiver:
         self._endpoint = endpoint
         self._pull = pull
         self._images = SpareImages()
+        self._transfers = itertools.count(1)
         self._on_update = on_update
         self._tell = tell
         self._on_engine_death = on_engine_death
@@ -151,14 +160,15 @@ class WeightReceiver:
 
     async def _receive(self, order: PublicationOrder) -> None:
         try:
+            transfer: int | None = None
             if order.transport is Transport.SHARED_MEMORY:
                 await self._take_mapped(order)
             else:
-                await self._take_broadcast(order)
+                transfer = await self._take_broadcast(order)
             self._say(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
             if self._images.spare is not None:
                 # Right, but not committed yet: until it is, the engine only reads it.
-                await self._engine.prepare_weights(self._images.spare.image.path, order.version)
+                await self._engine.prepare_weights(self._images.spare.image.path, order.version, transfer)
             self._switch_due.set()
         except WorkerDied as error:
             self._on_engine_death(error)
@@ -180,20 +190,43 @@ class WeightReceiver:
         with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
             self._keep(order, image, await asyncio.to_thread(image.checksum))
 
-    async def _take_broadcast(self, order: PublicationOrder) -> None:
+    async def _take_broadcast(self, order: PublicationOrder) -> int | None:
+        """Receive the image; returns the number of its transfer if the engine expected it."""
         await self._join(order)
         self._say(order, ReceiveState.JOINED)
         manifest = order.manifest
         with self._images.own(manifest.image_bytes) as image:
             if manifest.delta is not None:
                 self._keep(order, image, await self._receive_patched(order, manifest.delta, image))
-            else:
+                return None
+            if self._is_version_waiting():
+                # The engine may be about to read that one.
                 self._keep(order, image, await self._receive_into(order, image))
+                return None
+            return await self._receive_expected(order, image)
 
-    async def _receive_into(self, order: PublicationOrder, image: WeightImage) -> str:
-        return await self._endpoint.receive(
-            order.epoch, image.path, image.image_bytes, order.manifest.slice_bytes, 2 * order.deadline_seconds
-        )
+    def _is_version_waiting(self) -> bool:
+        spare, serving = self._images.spare, self._gate.version
+        return spare is not None and (serving is None or spare.version > serving)
+
+    async def _receive_expected(self, order: PublicationOrder, image: WeightImage) -> int:
+        """Receive an image which the engine reads as it arrives."""
+        transfer = next(self._transfers)
+        await self._engine.expect_weights(image.path, order.version, transfer)
+        try:
+            checksum = await self._receive_into(order, image, partial(self._engine.weights_arrived, transfer))
+            self._keep(order, image, checksum)
+        except BaseException:
+            self._engine.forget_weights(transfer)
+            raise
+        return transfer
+
+    async def _receive_into(
+        self, order: PublicationOrder, image: WeightImage, on_arrived: Callable[[int], None] | None = None
+    ) -> str:
+        slice_bytes, deadline = order.manifest.slice_bytes, 2 * order.deadline_seconds
+        facts = (order.epoch, image.path, image.image_bytes, slice_bytes, deadline)
+        return await self._endpoint.receive(*facts, on_arrived)
 
     async def _receive_patched(self, order: PublicationOrder, delta: DeltaManifest, image: WeightImage) -> str:
         """Receive a patch and make the image of it and the one that is held."""

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self, TypeVar
@@ -158,9 +159,19 @@ class EndpointClient:
         await self._transfer(Direction.SEND, epoch, image_path, image_bytes, slice_bytes, deadline_seconds)
 
     async def receive(
-        self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline_seconds: float
+        self,
+        epoch: int,
+        image_path: Path,
+        image_bytes: int,
+        slice_bytes: int,
+        deadline_seconds: float,
+        on_arrived: Callable[[int], None] | None = None,
     ) -> str:
         """Receive an image into an existing file of its size, and compute its checksum on the way.
+
+        Args:
+            epoch, image_path, image_bytes, slice_bytes, deadline_seconds: as they are sent.
+            on_arrived: called after each slice with the number of bytes, from the first on, that are there.
 
         Returns:
             xxh3-64 of the bytes received, to hold against the manifest.
@@ -170,7 +181,9 @@ class EndpointClient:
             WeightTransferFailed: a member failed or the file is not as told; the epoch is of no use any more.
             DeadlineExceeded: somebody stalled; likewise.
         """
-        done = await self._transfer(Direction.RECEIVE, epoch, image_path, image_bytes, slice_bytes, deadline_seconds)
+        done = await self._transfer(
+            Direction.RECEIVE, epoch, image_path, image_bytes, slice_bytes, deadline_seconds, on_arrived
+        )
         assert done.checksum is not None
         return done.checksum
 
@@ -279,6 +292,7 @@ class EndpointClient:
         image_bytes: int,
         slice_bytes: int,
         deadline_seconds: float,
+        on_arrived: Callable[[int], None] | None = None,
     ) -> Done:
         command = Command(
             direction=direction,
@@ -287,8 +301,9 @@ class EndpointClient:
             slice_bytes=slice_bytes,
             # A little less, so that the member can still say what it was waiting for.
             deadline_seconds=deadline_seconds - min(0.2, 0.1 * deadline_seconds),
+            tells_progress=on_arrived is not None,
         )
-        reply = self._member(epoch).command(command)
+        reply = self._member(epoch).command(command, on_arrived)
         return await _within(deadline_seconds, reply, f"transferring the weights in epoch {epoch}")
 
     def _member(self, epoch: int) -> MemberLink:

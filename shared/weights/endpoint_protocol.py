@@ -94,6 +94,8 @@ class Command(Message):
     image_bytes: int = Field(gt=0)
     slice_bytes: int = Field(gt=0)
     deadline_seconds: float = Field(gt=0)
+    tells_progress: bool = False
+    """Whether the member says :class:`Arrived` after each slice."""
 
 
 class Opened(Message):
@@ -107,6 +109,13 @@ class Joined(Message):
     """Member to service: all members of the group are connected."""
 
     kind: Literal["joined"] = "joined"
+
+
+class Arrived(Message):
+    """Member to service: the first bytes of the image that is being received are there; not verified yet."""
+
+    kind: Literal["arrived"] = "arrived"
+    num_bytes: int
 
 
 class Done(Message):
@@ -129,6 +138,6 @@ FROM_SERVICE: TypeAdapter[Fork | Kill] = TypeAdapter(Annotated[Fork | Kill, Fiel
 FROM_ENDPOINT: TypeAdapter[Started | Forked | Exited] = TypeAdapter(
     Annotated[Started | Forked | Exited, Field(discriminator="kind")]
 )
-FROM_MEMBER: TypeAdapter[Opened | Joined | Done | Failed] = TypeAdapter(
-    Annotated[Opened | Joined | Done | Failed, Field(discriminator="kind")]
+FROM_MEMBER: TypeAdapter[Opened | Joined | Arrived | Done | Failed] = TypeAdapter(
+    Annotated[Opened | Joined | Arrived | Done | Failed, Field(discriminator="kind")]
 )

@@ -85,8 +85,12 @@ class WeightGroup:
             group = form_nccl_group(store, opening.rank, opening.world_size, opening.timeout_seconds, device)
             self._collective = NcclBroadcast(group, device, is_sender=opening.rank == 0)
 
-    def transfer(self, command: Command) -> str | None:
+    def transfer(self, command: Command, on_arrived: Callable[[int], None]) -> str | None:
         """Broadcast the image from rank 0: send it, or receive it and return its checksum.
+
+        Args:
+            command: what to do.
+            on_arrived: called while it is received, if the command says so, with the number of bytes that are there.
 
         Raises:
             RuntimeError: a member failed or stalled; the group is of no use afterwards.
@@ -103,8 +107,11 @@ class WeightGroup:
             if command.direction is Direction.SEND:
                 deque(arrived, maxlen=0)
                 return None
-            digest = xxhash.xxh3_64()
+            digest, num_bytes = xxhash.xxh3_64(), 0
             for piece in arrived:
+                num_bytes += piece.numel()
+                if command.tells_progress:
+                    on_arrived(num_bytes)
                 digest.update(piece.numpy().data)
             return digest.hexdigest()
 

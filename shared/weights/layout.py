@@ -38,7 +38,8 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }
 """Size of one element of each safetensors dtype that an image may hold."""
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+"""Of the number that an image begins with: how long its JSON header is."""
 _METADATA = "__metadata__"
 
 
@@ -92,11 +93,11 @@ class ImageLayout:
         """
         view = memoryview(image).cast("B")
         try:
-            length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-            if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - _LENGTH_BYTES):
+            length = int.from_bytes(view[:LENGTH_BYTES], "little")
+            if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - LENGTH_BYTES):
                 raise ValueError(f"header length {length} of {len(view)} bytes")
-            header = bytes(view[: _LENGTH_BYTES + length])
-            entries = {name: entry for name, entry in json.loads(header[_LENGTH_BYTES:]).items() if name != _METADATA}
+            header = bytes(view[: LENGTH_BYTES + length])
+            entries = {name: entry for name, entry in json.loads(header[LENGTH_BYTES:]).items() if name != _METADATA}
             specs = [_spec(name, entry, len(header)) for name, entry in entries.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightTransferFailed(f"not a weight image: {error}") from error
@@ -114,6 +115,11 @@ class ImageLayout:
         return self.tensors[-1].end if self.tensors else len(self.header)
 
 
+def header_bytes(image: bytes) -> int:
+    """Say how many bytes go before the first tensor, by an image's first ``LENGTH_BYTES``."""
+    return LENGTH_BYTES + int.from_bytes(image[:LENGTH_BYTES], "little")
+
+
 def _check(tensors: Mapping[str, tuple[Sequence[int], str]]) -> None:
     if not tensors:
         raise ValueError("an image needs at least one tensor")
@@ -129,11 +135,11 @@ def _check(tensors: Mapping[str, tuple[Sequence[int], str]]) -> None:
 def _encode(entries: Mapping[str, object]) -> bytes:
     # transformers refuses a file whose metadata do not name the framework that its shapes are for.
     text = json.dumps({_METADATA: {"format": "pt"}} | dict(entries), separators=(",", ":")).encode()
-    padding = -(_LENGTH_BYTES + len(text)) % DATA_ALIGNMENT_BYTES
+    padding = -(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT_BYTES
     length = len(text) + padding
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"the header would take {length} bytes, the format allows {MAX_HEADER_BYTES}")
-    return length.to_bytes(_LENGTH_BYTES, "little") + text + b" " * padding
+    return length.to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
 
 
 def _spec(name: str, entry: Mapping[str, object], header_bytes: int) -> TensorSpec:

@@ -13,7 +13,7 @@ import traceback
 from typing import NoReturn
 
 from shared.errors import FlotillaError
-from shared.weights.endpoint_protocol import Command, Done, Failed, Joined, Message, Opened, Opening
+from shared.weights.endpoint_protocol import Arrived, Command, Done, Failed, Joined, Message, Opened, Opening
 from shared.weights.group import WeightGroup
 
 _TIMEOUT_SLACK_SECONDS = 0.1
@@ -39,7 +39,9 @@ def _work(control: socket.socket, opening: Opening, commands: "queue.SimpleQueue
         while True:
             command = commands.get()
             deadline = time.monotonic() + command.deadline_seconds
-            _tell(control, Done(checksum=group.transfer(command)))
+            _tell(
+                control, Done(checksum=group.transfer(command, lambda count: _tell(control, Arrived(num_bytes=count))))
+            )
     except (RuntimeError, OSError, FlotillaError) as error:
         is_timeout = time.monotonic() > deadline - _TIMEOUT_SLACK_SECONDS
         _tell(control, Failed(detail=_first_line(error), is_timeout=is_timeout))

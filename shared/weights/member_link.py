@@ -6,11 +6,12 @@ import signal
 import socket
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Self
 
 from shared.errors import DeadlineExceeded, FlotillaError, WeightTransferFailed
-from shared.weights.endpoint_protocol import FROM_MEMBER, Command, Done, Failed, Joined, Opened
+from shared.weights.endpoint_protocol import FROM_MEMBER, Arrived, Command, Done, Failed, Joined, Opened
 from shared.weights.lines import Lines
 
 _TAIL_BYTES = 4096
@@ -33,6 +34,7 @@ class MemberLink:
         self.joined: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int] = loop.create_future()
         self._replies: deque[asyncio.Future[Done]] = deque()
+        self._on_arrived: deque[Callable[[int], None] | None] = deque()
         self._failure: FlotillaError | None = None
         self._lines: Lines | None = None
 
@@ -49,8 +51,12 @@ class MemberLink:
             raise
         return link
 
-    def command(self, command: Command) -> asyncio.Future[Done]:
+    def command(self, command: Command, on_arrived: Callable[[int], None] | None = None) -> asyncio.Future[Done]:
         """Send a command.
+
+        Args:
+            command: carried out after those before it.
+            on_arrived: called with the number of bytes that have been received, where the command asks for that.
 
         Raises:
             FlotillaError: the member has failed, as it did.
@@ -61,6 +67,7 @@ class MemberLink:
         self._lines.send(command.line())
         reply: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._replies.append(reply)
+        self._on_arrived.append(on_arrived)
         return reply
 
     def note_exit(self, code: int) -> None:
@@ -104,7 +111,11 @@ class MemberLink:
             self.opened.set_result(message.port)
         elif isinstance(message, Joined):
             self.joined.set_result(None)
+        elif isinstance(message, Arrived):
+            if (on_arrived := self._on_arrived[0]) is not None:
+                on_arrived(message.num_bytes)
         elif isinstance(message, Done):
+            self._on_arrived.popleft()
             self._replies.popleft().set_result(message)
         elif isinstance(message, Failed):
             kind = DeadlineExceeded if message.is_timeout else WeightTransferFailed

@@ -41,7 +41,7 @@ def open_image(path: Path) -> dict[str, Tensor]:
     """
     with open_shared(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {spec.name: _view(mapped, spec) for spec in layout_of(mapped).tensors}
+    return {spec.name: view_of(mapped, spec) for spec in layout_of(mapped).tensors}
 
 
 def layout_for(tensors: Iterable[tuple[str, Tensor]], *, wire_dtype: torch.dtype | None = None) -> ImageLayout:
@@ -76,7 +76,7 @@ def write_tensors(image: WeightImage, layout: ImageLayout, tensors: Iterable[tup
             spec = missing.pop(name, None)
             if spec is None or spec.shape != tuple(tensor.shape):
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not belong into the layout: {spec}")
-            _view(image.mapped, spec).copy_(tensor.detach())
+            view_of(image.mapped, spec).copy_(tensor.detach())
         if missing:
             raise ValueError(f"the layout also names {', '.join(sorted(missing))}")
 
@@ -86,6 +86,12 @@ def flat_view(mapped: mmap.mmap, dtype: str, start: int, num_elements: int) -> T
     if num_elements == 0:
         return torch.empty(0, dtype=TORCH_DTYPES[dtype])
     return torch.frombuffer(mapped, dtype=TORCH_DTYPES[dtype], count=num_elements, offset=start)
+
+
+def view_of(mapped: mmap.mmap, spec: TensorSpec) -> Tensor:
+    """View one tensor of a mapped image."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    return flat_view(mapped, spec.dtype, spec.start, (spec.end - spec.start) // dtype.itemsize).view(spec.shape)
 
 
 def on_wire(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
@@ -103,8 +109,3 @@ def safetensors_name(dtype: torch.dtype) -> str:
         return SAFETENSORS_NAMES[dtype]
     except KeyError:
         raise ValueError(f"weight images do not hold {dtype}") from None
-
-
-def _view(mapped: mmap.mmap, spec: TensorSpec) -> Tensor:
-    dtype = TORCH_DTYPES[spec.dtype]
-    return flat_view(mapped, spec.dtype, spec.start, (spec.end - spec.start) // dtype.itemsize).view(spec.shape)

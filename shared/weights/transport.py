@@ -8,6 +8,7 @@ Implementation: ``EndpointClient``. Beside it stand ``WeightPuller`` (HTTP) and,
 image (``WeightImage.attach``): one member at a time, without a group.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -68,9 +69,17 @@ class WeightReceiver(WeightMember, Protocol):
         """
 
     async def receive(
-        self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline_seconds: float
+        self,
+        epoch: int,
+        image_path: Path,
+        image_bytes: int,
+        slice_bytes: int,
+        deadline_seconds: float,
+        on_arrived: Callable[[int], None] | None = None,
     ) -> str:
         """Receive an image into an existing file of its size; after a failure the file's content is undefined.
+
+        ``on_arrived`` is called on the way with the number of bytes, from the first on, that are there.
 
         Returns:
             xxh3-64 of the bytes received, to hold against the manifest.

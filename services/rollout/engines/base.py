@@ -138,10 +138,28 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request now: its ``generate`` returns what it has, as aborted. Unknown ids are ignored."""
 
-    async def prepare_weights(self, image: Path, version: int) -> None:
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        """Be told that an image is being received into a file of its size, to be loaded as ``version`` if it is right.
+
+        An engine that overlaps loading with sampling may read what ``weights_arrived`` tells it of. It throws that away
+        unless ``prepare_weights`` follows with the number of the same transfer. What serves does not change.
+        """
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Be told that the first bytes of an expected image are there; nobody has verified them. Never waits."""
+
+    def forget_weights(self, transfer: int) -> None:
+        """Be told that an expected image will not be whole, or is wrong. Never waits."""
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
         """Be told that an image is complete and right, and will be loaded as ``version`` unless something happens.
 
         An engine that overlaps loading with sampling may read it now. What serves does not change.
+
+        Args:
+            image: a safetensors file.
+            version: that it will be.
+            transfer: the number under which it was expected; None if it was not.
         """
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:

@@ -36,11 +36,36 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareWeights:
-    """Read weights that ``UpdateWeights`` will ask for."""
+class ExpectWeights:
+    """Read weights while they are received; ``WeightsArrived`` says how far they are."""
 
     image: Path
     version: int
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsArrived:
+    """The first bytes of expected weights are there; not verified yet."""
+
+    transfer: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWeights:
+    """Expected weights will not be whole or right."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Read weights that ``UpdateWeights`` will ask for: they are whole and right, and came by ``transfer`` if any."""
+
+    image: Path
+    version: int
+    transfer: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +95,8 @@ class Close:
 
 
 Call = Generate | UpdateWeights | TakeLoad
-Command = Call | PrepareWeights | Abort | Cancel | Close
+Progress = ExpectWeights | WeightsArrived | ForgetWeights | PrepareWeights
+Command = Call | Progress | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
 
 
@@ -81,8 +107,14 @@ def command_to_wire(command: Command) -> dict[str, Any]:
             return {"do": "generate", "call": call, "request": asdict(request)}
         case UpdateWeights(call, image, version, mode):
             return {"do": "update", "call": call, "image": str(image), "version": version, "mode": mode.value}
-        case PrepareWeights(image, version):
-            return {"do": "prepare", "image": str(image), "version": version}
+        case ExpectWeights(image, version, transfer):
+            return {"do": "expect", "image": str(image), "version": version, "transfer": transfer}
+        case WeightsArrived(transfer, num_bytes):
+            return {"do": "arrived", "transfer": transfer, "num_bytes": num_bytes}
+        case ForgetWeights(transfer):
+            return {"do": "forget", "transfer": transfer}
+        case PrepareWeights(image, version, transfer):
+            return {"do": "prepare", "image": str(image), "version": version, "transfer": transfer}
         case TakeLoad(call):
             return {"do": "load", "call": call}
         case Abort(request_id):
@@ -104,8 +136,14 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
             return Generate(wire["call"], _request_from_wire(wire["request"]))
         case "update":
             return UpdateWeights(wire["call"], Path(wire["image"]), wire["version"], OnWeightUpdate(wire["mode"]))
+        case "expect":
+            return ExpectWeights(Path(wire["image"]), wire["version"], wire["transfer"])
+        case "arrived":
+            return WeightsArrived(wire["transfer"], wire["num_bytes"])
+        case "forget":
+            return ForgetWeights(wire["transfer"])
         case "prepare":
-            return PrepareWeights(Path(wire["image"]), wire["version"])
+            return PrepareWeights(Path(wire["image"]), wire["version"], wire["transfer"])
         case "load":
             return TakeLoad(wire["call"])
         case "abort":

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from services.rollout.engines.arrival import Arrival
+
 Tokens = npt.NDArray[np.int64]
 
 
@@ -47,8 +49,12 @@ class Decoder(Protocol):
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Make the KV of rows finite again: what is masked counts for nothing only if it is."""
 
-    def stage(self, image: Path) -> None:
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; what serves is not touched.
+
+        Args:
+            image: a safetensors file.
+            arrival: of an image that is being received, which is read as it arrives; None: it is complete.
 
         Raises:
             WeightTransferFailed: names, shapes or dtypes do not fit.

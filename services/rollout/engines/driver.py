@@ -9,11 +9,14 @@ from services.rollout.engines.commands import (
     Cancel,
     Close,
     Command,
+    ExpectWeights,
+    ForgetWeights,
     Generate,
     PrepareWeights,
     Result,
     TakeLoad,
     UpdateWeights,
+    WeightsArrived,
 )
 from services.rollout.engines.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.torch_engine import TorchEngine
@@ -43,6 +46,15 @@ class EngineDriver:
 
     def post(self, command: Command) -> None:
         """Hand over a command; any thread may."""
+        match command:
+            # The thread that reads the weights does not wait for the step that is being computed.
+            case WeightsArrived(transfer, num_bytes):
+                self._engine.note_arrived(transfer, num_bytes)
+            case ForgetWeights(transfer):
+                self._engine.forget_update(transfer)
+            case PrepareWeights(_, _, int(transfer)):
+                self._engine.note_right(transfer)
+        # Again in its turn: it may belong to an image whose turn has not come.
         self._inbox.put(command)
 
     def run(self) -> None:
@@ -83,8 +95,14 @@ class EngineDriver:
                     self._request_of[call] = request.request_id
             case UpdateWeights(call, image, version, mode):
                 self._engine.request_update(call, image, version, mode)
-            case PrepareWeights(image, version):
-                self._engine.prepare_update(image, version)
+            case ExpectWeights(image, version, transfer):
+                self._engine.expect_update(image, version, transfer)
+            case WeightsArrived(transfer, num_bytes):
+                self._engine.note_arrived(transfer, num_bytes)
+            case ForgetWeights(transfer):
+                self._engine.forget_update(transfer)
+            case PrepareWeights(image, version, transfer):
+                self._engine.prepare_update(image, version, transfer)
             case TakeLoad(call):
                 self._reply(call, self._engine.load())
             case Abort(request_id):

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.rollout.engines.architecture import Architecture
+from services.rollout.engines.arrival import Arrival, open_staged
+from services.rollout.engines.checkpoint import open_tensors
 from services.rollout.engines.decoder import Tokens
 from services.rollout.engines.fused_weights import FusedWeights, LayerWeights
 from services.rollout.engines.kv_cache import KeyValueCache
@@ -49,17 +51,19 @@ class FusedDecoder:
         self._dtype = dtype
         self._device = device
         self._weights = FusedWeights(architecture, dtype, device)
-        self._weights.fill(files)
+        with open_tensors(files) as source:
+            self._weights.fill(source)
         self._spare: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device)
         self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
         self._scale = architecture.head_dim**-0.5
 
-    def stage(self, image: Path) -> None:
-        """Read a weight image into the spare weights."""
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
+        """Read a weight image into the spare weights; see ``Decoder.stage``."""
         if self._spare is None:
             self._spare = FusedWeights(self._sizes, self._dtype, self._device)
-        self._spare.fill([image])
+        with open_staged(image, arrival) as source:
+            self._spare.fill(source)
 
     def switch(self) -> None:
         """Make the staged weights serve; the others become the spare."""

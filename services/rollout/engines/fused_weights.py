@@ -7,13 +7,13 @@ attention does not notice.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from services.rollout.engines.architecture import Architecture
-from services.rollout.engines.checkpoint import check_headers, open_tensors
+from services.rollout.engines.arrival import Tensors
+from services.rollout.engines.checkpoint import check_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,20 @@ class FusedWeights:
         self.head = self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size)
         self._targets = dict(self._all_targets())
 
-    def fill(self, files: list[Path]) -> None:
-        """Fill the weights from safetensors files; headers are checked before the first byte is copied.
+    def fill(self, source: Tensors) -> None:
+        """Fill the weights; headers are checked before the first byte is copied.
 
         Raises:
-            WeightTransferFailed: a file cannot be read, or names, shapes or dtypes do not fit.
+            WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
         """
         expected = {name: target.shape for name, target in self._targets.items()}
         rotary = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(len(self.layers))}
         tied = {"lm_head.weight"} if self._architecture.is_tied else set()
-        with open_tensors(files) as source, torch.inference_mode():
+        with torch.inference_mode():
             check_headers(source.headers, expected, optional=frozenset(rotary | tied))
-            for name, target in self._targets.items():
-                target.view.copy_(source.read(name).view(target.source_view))
+            for name in source.headers:
+                if (target := self._targets.get(name)) is not None:
+                    target.view.copy_(source.read(name).view(target.source_view))
 
     def _all_targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)

@@ -13,11 +13,14 @@ from services.rollout.engines.commands import (
     Call,
     Cancel,
     Command,
+    ExpectWeights,
+    ForgetWeights,
     Generate,
     PrepareWeights,
     Result,
     TakeLoad,
     UpdateWeights,
+    WeightsArrived,
 )
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError
@@ -61,9 +64,23 @@ class RemoteEngine(ABC):
         """End a request now; see ``Engine.abort``."""
         self._post(Abort(request_id))
 
-    async def prepare_weights(self, image: Path, version: int) -> None:
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        """Read an image while it is received; see ``Engine.expect_weights``."""
+        self._post(ExpectWeights(image, version, transfer))
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Pass on how far an expected image is; see ``Engine.weights_arrived``."""
+        with suppress(FlotillaError):  # Its death is found by those who wait for it.
+            self._post(WeightsArrived(transfer, num_bytes))
+
+    def forget_weights(self, transfer: int) -> None:
+        """Stop to expect an image; see ``Engine.forget_weights``."""
+        with suppress(FlotillaError):
+            self._post(ForgetWeights(transfer))
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
         """Read an image ahead; see ``Engine.prepare_weights``."""
-        self._post(PrepareWeights(image, version))
+        self._post(PrepareWeights(image, version, transfer))
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""

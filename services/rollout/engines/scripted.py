@@ -170,7 +170,16 @@ class ScriptedEngine:
         if active is not None and not active.done.done():
             active.done.set_result(active.completions())
 
-    async def prepare_weights(self, image: Path, version: int) -> None:
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        """Do nothing: see ``Engine.expect_weights``."""
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Do nothing: see ``Engine.weights_arrived``."""
+
+    def forget_weights(self, transfer: int) -> None:
+        """Do nothing: see ``Engine.forget_weights``."""
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
         """Do nothing: see ``Engine.prepare_weights``."""
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:

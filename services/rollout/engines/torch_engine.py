@@ -118,9 +118,25 @@ class TorchEngine:
         """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
         self._updates.add(Update(update_id, image, version, mode))
 
-    def prepare_update(self, image: Path, version: int) -> None:
+    def expect_update(self, image: Path, version: int, transfer: int) -> None:
+        """Read an image while it is received, where loading overlaps with sampling."""
+        self._updates.expect(image, version, transfer)
+
+    def note_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Learn that the first bytes of an expected image are there; any thread may say so."""
+        self._updates.note_arrived(transfer, num_bytes)
+
+    def note_right(self, transfer: int) -> None:
+        """Learn that an expected image is whole and right; any thread may say so."""
+        self._updates.note_right(transfer)
+
+    def forget_update(self, transfer: int) -> None:
+        """Learn that an expected image will not be whole or right; any thread may say so."""
+        self._updates.forget(transfer)
+
+    def prepare_update(self, image: Path, version: int, transfer: int | None = None) -> None:
         """Read an image ahead of the update that will ask for it, where loading overlaps with sampling."""
-        self._updates.prepare(image, version)
+        self._updates.prepare(image, version, transfer)
 
     def cancel_update(self, update_id: int) -> None:
         """Forget an update that has not been applied."""

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engines.checkpoint import check_headers, open_tensors
+from services.rollout.engines.arrival import Arrival, open_staged
+from services.rollout.engines.checkpoint import check_headers
 from services.rollout.engines.column_cache import ColumnCache
 from services.rollout.engines.decoder import Tokens
 from shared.errors import ModelError, WeightTransferFailed
@@ -69,17 +70,18 @@ class ModelWeights:
         self._optional = frozenset(set().union(*self._tied) | (self._tensors.keys() - parameters))
         self._staged: dict[str, Tensor] = {}
 
-    def stage(self, image: Path) -> None:
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read an image; see ``Decoder.stage``."""
         expected = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        with open_tensors([image]) as source:
+        with open_staged(image, arrival) as source:
             check_headers(source.headers, expected, optional=self._optional)
             for names in self._tied:
                 if not names & source.headers.keys():
                     raise WeightTransferFailed(f"the image has none of the tied tensors {', '.join(sorted(names))}")
             self._staged = {
                 name: source.read(name).to(self._tensors[name], copy=True)
-                for name in expected.keys() & source.headers.keys()
+                for name in source.headers
+                if name in expected
             }
 
     def switch(self) -> None:

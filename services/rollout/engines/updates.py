@@ -2,13 +2,15 @@
 
 The image of the first is read into the decoder's spare weights while the old version goes on sampling; only the switch
 waits for the batch. Reading happens between two decode steps or, overlapped, on a thread of its own, which may begin as
-soon as the image is complete: long before anybody asks for the switch.
+soon as the image begins to arrive: long before anybody asks for the switch. What is read of an image that then proves
+wrong, or is not asked for, is thrown away.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.rollout.engines.arrival import Arrival
 from services.rollout.engines.decoder import Decoder
 from services.rollout.engines.outcomes import Updated
 from shared.config.asynchrony import OnWeightUpdate
@@ -38,11 +40,23 @@ class Reading:
         content: image and version; None when the file may since have been written anew.
         result: done when it is read.
         is_ahead: whether nobody had asked for it yet.
+        arrival: of an image that was being received when reading began.
     """
 
     content: tuple[Path, int] | None
     result: Future[None]
     is_ahead: bool
+    arrival: Arrival | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the spare weights are being written."""
+        return not self.result.done()
+
+    def give_up(self) -> None:
+        """Wait no longer for bytes that have not arrived; what was read is of no use then."""
+        if self.arrival is not None:
+            self.arrival.give_up()
 
 
 class UpdateQueue:
@@ -72,14 +86,53 @@ class UpdateQueue:
         self._updates = [update for update in self._updates if update.update_id != update_id]
 
     def clear(self) -> None:
-        """Forget all updates."""
+        """Forget all updates, and what is read ahead of bytes that have not arrived."""
         self._updates.clear()
+        if self._reading is not None:
+            self._reading.give_up()
 
-    def prepare(self, image: Path, version: int) -> None:
-        """Begin to read an image that will be asked for, unless another one is in the way or nothing overlaps."""
+    def expect(self, image: Path, version: int, transfer: int) -> None:
+        """Begin to read an image while it is received, unless another one is in the way or nothing overlaps."""
+        if self._thread is None or self._updates:
+            return
+        if self._reading is not None:
+            self._reading.give_up()
+            if self._reading.is_under_way and self._reading.arrival is None:
+                return
+        self._staged = None
+        self._read((image, version), is_ahead=True, arrival=Arrival(transfer))
+
+    def note_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Learn that the first bytes of a transfer are there; any thread may say so."""
+        if (arrival := self._arrival_of(transfer)) is not None:
+            arrival.advance(num_bytes)
+
+    def note_right(self, transfer: int) -> None:
+        """Learn that the image of a transfer is whole, and its checksum right; any thread may say so."""
+        if (arrival := self._arrival_of(transfer)) is not None:
+            arrival.complete()
+
+    def forget(self, transfer: int) -> None:
+        """Learn that a transfer failed; any thread may say so."""
+        if (arrival := self._arrival_of(transfer)) is not None:
+            arrival.give_up()
+
+    def prepare(self, image: Path, version: int, transfer: int | None = None) -> None:
+        """Begin to read an image that will be asked for, unless another one is in the way or nothing overlaps.
+
+        Args:
+            image: complete and right.
+            version: that it will be.
+            transfer: what it came by, if it was expected: then it has been read already.
+        """
         if self._thread is None:
             return
-        if self._updates or (self._reading is not None and not self._reading.result.done()):
+        if transfer is not None and self._arrival_of(transfer) is not None:
+            self.note_right(transfer)
+            return
+        if self._reading is not None:
+            self._reading.give_up()
+        if self._updates or (self._reading is not None and self._reading.is_under_way):
             if self._reading is not None:
                 # It may be the same file, written anew while it was read.
                 self._reading = replace(self._reading, content=None)
@@ -103,6 +156,8 @@ class UpdateQueue:
                 self._read(self._updates[0].content, is_ahead=False)
             assert self._reading is not None
             reading = self._reading
+            if reading.content != self._updates[0].content or not (reading.arrival is None or reading.arrival.is_right):
+                reading.give_up()
             if not (reading.result.done() or may_wait):
                 return None, refused
             error, self._reading = reading.result.exception(), None
@@ -128,9 +183,19 @@ class UpdateQueue:
         """The update that comes next."""
         return self._updates[0] if self._updates else None
 
-    def _read(self, content: tuple[Path, int], *, is_ahead: bool) -> None:
+    def _arrival_of(self, transfer: int) -> Arrival | None:
+        reading = self._reading  # Once: another thread may be asking.
+        arrival = reading.arrival if reading is not None and reading.content is not None else None
+        return arrival if arrival is not None and arrival.transfer == transfer else None
+
+    def _stage(self, image: Path, arrival: Arrival | None) -> None:
+        self._decoder.stage(image, arrival)
+        if arrival is not None:
+            arrival.wait_until_right()
+
+    def _read(self, content: tuple[Path, int], *, is_ahead: bool, arrival: Arrival | None = None) -> None:
         if self._thread is not None:
-            result = self._thread.submit(self._decoder.stage, content[0])
+            result = self._thread.submit(self._stage, content[0], arrival)
         else:
             result = Future()
             try:
@@ -139,4 +204,4 @@ class UpdateQueue:
                 result.set_exception(error)
             else:
                 result.set_result(None)
-        self._reading = Reading(content, result, is_ahead)
+        self._reading = Reading(content, result, is_ahead, arrival)

@@ -47,7 +47,16 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.served: dict[int, str] = {}
 
-    async def prepare_weights(self, image: Path, version: int) -> None:
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        """Nothing is read ahead."""
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Nothing is read ahead."""
+
+    def forget_weights(self, transfer: int) -> None:
+        """Nothing is read ahead."""
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
         """Nothing is read ahead."""
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:

@@ -175,6 +175,46 @@ def test_an_image_of_another_type_is_converted(saved: Saved, tmp_path: Path) -> 
     np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama-gqa-tied", "gpt2"])
+@pytest.mark.parametrize("fault", ["none", "corrupt", "given up"])
+def test_weights_are_read_as_they_arrive(
+    saved: Saved, newer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fault: str
+) -> None:
+    new, image = newer(family)
+    content = image.read_bytes()
+    sent = content[:-5000] + bytes(5000) if fault == "corrupt" else content
+    arriving = tmp_path / "arriving"
+    # As after an earlier version: the right header and the wrong bytes.
+    arriving.write_bytes(content[: len(content) // 4] + bytes(len(content) - len(content) // 4))
+    engine = saved(family).engine(overlap_load=True)
+    engine.expect_update(arriving, 5, 1)
+    with arriving.open("r+b", buffering=0) as file:
+        for start in range(0, len(content), len(content) // 7):
+            file.write(sent[start : start + len(content) // 7])
+            engine.note_arrived(1, file.tell())
+            [before] = answer(engine, a_request(PROMPT))
+    assert before.versions == ((0, 0),)
+    np.testing.assert_allclose(
+        before.log_probs, scores(saved(family).model, PROMPT, before.token_ids), atol=1e-5, rtol=0
+    )
+
+    if fault == "corrupt":
+        engine.forget_update(1)  # Then comes the same version, right, elsewhere.
+        engine.request_update(1, image, 5, OnWeightUpdate.DRAIN)
+    elif fault == "given up":
+        engine.forget_update(1)
+        engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
+    else:
+        monkeypatch.setattr("services.rollout.engines.arrival.open_tensors", None)  # It is not read again.
+        engine.prepare_update(arriving, 5, 1)
+        engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
+
+    assert update_errors(outcomes(engine)) == [None]
+    [after] = answer(engine, a_request(PROMPT))
+    assert after.versions == ((0, 5),)
+    np.testing.assert_allclose(after.log_probs, scores(new, PROMPT, after.token_ids), atol=1e-5, rtol=0)
+
+
 def test_the_image_may_vanish_once_it_serves(saved: Saved, newer: Callable) -> None:
     new, image = newer("qwen3")
     engine = saved("qwen3").engine()

@@ -60,6 +60,20 @@ async def test_every_receiver_gets_the_image_and_its_checksum(
             assert receiver.image.view == fleet.source.view
 
 
+async def test_a_receiver_tells_how_much_has_arrived(clients: list[EndpointClient]) -> None:
+    async with a_fleet(clients, num_receivers=1, num_megabytes=20) as fleet:
+        await fleet.form(1, fleet.receivers, DEADLINE)
+        [receiver], manifest = fleet.receivers, fleet.manifest
+        told: list[int] = []
+        facts = (1, receiver.image.path, manifest.image_bytes, manifest.slice_bytes, DEADLINE)
+
+        await asyncio.gather(fleet.send(1, DEADLINE), receiver.client.receive(*facts, told.append))
+        await asyncio.gather(fleet.send(1, DEADLINE), receiver.client.receive(*facts))
+
+    slices = range(manifest.slice_bytes, manifest.image_bytes, manifest.slice_bytes)
+    assert told == [*slices, manifest.image_bytes]
+
+
 async def _fail(fleet: Fleet, epoch: int, survivors: list[Receiver], deadline_seconds: float) -> list[object]:
     """Transfer to the survivors while another member is missing; all of them must fail in time."""
     started = time.monotonic()

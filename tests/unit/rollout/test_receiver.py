@@ -1,7 +1,7 @@
 """A version is served only when it is complete, right and committed; what is missed is pulled."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,22 @@ class RecordingEngine:
         self.loaded: list[int] = []
         self.paths: list[Path] = []
         self.prepared: list[int] = []
+        self.events: list[str] = []
         self.is_dead = False
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def prepare_weights(self, image: Path, version: int) -> None:
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        self.events.append(f"expect {version} by {transfer}")
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        self.events.append(f"{num_bytes} of {transfer}")
+
+    def forget_weights(self, transfer: int) -> None:
+        self.events.append(f"forget {transfer}")
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
+        self.events.append(f"prepare {version} by {transfer}")
         self.prepared.append(version)
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
@@ -63,8 +74,18 @@ class ScriptedEndpoint:
     async def joined(self, epoch: int, deadline_seconds: float) -> None:
         return None
 
-    async def receive(self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline: float) -> str:
+    async def receive(
+        self,
+        epoch: int,
+        image_path: Path,
+        image_bytes: int,
+        slice_bytes: int,
+        deadline: float,
+        on_arrived: Callable[[int], None] | None = None,
+    ) -> str:
         self.paths.append(image_path)
+        if on_arrived is not None:
+            on_arrived(slice_bytes)
         if self.fails:
             raise WeightTransferFailed(self.fails)
         return self.checksum
@@ -255,6 +276,37 @@ async def test_a_new_epoch_replaces_the_failed_one(tmp_path: Path) -> None:
 
         await world.until(lambda: world.reports(ReceiveState.RECEIVED))
         assert world.endpoint.opened == [1, 2]
+
+
+async def test_the_engine_hears_of_each_slice_and_of_the_end(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.endpoint.fails = "connection closed by peer"
+        world.want(0, an_order(1, epoch=1))
+        await world.until(lambda: world.reports(ReceiveState.FAILED))
+        world.endpoint.fails, world.endpoint.checksum = None, "0" * 16
+        world.want(0, an_order(1, epoch=2))
+        await world.until(lambda: world.receiver.report.epoch == 2 and world.reports(ReceiveState.FAILED))
+        world.endpoint.checksum = CHECKSUM
+        world.want(0, an_order(1, epoch=3))
+        await world.until(lambda: world.engine.prepared)
+
+    first, second, third = (
+        ["expect 1 by {0}", "64 of {0}", end] for end in ("forget {0}", "forget {0}", "prepare 1 by {0}")
+    )
+    assert world.engine.events == [
+        each.format(transfer) for transfer, events in enumerate((first, second, third), 1) for each in events
+    ]
+
+
+async def test_a_version_that_waits_to_be_served_is_not_pushed_out_of_the_engine(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order(1))
+        await world.until(lambda: world.engine.prepared == [1])
+
+        world.want(0, an_order(2))
+        await world.until(lambda: world.engine.prepared == [1, 2])
+
+    assert world.engine.events[3:] == ["prepare 2 by None"]
 
 
 async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
 AGAIN_SECONDS = 1.0
+OVERSLEPT_SECONDS = 1.0
+"""A wait that lasts so much longer than it should means that this process stood still, and heard nobody."""
 
 Work = Callable[[Experiment], Awaitable[None]]
 
@@ -72,12 +74,20 @@ class Conductor:
                 except FlotillaError as error:
                     log.warning("a round was cut short", extra={"error": repr(error)})
                     await asyncio.sleep(PERIOD_SECONDS)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PERIOD_SECONDS):
-                        await self._news.wait()
-                self._news.clear()
+                await self._wait()
         finally:
             await signals.end(*(task for _, task in self._tasks.values()))
+
+    async def _wait(self) -> None:
+        began = self._registry.now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_SECONDS):
+                await self._news.wait()
+        self._news.clear()
+        overslept = self._registry.now() - began - PERIOD_SECONDS
+        if overslept > OVERSLEPT_SECONDS:
+            log.warning("this process stood still: leases last so much longer", extra={"seconds": round(overslept, 3)})
+            self._registry.extend(overslept)
 
     async def round(self) -> None:
         """Compare what is with what should be, once."""

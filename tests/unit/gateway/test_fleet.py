@@ -20,6 +20,7 @@ from tests.unit.gateway.builders import (
     a_spec,
     add_experiment,
     add_service,
+    running,
     say,
     stays,
     stop,
@@ -43,6 +44,31 @@ async def test_the_same_process_gets_the_same_id_again() -> None:
 
     assert first.service_id == again.service_id != other.service_id
     assert gateway.registry.get(first.service_id).record.address == "http://elsewhere"
+
+
+async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, lease_seconds=10.0)
+    await add_service(gateway, ServiceKind.REWARD, "one")
+    begun = clock.monotonic()
+    (service,) = gateway.registry
+
+    looks: list[float] = []
+    monkeypatch.setattr(gateway.registry, "now", lambda: looks.append(clock.monotonic()) or clock.monotonic())
+
+    async with running(gateway.conductor.run()):
+        await until(lambda: looks)
+        clock.advance(60.0)
+        gateway.conductor._news.set()
+        await until(lambda: service.lease_ends > begun + 60)
+
+        assert len(gateway.registry) == 1
+        assert 9.0 < service.lease_ends - clock.monotonic() <= 10.0
+
+        clock.advance(10.0)
+        await gateway.conductor.round()
+        assert len(gateway.registry) == 0
+    await stop(gateway)
 
 
 async def test_a_service_that_is_silent_is_forgotten_and_told_to_register_again() -> None:

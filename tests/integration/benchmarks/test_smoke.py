@@ -38,10 +38,10 @@ def test_streams(run: Callable[..., Any]) -> None:
     assert found["server"]
     assert set(found["results"]) == set(streams.CASES)
     for result in found["results"].values():
-        rates = [result[f"{way}_per_second"] for way in ("raw", "unacknowledged", "hop", "new")]
+        rates = [result[f"{way}_per_second"] for way in ("raw", "unacknowledged", "whole", "graded")]
         assert min(rates) > 1
-        assert result["hop_to_raw"] == pytest.approx(rates[2] / rates[0], rel=0.01)
-        assert result["new_to_raw"] == pytest.approx(rates[3] / rates[0], rel=0.01)
+        assert result["whole_to_raw"] == pytest.approx(rates[2] / rates[0], rel=0.01)
+        assert result["graded_to_raw"] == pytest.approx(rates[3] / rates[0], rel=0.01)
 
 
 def test_algorithms(run: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.rollout.engines.arrival import Arrival
 from services.rollout.engines.updates import Update, UpdateQueue
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import WeightTransferFailed
@@ -23,7 +24,8 @@ class SlowDecoder:
         self.may_finish.set()
         self.fails = 0
 
-    def stage(self, image: Path) -> None:
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
+        assert arrival is None
         self.reads += 1
         content = self.files[image]
         assert self.may_finish.wait(2)

@@ -20,7 +20,7 @@ class SlowDecoder:
         self.files = {A: "one", B: "two"}
         self.spare = self.serving = "old"
         self.reads = 0
-        self.may_finish = threading.Event()
+        self.has_begun, self.may_finish = threading.Event(), threading.Event()
         self.may_finish.set()
         self.fails = 0
 
@@ -28,6 +28,7 @@ class SlowDecoder:
         assert arrival is None
         self.reads += 1
         content = self.files[image]
+        self.has_begun.set()
         assert self.may_finish.wait(2)
         if self.fails:
             self.fails -= 1
@@ -104,8 +105,7 @@ def test_a_file_written_anew_while_it_was_read_is_read_again(decoder: SlowDecode
     queue = a_queue(decoder)
     decoder.may_finish.clear()
     queue.prepare(A, 1)
-    while not decoder.reads:
-        pass
+    assert decoder.has_begun.wait(2)
     decoder.files[A] = "one again"
     queue.prepare(A, 1)
     decoder.may_finish.set()

@@ -96,7 +96,7 @@ def find_bottleneck(
     """Name what bounds the speed.
 
     Args:
-        looks: of some time, evenly spaced.
+        looks: of some time, at times that have nothing to do with those of the steps.
         steps: that ended in this time.
         budget: groups that may be outstanding or consumed since the last publication.
         groups_per_step: that a step trains.

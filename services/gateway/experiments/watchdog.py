@@ -1,6 +1,12 @@
-"""The watchdog of one experiment: a stall is named on the experiment, and the name goes when progress resumes."""
+"""The watchdog of one experiment: a stall is named on the experiment, and the name goes when progress resumes.
+
+It looks at random times. Looks that were evenly spaced would see steps that last as long as a pause, or a half or a
+third of one, always in the same phase, and the diagnosis would take that phase for the whole.
+"""
 
 import asyncio
+import random
+from collections.abc import Iterator
 
 from services.gateway.events.log import EventLog
 from services.gateway.experiments.book import Book, Experiment
@@ -16,11 +22,18 @@ from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
 LOOK_SECONDS = 1.0
+"""Between two looks, on average."""
 LEDGER_SECONDS = 5.0
 STREAMS = "streams"
 """Component of a stream that has all the memory that it may: that is named at once, not only when all stands still."""
 SCHEDULER = "scheduler"
 """Problems of this component are the conductor's: it sets and clears them."""
+
+
+def pauses(chance: random.Random) -> Iterator[float]:
+    """Draw pauses in seconds, ``LOOK_SECONDS`` in the mean and at most a half longer or shorter, without end."""
+    while True:
+        yield chance.uniform(0.5, 1.5) * LOOK_SECONDS
 
 
 class Watchdog:
@@ -52,10 +65,10 @@ class Watchdog:
         self._progress_at = clock.monotonic()
 
     async def run(self) -> None:
-        """Look every second until cancelled."""
-        while True:
+        """Look about every second until cancelled."""
+        for pause in pauses(random.Random()):
             await self.look()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(pause)
 
     async def look(self) -> None:
         """Compare with the last look, and name or clear a stall."""

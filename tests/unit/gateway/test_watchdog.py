@@ -1,5 +1,11 @@
+from itertools import accumulate, islice, pairwise
+from random import Random
+from statistics import fmean
+
+import pytest
+
 from services.gateway.experiments.book import FullStream
-from services.gateway.experiments.watchdog import Watchdog
+from services.gateway.experiments.watchdog import LOOK_SECONDS, Watchdog, pauses
 from services.gateway.feeder.dataset import Dataset
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
@@ -74,3 +80,16 @@ async def test_what_the_scheduler_waits_for_is_not_overwritten() -> None:
 
     problem = gateway.control.view(experiment).problem
     assert problem is not None and problem.component == "scheduler"
+
+
+@pytest.mark.parametrize("step_seconds", [LOOK_SECONDS / 4, LOOK_SECONDS / 2, LOOK_SECONDS, 2 * LOOK_SECONDS])
+def test_looks_see_each_phase_of_a_step_for_its_share_of_the_time(step_seconds: float) -> None:
+    """Looks that were a whole number of steps apart would see one phase and no other."""
+    looks = [0.0, *accumulate(islice(pauses(Random(1)), 400))]
+
+    phases = [at / step_seconds % 1 for at in looks]
+
+    for begin in (0.0, 0.25, 0.5, 0.75):
+        assert fmean(begin <= phase < begin + 0.25 for phase in phases) == pytest.approx(0.25, abs=0.06)
+    assert looks[-1] / 400 == pytest.approx(LOOK_SECONDS, rel=0.05)
+    assert all(LOOK_SECONDS / 2 <= after - before <= 1.5 * LOOK_SECONDS for before, after in pairwise(looks))

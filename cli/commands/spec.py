@@ -65,7 +65,7 @@ async def check(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"valid": not entries, "errors": [*entries], **answer}, indent=1) + "\n")
     else:
         sys.stdout.writelines(lines)
-        sys.stderr.writelines(f"{entry['path'] or arguments.spec}: {entry['allowed']}\n" for entry in entries)
+        sys.stderr.writelines(f"{entry['path']}: {entry['allowed']}\n".removeprefix(": ") for entry in entries)
     return 1 if entries else 0
 
 
@@ -118,10 +118,7 @@ async def schema(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: str, overrides: Sequence[str]) -> LaunchFile:
-    try:
-        return read_launch_file(Path(path), overrides, os.environ)
-    except (TypeError, ValueError, RecursionError) as error:  # YAML of dates or keys that there are not
-        raise InvalidSpec(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    return read_launch_file(Path(path), overrides, os.environ)
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

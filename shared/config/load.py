@@ -18,7 +18,7 @@ from shared.config.base import Config
 from shared.config.data import is_url
 from shared.config.overrides import apply_overrides
 from shared.config.spec import ExperimentSpec
-from shared.config.yaml_text import DocumentLoader
+from shared.config.yaml_text import DocumentLoader, too_large
 from shared.errors import InvalidSpec, Scalar
 
 MAX_SHOWN = 80
@@ -40,6 +40,10 @@ NOT_MADE = {
     "step_reinforce": "the states of an environment's steps, which single turns do not have: use reinforce",
 }
 """Estimators that people know and that a spec does not offer: what they need, and the way out."""
+SECTION = "a section with keys of its own is wanted here"
+SECTION_WANTED = frozenset({"model_type", "model_attributes_type"})
+BRANCH = re.compile(r"[a-z-]+\[.*\]$", re.DOTALL)
+"""What pydantic calls one of several ways to read a value."""
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 
@@ -52,12 +56,26 @@ def parse_document(text: str, *, source: str) -> dict[str, Any]:
     try:
         document = yaml.load(text, Loader=DocumentLoader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InvalidSpec(f"{source} is not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+        raise InvalidSpec(f"{source} is not valid YAML{_place(error, text)}") from None
+    except RecursionError:
+        raise InvalidSpec(f"{source} is not valid YAML: brackets or lists stand in each other without end") from None
+    if document is None:
+        raise InvalidSpec(f"{source} is empty: a mapping of sections is wanted")
     if not isinstance(document, dict):
         raise InvalidSpec(f"{source} must hold a mapping of sections, not {type(document).__name__}")
+    if (what := too_large(document)) is not None:
+        raise InvalidSpec(f"{source}: {what}")
     return document
+
+
+def _place(error: yaml.YAMLError, text: str) -> str:
+    """Say where a document cannot be read, and why."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line, letter = text.count("\n", 0, error.position) + 1, text[error.position]
+        return f" at line {line}: the character U+{ord(letter):04X} may not stand in it"
+    mark = getattr(error, "problem_mark", None)
+    where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"{where}: {getattr(error, 'problem', None) or error}"
 
 
 def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:
@@ -162,12 +180,34 @@ def _resolve_functions(node: Any, folder: Path) -> None:
 
 def invalid_spec(error: ValidationError, root: type[BaseModel]) -> InvalidSpec:
     """Turn pydantic's report into ours: path, value, what is allowed."""
-    items = [dict(item) for item in error.errors(include_url=False, include_context=True)]
+    items = _without_branches([dict(item) for item in error.errors(include_url=False, include_context=True)])
     # A list whose items are wrong is also reported as too short: that says nothing more.
     items = [item for item in items if not (item["type"] == "too_short" and _has_deeper(item, items))]
     entries = [_entry(item, root) for item in items]
     lines = "; ".join(f"{entry['path'] or 'spec'}: {entry['allowed']}" for entry in entries)
     return InvalidSpec(lines, errors=entries)
+
+
+def _without_branches(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take out of each location the name that pydantic gives to a way of reading a value, such as ``literal['auto']``.
+
+    Of the ways that a value could be read, the one that says most remains: what is wrong inside a section, else what
+    its own rules say, else what may stand there.
+    """
+    found: list[dict[str, Any]] = []
+    ways: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for item in items:
+        location = tuple(item["loc"])
+        branch = next((place for place, part in enumerate(location) if BRANCH.match(str(part))), None)
+        if branch is None:
+            found.append(item)
+            continue
+        ways.setdefault(location[:branch], []).append({**item, "loc": location[:branch] + location[branch + 1 :]})
+    for location, read in ways.items():
+        best = [item for item in read if len(item["loc"]) > len(location) or item["type"] == "value_error"]
+        words = {"a section" if item["type"] in SECTION_WANTED else str(item["msg"]) for item in read}
+        found += best or [{**read[0], "type": "several_ways", "msg": " or ".join(sorted(words))}]
+    return found
 
 
 def _has_deeper(item: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> bool:
@@ -196,8 +236,8 @@ def _entry(item: Mapping[str, Any], root: type[BaseModel]) -> dict[str, Scalar]:
 
 
 def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
-    if item["type"] in {"model_type", "model_attributes_type"}:
-        return "a section with keys of its own is wanted here"
+    if item["type"] in SECTION_WANTED:
+        return SECTION
     if item["type"] == "too_short":
         return f"at least {item['ctx']['min_length']} of these must be given, {item['ctx']['actual_length']} are"
     if item["type"] in PLAIN:

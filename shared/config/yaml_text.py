@@ -7,11 +7,25 @@ import yaml
 
 FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 FLOAT_TAG = "tag:yaml.org,2002:float"
+TEXT_TAGS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
+MAX_SHOWN = 80
+MAX_DEPTH = 40
+MAX_VALUES = 20_000
 FIRST_CHARACTERS = list("-+.0123456789")
 
 
 class ValueLoader(yaml.SafeLoader):
-    """The safe loader, with floats as in YAML 1.2."""
+    """The safe loader, with floats as in YAML 1.2; what cannot be read is always a ``YAMLError`` with its place."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
+            # A date that does not exist, ``!!timestamp`` before what is none, a number of thousands of digits, ...
+            kind, written = node.tag.rpartition(":")[2], str(node.value)
+            shown = written if len(written) <= MAX_SHOWN else f"{written[:MAX_SHOWN]}…"
+            problem = f"{shown!r} cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 ValueLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_CHARACTERS)
@@ -25,7 +39,7 @@ ValueDumper.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_CHARACTERS)
 
 
 class DocumentLoader(ValueLoader):
-    """Refuses a key that stands twice, of which the later would win in silence."""
+    """Refuses a key that is no text, and one that stands twice, of which the later would win in silence."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -33,11 +47,33 @@ class DocumentLoader(ValueLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
+            if key.tag not in TEXT_TAGS:
+                problem = f"the key {key.value!r} is no text: put it between quotes"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 problem = f"the key {key.value!r} stands twice: keep one"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
+
+
+def too_large(document: Any) -> str | None:
+    """Say what is too much about a document, if anything is: anchors let a few lines stand for any number of values."""
+    level, count = [document], 0
+    for _ in range(MAX_DEPTH):
+        level = [value for each in level for value in _values(each)]
+        count += len(level)
+        if count > MAX_VALUES:
+            return f"a document has {MAX_VALUES} values at most"
+        if not level:
+            return None
+    return f"values stand {MAX_DEPTH} deep in each other at most"
+
+
+def _values(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
 
 
 def read_value(text: str) -> Any:

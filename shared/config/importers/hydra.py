@@ -10,12 +10,11 @@ from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Given
 from shared.config.importers.values import shown
 from shared.config.load import parse_document
-from shared.config.yaml_text import read_value
+from shared.config.yaml_text import read_value, too_large
 from shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
 MAX_DEPTH = 40
-MAX_VALUES = 20_000
 
 Lookup = Callable[[str], Any]
 """Gives the default of a name that the file does not hold, or UNSET."""
@@ -37,33 +36,14 @@ def read_yaml(text: str, *, source: str) -> dict[str, Any]:
         document = parse_document(text, source=source)
     except InvalidSpec as error:
         raise InvalidSpec(error.detail, errors=[{"path": source, "value": None, "allowed": error.detail}]) from None
-    except (ValueError, TypeError, RecursionError) as error:  # a date that does not exist, or brackets without end
-        raise problem(source, type(error).__name__, f"cannot be read as YAML: {error}") from None
-    _check_size(source, document)
     found: dict[str, Any] = {}
     _flatten(document, "", found)
     return found
 
 
 def _check_size(path: str, node: Any) -> None:
-    """Refuse what anchors make endless or huge: a few lines of YAML can stand for any number of values."""
-    level, count = [node], 0
-    for _ in range(MAX_DEPTH):
-        below = [value for each in level for value in _values(each)]
-        count += len(below)
-        if not below or count > MAX_VALUES:
-            break
-        level = below
-    else:
-        raise problem(path, "…", f"values may be nested {MAX_DEPTH} deep at most")
-    if count > MAX_VALUES:
-        raise problem(path, "…", f"at most {MAX_VALUES} values")
-
-
-def _values(node: Any) -> list[Any]:
-    if isinstance(node, Mapping):
-        return list(node.values())
-    return node if isinstance(node, list) else []
+    if (what := too_large(node)) is not None:
+        raise problem(path, "…", what)
 
 
 def _flatten(node: Mapping[Any, Any], prefix: str, found: dict[str, Any]) -> None:
@@ -116,8 +96,8 @@ def parse_value(name: str, written: str) -> Any:
         value = read_value(written)
     except yaml.YAMLError:
         return written
-    except (ValueError, TypeError, RecursionError) as error:
-        raise problem(name, written, f"cannot be read: {error}") from None
+    except RecursionError:
+        raise problem(name, written, "brackets may not stand in each other without end") from None
     _check_size(name, value)
     return value
 

@@ -25,8 +25,10 @@ def read_launch_text(path: Path) -> str:
         if path.stat().st_size > MAX_BYTES:
             raise problem(str(path), path.name, f"a launch file has {MAX_BYTES} bytes at most")
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise problem(str(path), type(error).__name__, "cannot be read") from None
+    except UnicodeDecodeError:
+        raise problem(str(path), "bytes that are no UTF-8", "a launch file is text") from None
+    except OSError as error:
+        raise problem(str(path), error.strerror, "the file cannot be read") from None
 
 
 def read(

@@ -111,7 +111,7 @@ def test_the_report_can_be_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_missing_file_is_a_message(system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", system, str(tmp_path / "nowhere.sh")]) == 1
 
-    assert "nowhere.sh: cannot be read" in capsys.readouterr().err
+    assert "nowhere.sh: the file cannot be read, got No such file" in capsys.readouterr().err
 
 
 def test_coverage_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:

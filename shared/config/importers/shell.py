@@ -1,6 +1,7 @@
 """Read a launch script: assignments, and the words of its commands after expansion. Nothing is run.
 
-What would need running it (conditions, loops, ``$(...)`` in a value that is used) is refused with its line.
+A condition on values that are known is followed. What would need running the script (other conditions, loops,
+``$(...)``) makes a value unknown, which is refused, with its line, where a parameter uses it.
 """
 
 import ast
@@ -10,14 +11,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shared.config.importers.hydra import problem
+from shared.config.importers.shell_flow import Flow
+from shared.errors import InvalidSpec
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=")
-CONTROL = frozenset({"if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac",
-                     "function", "select", "[", "[[", "test", "eval"})  # fmt: skip
+CONTROL = frozenset({"function", "[", "[[", "test", "eval"})
+UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
              ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}  # fmt: skip
 MAX_EXPANSION = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a script.
+
+    Attributes:
+        words: after expansion; as written where that is not known.
+        problem: why some of them, or whether it runs at all, is not known.
+    """
+
+    words: list[str]
+    problem: InvalidSpec | None = None
 
 
 @dataclass(slots=True)
@@ -26,12 +42,15 @@ class Script:
 
     Attributes:
         variables: final values of what it assigns.
-        commands: the words of each command, in order.
+        arrays: of what it assigns lists to.
+        unknown: why the value of a name is not known; said when something uses it.
+        commands: those that run, or may.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
-    commands: list[list[str]] = field(default_factory=list)
+    unknown: dict[str, InvalidSpec] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
 
 
 def read_script(text: str, fixed: Mapping[str, str], *, source: str) -> Script:
@@ -45,35 +64,56 @@ def read_script(text: str, fixed: Mapping[str, str], *, source: str) -> Script:
     Raises:
         InvalidSpec: it holds what cannot be followed; ``errors`` has the line.
     """
-    script = Script(dict(fixed))
+    script, flow = Script(dict(fixed)), Flow()
     for number, words in _commands(text, source):
         where = f"{source}:{number}"
-        _run(words, script, fixed, where)
+        rest = flow.step(words, lambda word, where=where: _unquoted(word, script, where), where)  # type: ignore[misc]
+        if rest and flow.runs is not False:
+            _run(rest, script, fixed, where, is_certain=bool(flow.runs))
+    if flow.frames:
+        raise problem(source, flow.frames[-1].opening, "a condition or loop needs its end")
     return script
 
 
-def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str) -> None:
-    if words and words[0] in {"export", "declare", "local", "readonly"}:
+def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
+    if words[0] in {"export", "declare", "local", "readonly"}:
         words = [word for word in words[1:] if not word.startswith("-")]
         if not all(ASSIGNMENT.match(word) for word in words):
             words = [word for word in words if ASSIGNMENT.match(word)]
     while words and (match := ASSIGNMENT.match(words[0])):
-        _assign(match, words.pop(0), script, fixed, where)
+        word, name = words.pop(0), match[1]
+        if name in fixed:
+            continue
+        try:
+            if not is_certain:
+                raise problem(where, word, UNCERTAIN)
+            _assign(match, word, script, where)
+            script.unknown.pop(name, None)
+        except InvalidSpec as error:
+            script.unknown[name] = error
     if not words:
         return
     if words[0] in CONTROL:
-        raise problem(where, words[0], "a script's conditions and loops are not followed: give the final values")
+        raise problem(where, words[0], "this part of a script is not followed: give the final values")
     if words[0] == "read" and len(words) >= 3 and words[-2] == "<<":
-        script.variables[words[-3]] = _expand(words[-1], script, where, is_quoted=True)
+        name, body = words[-3], words[-1]
+        try:
+            script.variables[name] = _expand(body, script, where, is_quoted=True)
+        except InvalidSpec as error:
+            script.unknown[name] = error
         return
-    expanded = [each for word in words for each in _words_of(word, script, where)]
-    script.commands.append(expanded)
+    try:
+        if not is_certain:
+            raise problem(where, words[0], UNCERTAIN)
+        script.commands.append(Command([each for word in words for each in _words_of(word, script, where)]))
+    except InvalidSpec as error:
+        script.commands.append(Command(words, error))
 
 
-def _assign(match: "re.Match[str]", word: str, script: Script, fixed: Mapping[str, str], where: str) -> None:
+def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> None:
     name, right = match[1], word[match.end() :]
-    if name in fixed:
-        return
+    if match[2] and name in script.unknown:
+        raise script.unknown[name]
     if right.startswith("(") and right.endswith(")"):
         items = [each for _, line in _commands(right[1:-1], where) for each in line]
         values = [each for item in items for each in _words_of(item, script, where)]
@@ -86,6 +126,8 @@ def _assign(match: "re.Match[str]", word: str, script: Script, fixed: Mapping[st
 def _words_of(word: str, script: Script, where: str) -> list[str]:
     bare = word.strip('"')
     if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", bare):
+        if array[1] in script.unknown:
+            raise script.unknown[array[1]]
         return list(script.arrays.get(array[1], []))
     if bare in {"$@", "$*", "${@}"}:
         return []
@@ -168,6 +210,8 @@ def _braced(inner: str, script: Script, where: str) -> str:
     if match is None:
         raise problem(where, f"${{{inner}}}", "only ${NAME} and ${NAME:-default} are expanded here: write the value")
     name, sign, default = match.groups()
+    if name in script.unknown:
+        raise script.unknown[name]
     if sign is None:
         return _variable(name, script, where)
     if script.variables.get(name) or (name in script.variables and ":" not in sign):
@@ -176,6 +220,8 @@ def _braced(inner: str, script: Script, where: str) -> str:
 
 
 def _variable(name: str, script: Script, where: str) -> str:
+    if name in script.unknown:
+        raise script.unknown[name]
     if name in script.variables:
         return script.variables[name]
     if name == "HOME":

@@ -7,7 +7,7 @@ from shared.errors import InvalidSpec
 
 
 def words(text: str, **fixed: str) -> list[str]:
-    return read_script(text, fixed, source="run.sh").commands[-1]
+    return read_script(text, fixed, source="run.sh").commands[-1].words
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def words(text: str, **fixed: str) -> list[str]:
 def test_words_are_expanded_as_a_shell_does(text: str, expected: list[str]) -> None:
     found = read_script(text, {}, source="run.sh").commands
 
-    assert expected in found
+    assert expected in [command.words for command in found if command.problem is None]
 
 
 def test_a_variable_that_is_given_wins_over_the_script() -> None:
@@ -43,22 +43,65 @@ def test_a_variable_that_is_given_wins_over_the_script() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('M=async\nif [ "$M" = "async" ]; then\n  A=1\nelse\n  A=2\nfi\nrun $A', "1"),
+        ("M=x\nif [[ $M == async ]]\nthen A=1\nelif [ $M != y ]; then A=2; else A=3; fi\nrun $A", "2"),
+        ("M=x\nif test $M = y; then A=1; else export A=3; fi\nrun $A", "3"),
+        ("N=8\nif [ $N -gt 4 ]; then if [ -n '' ]; then A=1; else A=2; fi; fi\nrun $A", "2"),
+        ("A=0\nif [ ! -z $A ]; then A=1; fi\nrun $A", "1"),
+        ("A=0\nif [ -f x ]; then B=1; fi\nrun $A", "0"),
+        ("A=0\nfor i in 1 2; do sleep $i; B=$i; done\nrun $A", "0"),
+        ("D=$(date)\nwhile nproc; do sleep 1; done\nrun 0 2>&1 | tee log.$(date)", "0"),
+        ('case $D in\n a) B=1 ;;\n *) B=2 ;;\nesac\nrun 0', "0"),
+        ("A=$(nproc)\nA=1\nrun $A", "1"),
+    ],
+)  # fmt: skip
+def test_conditions_on_known_values_are_followed(text: str, expected: str) -> None:
+    found = read_script(text, {}, source="run.sh").commands
+
+    assert [command.words for command in found if command.words[0] == "run" and not command.problem] == [
+        ["run", expected]
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a\nif [ -f x ]; then\nA=1\nfi", 2),
-        ("for i in 1 2; do run $i; done", 1),
-        ("A=1\nB=$(nproc)", 2),
-        ("A=`nproc`", 1),
+        ("a\nif [ -f x ]; then\nA=1\nfi\nrun $A", 3),
+        ("if [ -f x ]; then\nA=1\nelse\nA=2\nfi\nrun $A", 4),
+        ("A=3\nif [ -f x ]; then\nA=4\nfi\nrun ${A:-5}", 3),
+        ("if [ -f x ]; then\nrun $A\nfi", 2),
+        ("if [ 1 = 1 ] && [ -f x ]; then\nrun\nfi", 2),
+        ("for i in 1 2; do\nrun $i; done", 2),
+        ("A=1\nB=$(nproc)\nrun $B", 2),
+        ("A=1\nB=$(nproc)\nB+=1\nrun $B", 2),
+        ("A=`nproc`\nL=($A)\nrun ${L[@]}", 1),
         ("run $UNSET", 1),
         ("run ${A##*/}", 1),
-        ("run 'open", 1),
         ("run $((1 +))", 1),
         ("run $((1 / 0))", 1),
         ("run $((__import__('os')))", 1),
+    ],
+)
+def test_what_is_not_known_is_said_where_a_command_uses_it(text: str, line: int) -> None:
+    (found,) = [command for command in read_script(text, {}, source="run.sh").commands if command.words[0] == "run"]
+
+    assert found.problem is not None
+    assert str(found.problem.errors[0]["path"]) == f"run.sh:{line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run 'open", 1),
         ("f() { run; }", 1),
         ("cat <<EOF\nno end", 1),
         ("[ -f x ] && run", 1),
         ("eval run", 1),
+        ("A=1\nfi", 2),
+        ("if [ 1 = 1 ]; then\ndone", 2),
+        ("then", 1),
     ],
 )
 def test_what_cannot_be_followed_is_a_message_with_its_line(text: str, line: int) -> None:
@@ -66,3 +109,8 @@ def test_what_cannot_be_followed_is_a_message_with_its_line(text: str, line: int
         read_script(text, {}, source="run.sh")
 
     assert str(caught.value.errors[0]["path"]).startswith(f"run.sh:{line}")
+
+
+def test_a_condition_without_an_end_is_a_message() -> None:
+    with pytest.raises(InvalidSpec, match="needs its end"):
+        read_script("if [ 1 = 1 ]; then\nrun", {}, source="run.sh")

@@ -274,10 +274,12 @@ def read_openrlhf_script(text: str, *, source: str) -> list[Given]:
         InvalidSpec: the script cannot be followed, or starts OpenRLHF not once.
     """
     script: Script = read_script(text, {}, source=source)
-    found = [words for words in script.commands if any("train_ppo" in word for word in words)]
+    found = [command for command in script.commands if any("train_ppo" in word for word in command.words)]
     if len(found) != 1:
         raise problem(source, len(found), "the script must start openrlhf.cli.train_ppo_ray exactly once")
-    return read_openrlhf(found[0], where="script")
+    if found[0].problem is not None:
+        raise found[0].problem
+    return read_openrlhf(found[0].words, where="script")
 
 
 def _from_first_flag(words: Sequence[str]) -> Sequence[str]:

@@ -78,15 +78,20 @@ def _origin(name: str, touched: Container[str], implied: Container[str]) -> str:
 def _trainer_command(script: Script, source: str) -> tuple[str, list[str]]:
     """Find the command that starts verl; gives its module and the words after it."""
     found: list[tuple[str, list[str]]] = []
-    for words in script.commands:
+    for command in script.commands:
+        words = command.words
         for position, word in enumerate(words):
             module = words[position + 1] if word == "-m" and position + 1 < len(words) else ""
             if "verl" in module or "main_ppo" in module or "fully_async" in module:
-                found.append((module, _after(words[position + 2 :])))
-                break
-            if word.endswith(("main_ppo.py", "fully_async_main.py")):
-                found.append((word, _after(words[position + 1 :])))
-                break
+                start = position + 2
+            elif word.endswith(("main_ppo.py", "fully_async_main.py")):
+                module, start = word, position + 1
+            else:
+                continue
+            if command.problem is not None:
+                raise command.problem
+            found.append((module, _after(words[start:])))
+            break
     if len(found) > 1:
         raise problem(source, found[1][0], "the script starts verl more than once: keep one command")
     return found[0] if found else ("", [])

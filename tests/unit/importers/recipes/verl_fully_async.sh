@@ -8,6 +8,11 @@ TRAIN_FILE=${TRAIN_FILE:-"${RAY_DATA_HOME}/data/dapo-math-17k.parquet"}
 TEST_FILE=${TEST_FILE:-"${RAY_DATA_HOME}/data/aime-2024.parquet"}
 rollout_mode="async"
 rollout_name="vllm"
+if [ "$rollout_mode" = "async" ]; then
+    export VLLM_USE_V1=1
+    return_raw_chat="True"
+fi
+started=$(date +%s)
 max_prompt_length=$((1024 * 2))
 max_response_length=$((1024 * 8))
 enable_overlong_buffer=True
@@ -21,6 +26,7 @@ python -m verl.experimental.fully_async_policy.fully_async_main \
     data.train_files="${TRAIN_FILE}" \
     data.val_files="${TEST_FILE}" \
     data.prompt_key=prompt \
+    data.return_raw_chat=${return_raw_chat} \
     data.max_prompt_length=${max_prompt_length} \
     data.max_response_length=${max_response_length} \
     actor_rollout_ref.rollout.n=${n_resp_per_prompt} \
@@ -38,4 +44,4 @@ python -m verl.experimental.fully_async_policy.fully_async_main \
     actor_rollout_ref.actor.ppo_mini_batch_size=32 \
     rollout.total_rollout_steps=$(((512*100))) rollout.test_freq=10 \
     async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \
-    async_training.require_batches=4 async_training.partial_rollout=True $@ 2>&1 | tee log.txt
+    async_training.require_batches=4 async_training.partial_rollout=True $@ 2>&1 | tee "logs/${exp_name}-${started}.log"

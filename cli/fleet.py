@@ -27,6 +27,7 @@ from cli.processes import OwnedProcess, ProcessSpec, check_alive
 from cli.redis_server import LocalRedis
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
+from shared.ports import lasting_port
 from shared.security import new_token, write_secret
 from shared.streams.connection import check_server
 
@@ -114,13 +115,6 @@ def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def free_port(host: str) -> int:
-    """Find a port that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def check_port(host: str, port: int) -> None:
     """Check that a port can be taken, before anything is started.
 
@@ -191,7 +185,7 @@ class LocalFleet:
         data = self.options.data
         data.mkdir(parents=True, exist_ok=True)
         self._take_lock(data)
-        port = self.options.port or free_port(self.options.host)
+        port = self.options.port or lasting_port(self.options.host)
         check_port(self.options.host, port)
         self._token = new_token()
         write_secret(data / "token", self._token)

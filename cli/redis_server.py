@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from shared.errors import Unavailable
+from shared.ports import lasting_port
 from shared.streams.connection import MINIMUM_VERSION, check_server
 
 __all__ = ["LocalRedis", "check_server", "find_server"]
@@ -161,7 +161,7 @@ class LocalRedis:
             self._port = 0
             listening = f'port 0\nunixsocket "{self._socket}"\nunixsocketperm 700'
         else:
-            self._port = _free_port()
+            self._port = lasting_port("127.0.0.1")
             listening = f"port {self._port}\nbind 127.0.0.1"
         _write_private(
             self._directory / "redis.conf",
@@ -268,13 +268,6 @@ def _write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:

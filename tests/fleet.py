@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +29,28 @@ import zlib
 
 def score(sample):
     return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
+'''
+
+HOLDING_GRADER = '''
+"""The same, but groups from a certain one on wait for their grades while there is a file that names it."""
+import asyncio
+import zlib
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+
+
+async def score(sample):
+    while int(sample.id.partition("/")[0]) >= held_from():
+        await asyncio.sleep(0.05)
+    return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
+
+
+def held_from():
+    try:
+        return float(HOLD.read_text())
+    except FileNotFoundError:
+        return float("inf")
 '''
 
 
@@ -79,6 +101,20 @@ def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
     return spec
 
 
+def hold_back(spec: dict[str, Any], directory: Path, *, after_step: int) -> Path:
+    """Let an experiment make so many steps and no further while a file is there; gives the file.
+
+    So whatever is done to the experiment meets it under way, however fast the machine is and however slow the test.
+    """
+    hold = directory / "hold"
+    hold.write_text(str(after_step * spec["optimisation"]["groups_per_mini_batch"]))
+    (directory / "hold.py").write_text(HOLDING_GRADER)
+    spec["reward"] = {
+        "components": [{"kind": "custom", "path": f"{directory / 'hold.py'}:score", "timeout_seconds": 600}]
+    }
+    return hold
+
+
 class RunningFleet:
     """A fleet that ``flotilla up`` runs in a process of its own."""
 
@@ -109,10 +145,16 @@ class RunningFleet:
 
     def kill(self, name: str) -> int:
         """Kill -9 the first process that runs a module; one that just died gets the time to be started again."""
-        until(lambda: bool(self.pids(name)), RESTART_SECONDS, f"{name} to run")
-        pid = self.pids(name)[0]
-        os.kill(pid, signal.SIGKILL)
-        return pid
+
+        def killed() -> int | None:
+            for pid in self.pids(name):
+                with suppress(ProcessLookupError):  # it has ended since it was found
+                    os.kill(pid, signal.SIGKILL)
+                    return pid
+            return None
+
+        found: int = until(killed, RESTART_SECONDS, f"{name} to run")
+        return found
 
 
 @contextmanager

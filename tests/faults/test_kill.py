@@ -11,11 +11,13 @@ import pytest
 
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
-from tests.fleet import make_experiment, running_fleet
+from tests.fleet import hold_back, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 STEPS = 40
+HELD_STEPS = 36
+"""The rest waits until everybody was killed."""
 VICTIMS = (
     "services.rollout",
     "services.rollout.engines.worker",
@@ -31,7 +33,7 @@ async def patiently(client: GatewayClient, path: str) -> Any:
     return await client.call("GET", path, deadline_seconds=60, attempt_seconds=5)
 
 
-async def until_step(client: GatewayClient, experiment_id: str, step: int, seconds: float = 120) -> dict[str, Any]:
+async def until_step(client: GatewayClient, experiment_id: str, step: int, seconds: float = 240) -> dict[str, Any]:
     end = time.monotonic() + seconds
     while True:
         view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
@@ -42,7 +44,7 @@ async def until_step(client: GatewayClient, experiment_id: str, step: int, secon
         await asyncio.sleep(0.1)
 
 
-async def until_completed(client: GatewayClient, experiment_id: str, seconds: float = 150) -> dict[str, Any]:
+async def until_completed(client: GatewayClient, experiment_id: str, seconds: float = 300) -> dict[str, Any]:
     end = time.monotonic() + seconds
     while True:
         view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
@@ -66,6 +68,7 @@ async def watch_balance(client: GatewayClient, experiment_id: str, seen: list[bo
 
 async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": STEPS}, checkpoint={"every_steps": 5})
+    hold = hold_back(spec, tmp_path, after_step=HELD_STEPS)
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:
             view = await client.call("POST", "/v1/experiments", body=spec)
@@ -77,7 +80,8 @@ async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
                 await until_step(client, view["id"], step)
                 fleet.kill(victim)
                 # Past the next checkpoint is not needed: what was planned since the last one is replayed.
-                step = min(step + 6, STEPS - 2)
+                step = min(step + 6, HELD_STEPS)
+            hold.unlink()
             await until_completed(client, view["id"])
             watching.cancel()
             ledger = (await client.call("GET", f"/v1/experiments/{view['id']}/ledger"))["train"]

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +14,7 @@ import pytest
 from services.gateway.store.base import Store
 from services.gateway.store.memory import MemoryStore
 from services.gateway.store.sql import SqlStore
+from shared.ports import lasting_port
 
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 
@@ -45,9 +45,7 @@ def postgres_url() -> Iterator[str]:
         who = unprivileged()
         if who:
             os.chown(folder, int(str(who["user"])), int(str(who["group"])))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = lasting_port("127.0.0.1")
         environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(folder)}
         common = {"cwd": folder, "env": environment, "stdout": subprocess.DEVNULL, "timeout": 120, **who}
         data = str(folder / "data")

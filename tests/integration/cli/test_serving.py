@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from shared.errors import Unavailable
+from shared.ports import GIVEN_TO_ANYBODY, lasting_port
 from shared.serving import address_of, bind
 
 
@@ -38,3 +39,14 @@ def test_a_port_in_use_is_named() -> None:
 def test_an_address_names_the_bound_port() -> None:
     with bind("127.0.0.1", 0) as listening:
         assert address_of(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.skipif(not GIVEN_TO_ANYBODY.exists(), reason="the system does not say which ports it gives")
+def test_a_lasting_port_is_free_and_given_to_nobody_else() -> None:
+    first, last = map(int, GIVEN_TO_ANYBODY.read_text().split())
+
+    port = lasting_port("127.0.0.1")
+
+    assert not first <= port <= last
+    with bind("127.0.0.1", port) as listening:
+        assert address_of(listening).endswith(f":{port}")

@@ -53,7 +53,7 @@ from shared.testing.builders import a_group, graded
 
 TOKEN = "token-of-the-tests"
 PATIENCE_SECONDS = 90.0
-"""How long the trainer waits for a gateway that is away: one that is started beside other work takes its time."""
+"""How long anybody waits for what has to come: a process that is started beside other work takes its time."""
 
 
 def a_spec(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -360,7 +360,7 @@ def a_manifest(version: int) -> Manifest:
     return Manifest(version=version, image_bytes=4, slice_bytes=4, checksum=f"{version:016x}", tensors=(tensor,))
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     """Wait for a state; its value is returned."""
     async with asyncio.timeout(seconds):
         while True:

@@ -20,6 +20,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
+from shared.ports import lasting_port
 from shared.schemas.service import Failure, WorkState
 from shared.streams.settings import StreamsConfig
 from tests.integration.gateway.fleet import (
@@ -41,7 +42,7 @@ async def started(client: GatewayClient, spec: dict[str, Any]) -> str:
     return f"/v1/experiments/{created['id']}"
 
 
-async def wait_for(client: GatewayClient, path: str, *states: str, seconds: float = 30.0) -> dict[str, Any]:
+async def wait_for(client: GatewayClient, path: str, *states: str, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
     """Wait until an experiment is in one of these states; show it."""
 
     async def look() -> dict[str, Any] | None:
@@ -118,9 +119,9 @@ async def test_a_trainer_that_vanishes_is_replaced_and_nothing_is_trained_twice(
     kinds = (ScriptedRollout, ScriptedReward, ScriptedTrainer)
     async with a_fleet(url, redis_url, *kinds) as services:
         first = services[2]
-        first.step_seconds = 0.2
+        first.waits_before = 4  # so that it vanishes from an experiment that is under way
         path = await started(client, a_spec(tmp_path, optimisation=optimisation(8)))
-        await until(lambda: first.step and first.step >= 2)
+        await until(lambda: first.step == 3)
         async with a_fleet(url, redis_url, ScriptedTrainer) as [second]:
             await first.die()
 
@@ -169,7 +170,7 @@ async def test_a_rollout_that_dies_leaves_the_fleet_and_its_tasks_are_taken_over
 
         await victim.die()
         died = time.monotonic()
-        view = await wait_for(client, path, "completed", "failed", seconds=90.0)
+        view = await wait_for(client, path, "completed", "failed")
         seconds = time.monotonic() - died
 
         ledger = (await client.call("GET", f"{path}/ledger"))["train"]
@@ -186,9 +187,7 @@ class GatewayProcess:
     """The gateway as a process of its own, on a port that stays the same."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = lasting_port("127.0.0.1")
         self.environment = {
             **os.environ,
             "FLOTILLA_TOKEN": TOKEN,
@@ -255,7 +254,7 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 await asyncio.sleep(0.5)
                 process.start()
                 await process.ready(client)
-                view = await wait_for(client, path, "completed", "failed", seconds=60.0)
+                view = await wait_for(client, path, "completed", "failed")
 
                 ledger = await client.call("GET", f"{path}/ledger")
                 metrics = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
@@ -310,16 +309,17 @@ async def test_a_data_plane_that_is_killed_and_comes_back_costs_time_and_no_task
             a_fleet(url, server.url, ScriptedRollout, ScriptedReward, ScriptedTrainer) as services,
         ):
             trainer = services[2]
-            trainer.step_seconds = 0.2
+            trainer.waits_before = 4
             path = await started(client, a_spec(tmp_path, optimisation=optimisation(8)))
-            await until(lambda: trainer.step and trainer.step >= 3)
+            await until(lambda: trainer.step == 3)
 
             server.kill()
             async with httpx.AsyncClient(base_url=url) as http:
-                ready = await http.get("/readyz", timeout=10.0)
+                ready = await http.get("/readyz", timeout=PATIENCE_SECONDS)
+            trainer.waits_before = None
             await asyncio.to_thread(server.start)
 
-            view = await wait_for(client, path, "completed", "failed", seconds=60.0)
+            view = await wait_for(client, path, "completed", "failed")
             ledger = (await client.call("GET", f"{path}/ledger"))["train"]
     assert ready.status_code == 503 and "Redis" in ready.json()["detail"]
     assert view["state"] == "completed", view["problem"]

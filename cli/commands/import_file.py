@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.config.importers.build import Imported, build
 from shared.config.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
-from shared.config.importers.systems import SCRIPTS, SYSTEMS, read, read_launch_text, read_openrlhf
+from shared.config.importers.systems import SCRIPTS, SYSTEMS, beside, read, read_launch_text, read_openrlhf
 from shared.config.yaml_text import write_value
 from shared.errors import InvalidRequest
 
@@ -76,8 +76,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             else read_openrlhf(words)
         )
     else:
-        text = read_launch_text(Path(arguments.file))
-        given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file)
+        path = Path(arguments.file)
+        text, around = read_launch_text(path), beside(path.parent, read_launch_text)
+        given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
     return build(SYSTEMS[arguments.system], given, rows=arguments.rows, overrides=arguments.set or ())
 
 

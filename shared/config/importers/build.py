@@ -20,6 +20,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 
 HIDDEN = "(not shown)"
+VARIABLE = "a name of this file's own: what refers to it by ${...} has its value"
 SECRET = re.compile(r"api_?key|secret|password|_token$", re.IGNORECASE)
 """Names of parameters that we do not know, whose values must not be shown all the same."""
 
@@ -170,6 +171,9 @@ def _shown_default(source: Source, name: str) -> str:
 
 def _entry(each: Given, source: Source, resolved: Mapping[str, Any]) -> Entry:
     row = source.system.find(each.spelling)
+    if row is None and each.is_variable and not source.system.is_section(each.spelling):
+        value = HIDDEN if SECRET.search(each.spelling) else shown(each.value)
+        return Entry(each.spelling, value, each.where, Verdict.IGNORED, VARIABLE, {})
     if row is None:
         known = [*source.system.parameters, *source.system.spellings]
         near = difflib.get_close_matches(each.spelling, known, n=1, cutoff=0.75)

@@ -1,7 +1,7 @@
 """Read YAML as Hydra does: nested keys as dotted names, ``key=value`` overrides, ``${...}`` interpolations."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -10,11 +10,12 @@ from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Given
 from shared.config.importers.values import shown
 from shared.config.load import parse_document
-from shared.config.yaml_text import read_value, too_large
+from shared.config.yaml_text import MAX_VALUES, read_value, too_large
 from shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
 MAX_DEPTH = 40
+MAX_TEXT = 100_000
 
 Lookup = Callable[[str], Any]
 """Gives the default of a name that the file does not hold, or UNSET."""
@@ -109,12 +110,17 @@ class Interpolation:
         flat: the dotted names.
         default: gives what the file does not hold.
         environment: for ``oc.env``.
+
+    Attributes:
+        used: the names that others refer to.
     """
 
     def __init__(self, flat: Mapping[str, Any], default: Lookup, environment: Mapping[str, str]) -> None:
         self._flat = flat
         self._default = default
         self._environment = environment
+        self._resolved = 0
+        self.used: set[str] = set()
 
     def resolve(self, name: str) -> Any:
         """Resolve the value of one name.
@@ -142,10 +148,18 @@ class Interpolation:
             parts.append(self._reference(path, written[start + 2 : end], trail))
             position = end + 1
         parts += [written[position:]] if position < len(written) else []
-        return parts[0] if len(parts) == 1 else "".join("" if part is None else str(part) for part in parts)
+        if len(parts) == 1:
+            return parts[0]
+        joined = "".join("" if part is None else str(part) for part in parts)
+        if len(joined) > MAX_TEXT:
+            raise problem(path, written, f"text of at most {MAX_TEXT} letters")
+        return joined
 
     def _reference(self, path: str, inner: str, trail: tuple[str, ...]) -> Any:
         inner = str(self._text(path, inner, trail)).strip() if "${" in inner else inner.strip()
+        self._resolved += 1
+        if self._resolved > MAX_VALUES:
+            raise problem(path, f"${{{inner}}}", f"a file has at most {MAX_VALUES} interpolations, repeated ones too")
         if inner in trail or len(trail) > MAX_DEPTH:
             raise problem(path, f"${{{inner}}}", "an interpolation must not lead back to itself")
         resolver, colon, argument = inner.partition(":")
@@ -158,8 +172,19 @@ class Interpolation:
 
     def _look_up(self, path: str, name: str, trail: tuple[str, ...]) -> Any:
         name = _absolute(path, name)
+        self.used.add(name)
         if name in self._flat:
             return self._value(name, self._flat[name], (*trail, name))
+        below = [each for each in self._flat if each.startswith(f"{name}.")]
+        if below:
+            found: dict[str, Any] = {}
+            for each in below:
+                *parents, last = each.removeprefix(f"{name}.").split(".")
+                section = found
+                for parent in parents:
+                    section = section.setdefault(parent, {})
+                section[last] = self._value(each, self._flat[each], (*trail, name))
+            return found
         return self._value(name, self._default(name), (*trail, name))
 
     def _resolver(self, path: str, resolver: str, argument: str, trail: tuple[str, ...]) -> Any:
@@ -208,4 +233,13 @@ def as_given(
         InvalidSpec: one cannot be resolved.
     """
     interpolation = Interpolation(flat, default, environment)
-    return [Given(interpolation.resolve(name), name, "override" if name in touched else "file") for name in flat]
+    values = {name: interpolation.resolve(name) for name in flat}
+    return [
+        Given(value, name, "override" if name in touched else "file", _is_used(name, interpolation.used))
+        for name, value in values.items()
+    ]
+
+
+def _is_used(name: str, used: Container[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in used for end in range(1, len(parts) + 1))

@@ -165,6 +165,11 @@ class System:
             found = above if above is not None and above.is_tree else None
         return found
 
+    def is_section(self, name: str) -> bool:
+        """Whether a name begins as parameters of the system do: then a typing error is likelier than a variable."""
+        first, dot, _ = name.partition(".")
+        return bool(dot) and any(each.startswith(f"{first}.") for each in self.parameters)
+
 
 def make_system(
     name: str,

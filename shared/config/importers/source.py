@@ -16,11 +16,13 @@ class Given:
         value: what was written.
         spelling: the name as it was written.
         where: file, override, script or command line.
+        is_variable: whether other parameters refer to it.
     """
 
     value: Any
     spelling: str
     where: str
+    is_variable: bool = False
 
 
 class Source:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shared.config.importers.composition import Beside, beside, nothing_beside
 from shared.config.importers.hydra import problem
 from shared.config.importers.openrlhf.system import OPENRLHF, read_openrlhf, read_openrlhf_script
 from shared.config.importers.parameter import System
@@ -32,7 +33,13 @@ def read_launch_text(path: Path) -> str:
 
 
 def read(
-    system: str, text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str
+    system: str,
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    beside: Beside = nothing_beside,
 ) -> list[Given]:
     """Read the parameters of a launch file.
 
@@ -42,16 +49,17 @@ def read(
         overrides: ``KEY=VALUE`` from the command line; OpenRLHF has none.
         environment: for interpolations that read it.
         source: the file's name; its suffix tells scripts from YAML.
+        beside: finds the files that YAML names in ``defaults``.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     is_script = source.endswith(SCRIPTS) or text.startswith("#!")
     if system == "verl":
-        return read_verl(text, overrides, environment, source=source, is_script=is_script)
+        return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)
     if system == "roll":
-        return read_roll(text, overrides, environment, source=source)
+        return read_roll(text, overrides, environment, source=source, beside=beside)
     return read_openrlhf_script(text, source=source)
 
 
-__all__ = ["SYSTEMS", "read", "read_launch_text", "read_openrlhf"]
+__all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

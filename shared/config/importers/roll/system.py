@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.config.data import PLACE, is_data_file
+from shared.config.importers.composition import Beside, Composition
 from shared.config.importers.datasets import FILES, held_out, training
-from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_yaml
+from shared.config.importers.hydra import apply_hydra_overrides, as_given
 from shared.config.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
 from shared.config.importers.roll import learning, rows
 from shared.config.importers.roll.filtering import group_filter
@@ -19,6 +20,9 @@ from shared.config.importers.values import number, same, wrong
 
 Fields = dict[str, Any]
 
+BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero3", "zero3_cpuoffload"))
+OWN = frozenset({*BACKENDS, "traj_envs"})
+"""ROLL's own files: of how trainers shard, which does not matter here, and of environments, which there are none of."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
@@ -29,8 +33,9 @@ GRADERS = {
 """Reward workers of ROLL that are ours under another name."""
 DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
 PLACED = frozenset(
-    {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args"}
-)
+    {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args",
+     "data_args", "use_local"}
+)  # fmt: skip
 """What of a domain's worker only says where and how it runs."""
 
 REWARD_ROWS: tuple[Parameter, ...] = (
@@ -155,9 +160,10 @@ def lengths(source: Source) -> Fields:
     if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
         source.refuse(name, "ROLL replaces it by response_length: give that")
     context = source.required("prompt_length") + answer
+    workers = source.value(f"{TRAIN}.data_args.preprocessing_num_workers")
     return {
         "data.max_prompt_tokens": context - answer,
-        "data.overlong": {"kind": "filter"},
+        "data.overlong": {"kind": "filter", **({} if workers in {None, 1} else {"workers": workers})},
         "rollout.sampling.max_new_tokens": answer,
         "rollout.engine.context_tokens": context,
     }
@@ -275,18 +281,22 @@ ROLL: System = make_system(
 )  # fmt: skip
 
 
-def read_roll(text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str) -> list[Given]:
+def read_roll(
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, beside: Beside
+) -> list[Given]:
     """Read ROLL's YAML, with ``KEY=VALUE`` from the command line.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
-    flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
+    flat, touched = apply_hydra_overrides(Composition(beside, OWN).read(text, source=source), overrides)
     return as_given(flat, touched, default_of, environment)
 
 
 def default_of(name: str) -> object:
     """Give ROLL's default of a parameter, for interpolations; UNSET if it has none."""
+    if name in BACKENDS:
+        return {}
     row = ROLL.parameters.get(name)
     if row is None:
         return UNSET

@@ -3,12 +3,19 @@
 import re
 from collections.abc import Container, Mapping, Sequence
 
-from shared.config.importers.hydra import apply_hydra_overrides, as_given, problem, read_yaml
+from shared.config.importers.composition import Beside, Composition
+from shared.config.importers.hydra import apply_hydra_overrides, as_given, problem
 from shared.config.importers.parameter import UNSET, Inherit, System, ignored, make_system
 from shared.config.importers.shell import NAME, Script, read_script
 from shared.config.importers.source import Given
 from shared.config.importers.verl import actor, algorithm, data, datasets, learning, rules, trainer
 
+OWN = frozenset(
+    {"ppo_trainer", "ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "dp_actor",
+     "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model", "dp_critic", "megatron_critic",
+     "dp_reward_model", "megatron_reward_model", "dp_reward_loop", "megatron_reward_loop", "rollout_correction"}
+)  # fmt: skip
+"""verl's own files of defaults, which the tables know."""
 OPTIONS = ("--config-name", "--config-path", "--config-dir")
 
 VERL: System = make_system(
@@ -30,7 +37,7 @@ VERL: System = make_system(
 
 
 def read_verl(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool, beside: Beside
 ) -> list[Given]:
     """Read verl's YAML, or a launch script, with ``KEY=VALUE`` from the command line.
 
@@ -39,7 +46,7 @@ def read_verl(
     """
     if is_script:
         return _from_script(text, overrides, environment, source)
-    flat, touched = apply_hydra_overrides(read_yaml(text, source=source), overrides)
+    flat, touched = apply_hydra_overrides(Composition(beside, OWN).read(text, source=source), overrides)
     return as_given(flat, touched, default_of, environment)
 
 

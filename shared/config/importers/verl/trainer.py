@@ -62,7 +62,8 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
              "trainer.worker_nsight_options.capture-range", "trainer.worker_nsight_options.capture-range-end",
              "trainer.worker_nsight_options.kill"),
     *ignored(PROFILING, "global_profiler", is_tree=True),
-    *ignored("Hydra's own: it does not reach the trainer", "hydra", "defaults", is_tree=True),
+    *ignored("Hydra's own: it does not reach the trainer", "hydra", is_tree=True),
+    *ignored("the files that it names are read with this one; verl's own are known", "defaults"),
 )  # fmt: skip
 
 ENGINES = {**FULLY_ASYNC, "rollout.n_gpus_per_node": 8, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}

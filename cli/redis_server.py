@@ -172,6 +172,7 @@ daemonize no
 appendonly yes
 appendfsync everysec
 aof-load-truncated yes
+rdbcompression no
 save ""
 maxmemory-policy noeviction
 """,

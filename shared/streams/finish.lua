@@ -3,9 +3,10 @@
 --   then what was handed over with tasks
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
 --   msgpack of a list of entry, deliveries, tokens, group id, position of the payload, header, grades for each claim,
---   then payloads. The position is 0 where the payload is the claimed entry's: it is copied from there. Nothing of this
---   has a meaning when resolving. The counter grows by the tokens or, when resolving, by the groups. One list, since each
---   further argument costs client and server more than its bytes.
+--   then payloads. The position is -1 where the same transaction has just appended the new entry to the next stream:
+--   it is taken away again unless the claim is held. Nothing of this has a meaning when resolving. The counter grows by
+--   the tokens or, when resolving, by the groups. One list, since each further argument costs client and server more
+--   than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
 local stream, ledger, outstanding, next_stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -27,23 +28,19 @@ local function is_held(entry, deliveries)
   return may_hold_more and held[entry] == nil and holds(stream, entry, consumer, deliveries)
 end
 
--- What to append for a claim that is held; nil where the claimed entry was deleted by a hand that is not ours.
-local function payload_of(entry, position)
-  if not is_forward then return '' end
-  if position > 0 then return ARGV[position] end
-  local found = redis.call('XRANGE', stream, entry, entry)[1]
-  return found and found[2][4]
+local function take_away_last()
+  redis.call('XDEL', next_stream, redis.call('XREVRANGE', next_stream, '+', '-', 'COUNT', 1)[1][1])
 end
 
 local answers, ended, total = {}, {}, 0
 for index = 1, number do
   local marker, at = KEYS[4 + index], 7 * index - 6
   local entry, deliveries = claims[at], claims[at + 1]
-  local payload = is_held(entry, deliveries) and payload_of(entry, claims[at + 4])
-  if payload then
-    if is_forward then
-      redis.call('XADD', next_stream, '*', 'header', claims[at + 5], 'payload', payload, 'grades', claims[at + 6])
-    else
+  local position = claims[at + 4]
+  if is_held(entry, deliveries) then
+    if is_forward and position > 0 then
+      redis.call('XADD', next_stream, '*', 'header', claims[at + 5], 'payload', ARGV[position], 'grades', claims[at + 6])
+    elseif not is_forward then
       redis.call('ZREM', outstanding, claims[at + 3])
       count_end(ledger, counter, claims[at + 2])
     end
@@ -54,6 +51,7 @@ for index = 1, number do
     total = total + claims[at + 2]
     answers[index] = 1
   else
+    if is_forward and position < 0 then take_away_last() end
     answers[index] = redis.call('GET', marker) == counter and 1 or 0
   end
 end

@@ -149,8 +149,8 @@ class Hop(Protocol):
     async def forward(self, claim: Claim, group: Group) -> bool:
         """Append the result to the next stream and remove the entry; False if the claim was lost.
 
-        Of a group that differs from ``claim.group()`` in its grades alone, only these are sent: the server copies the
-        rest. So do not change what is reached through a decoded group in place, such as its task's metadata.
+        Of a group that differs from ``claim.group()`` in its grades alone, only these are encoded: the rest goes on as
+        it came. So do not change what is reached through a decoded group in place, such as its task's metadata.
 
         Raises:
             ValueError: the last hop has no next stream, or the group is not the claimed one.
@@ -226,13 +226,13 @@ class Forwarded:
     Attributes:
         destination: the next stream.
         header: describes the group.
-        body: the entry's payload; None if it is the claimed entry's, which then need not be sent.
+        body: the entry's payload; the claimed entry's where that is the group's too.
         grades: of the trajectories.
     """
 
     destination: HopName
     header: EntryHeader
-    body: bytes | None
+    body: bytes
     grades: bytes
 
 
@@ -248,7 +248,7 @@ def forwarded(claim: Claim, group: Group, hop: HopName) -> Forwarded:
     if group.task.group_id != claim.header.group_id:
         raise ValueError(f"claim of group {claim.header.group_id} cannot forward group {group.task.group_id}")
     if claim.has_body_of(group):
-        return Forwarded(destination, graded_header(group, claim.header), None, encode_grades(group))
+        return Forwarded(destination, graded_header(group, claim.header), claim.payload, encode_grades(group))
     return Forwarded(destination, group_header(group), encode_body(group), encode_grades(group))
 
 

@@ -81,8 +81,7 @@ class MemoryHop:
         counter = f"tokens:{made.destination.value}"
         if not self._holds(claim):
             return self._store.done.get(claim.token) == counter
-        body = self._stream.entries[claim.entry_id].payload if made.body is None else made.body
-        self._store.streams[made.destination].append(made.header, body, made.grades)
+        self._store.streams[made.destination].append(made.header, made.body, made.grades)
         self._store.count(counter, made.header.token_count)
         self._finish(claim, counter)
         return True

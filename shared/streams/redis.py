@@ -29,7 +29,7 @@ from shared.streams.hop import (
 )
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from shared.streams.partials import Partials
-from shared.streams.scripts import Argument, ScriptRunner
+from shared.streams.scripts import Argument, Call, ScriptRunner
 from shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,10 @@ log = logging.getLogger(__name__)
 SWEEP_SECONDS = 0.5
 """Longest time after which a waiting claimer looks for entries that are free again."""
 SCRIPT_BYTES = 128 * 1024
-"""Most that one script forwards, unless one entry is larger: the server works on it while it receives the next."""
-COPIED_BYTES = 16 * 1024
-"""A body of this size or more, if the server has it in the claimed entry, is copied there. A smaller one is sent, as it
-was received: that takes the server less time than looking for it."""
-COPIED_SCRIPT_BYTES = 512 * 1024
-"""Most that one script copies, likewise: less than a millisecond."""
+"""Most that one script forwards: the server works on it while it receives the next."""
+APPENDED_BYTES = SCRIPT_BYTES
+"""A payload of this size or more is appended by a command of its own, in one transaction with the script: a script's
+argument the server hashes as a whole and copies twice more. For smaller ones the transaction costs more than that."""
 SCRIPT_ENTRIES = 128
 """Likewise in entries: about two milliseconds, in which the server does nothing else."""
 MARKER_SECONDS = 120
@@ -50,22 +48,23 @@ MARKER_SECONDS = 120
 
 
 class _Ended(NamedTuple):
-    """A claim whose work has ended: tokens sampled of it and, when it is forwarded, the entry to append.
-
-    Where ``payload`` is empty the claimed entry's is copied, which is of ``copied_bytes``.
-    """
+    """A claim whose work has ended: tokens sampled of it and, when it is forwarded, the entry to append."""
 
     claim: Claim
     tokens: int
     header: bytes = b""
     grades: bytes = b""
     payload: bytes = b""
-    copied_bytes: int = 0
+
+    @property
+    def is_appended(self) -> bool:
+        """Whether a command of its own appends the entry."""
+        return len(self.payload) >= APPENDED_BYTES
 
     @property
     def share(self) -> float:
         """How much of what one script may do it takes."""
-        return max(len(self.payload) / SCRIPT_BYTES, self.copied_bytes / COPIED_SCRIPT_BYTES, 1 / SCRIPT_ENTRIES)
+        return 1.0 if self.is_appended else max(len(self.payload) / SCRIPT_BYTES, 1 / SCRIPT_ENTRIES)
 
 
 class RedisHop:
@@ -139,11 +138,7 @@ class RedisHop:
         entries = []
         for claim, group in results:
             made = forwarded(claim, group, self.name)
-            header, payload, copied_bytes = made.header.to_bytes(), made.body, 0
-            if payload is None:
-                is_copied = len(claim.payload) >= COPIED_BYTES
-                payload, copied_bytes = (b"", len(claim.payload)) if is_copied else (claim.payload, 0)
-            entries.append(_Ended(claim, made.header.token_count, header, made.grades, payload, copied_bytes))
+            entries.append(_Ended(claim, made.header.token_count, made.header.to_bytes(), made.grades, made.body))
         return await self._finish(f"tokens:{made.destination.value}", entries, self._keys.stream(made.destination))
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
@@ -170,31 +165,29 @@ class RedisHop:
         answers = await self._runner.run_in_order("finish", calls)
         return [bool(each) for answer in answers for each in answer]
 
-    def _finish_call(
-        self, counter: str, ended: Sequence[_Ended], next_stream: str | None
-    ) -> tuple[list[str], list[Argument]]:
+    def _finish_call(self, counter: str, ended: Sequence[_Ended], next_stream: str | None) -> Call:
         markers = [self._markers + each.claim.token for each in ended]
         mode = "resolve" if next_stream is None else "forward"
         lowest, highest = _bounds([each.claim.entry_id for each in ended])
         facts: list[Argument] = []
         arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, b""]
+        before: list[Argument] = []
         for each in ended:
-            if each.payload:
+            position, held = 0, each.claim
+            content: list[Argument] = [each.header, each.grades]
+            if each.is_appended:
+                # It is alone in its call.
+                before = ["XADD", next_stream or "", "*", "header", each.header, "payload", each.payload]
+                before += ["grades", each.grades]
+                position, content = -1, [b"", b""]
+            elif next_stream is not None:
                 arguments.append(each.payload)
-            position = len(arguments) if each.payload else 0
-            held = each.claim
-            group_id = str(held.header.group_id)
-            facts += (held.entry_id, held.deliveries, each.tokens, group_id, position, each.header, each.grades)
+                position = len(arguments)
+            facts += (held.entry_id, held.deliveries, each.tokens, str(held.header.group_id), position, *content)
         # The server's reader knows no binary type: headers and grades travel as raw strings.
         arguments[6] = msgpack.packb(facts, use_bin_type=False)
-        return [
-            self._stream,
-            self._keys.ledger,
-            self._keys.outstanding,
-            next_stream or self._stream,
-            *markers,
-            self._keys.handed_over,
-        ], arguments
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream]
+        return Call([*keys, *markers, self._keys.handed_over], arguments, before)
 
     async def _sweep(self, count: int) -> list[Claim]:
         lease_ms = max(1, round(self.lease_seconds * 1000))

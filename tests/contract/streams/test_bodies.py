@@ -1,4 +1,4 @@
-"""Groups that only change their grades: what arrives is whole, whether the body was sent or copied by the server."""
+"""Groups small and large, changed and only graded: what arrives is whole, however it was sent."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +11,12 @@ from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajecto
 from shared.streams.hop import Claim, Hop, Resolution, forwarded
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.streams.redis import COPIED_BYTES
+from shared.streams.redis import APPENDED_BYTES
 from shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of
 
-SMALL, LARGE = 5, 3000
-"""Sampled tokens of each of two trajectories: below and above the size from which the server copies."""
+SMALL, LARGE = 5, 8000
+"""Sampled tokens of each of two trajectories: below and above the size from which a command of its own appends."""
 
 
 @pytest.fixture(params=[SMALL, LARGE])
@@ -66,7 +66,7 @@ async def test_a_group_that_was_graded_arrives_whole_and_its_header_says_so(plan
     assert await reward.forward(claim, replace(claim.group(), trajectories=judged))
 
     scored = await one(trainer.hop)
-    assert (len(scored.payload) >= COPIED_BYTES) == (tokens == LARGE)
+    assert (len(scored.payload) >= APPENDED_BYTES) == (tokens == LARGE)
     assert scored.payload == claim.payload
     assert_same(scored.group(), replace(sent, trajectories=judged))
     assert (scored.header.reward_mean, scored.header.reward_spread) == (0.75, 0.0)
@@ -102,7 +102,7 @@ async def test_a_planned_group_is_replayed_with_its_grades(plane: DataPlane, tok
     assert_same(replayed.group(), sent)
 
 
-async def test_a_repeated_forward_needs_no_entry_to_copy_from(plane: DataPlane, tokens: int) -> None:
+async def test_a_repeated_forward_has_one_effect(plane: DataPlane, tokens: int) -> None:
     await generated(plane, tokens)
     reward, trainer = plane.hop(HopName.GENERATED, "reward"), await a_trainer(plane)
     claim = await one(reward)
@@ -115,7 +115,7 @@ async def test_a_repeated_forward_needs_no_entry_to_copy_from(plane: DataPlane, 
     assert_same((await one(trainer.hop)).group(), sent)
 
 
-async def test_a_claim_that_was_taken_over_copies_nothing(world: World, plane: DataPlane, tokens: int) -> None:
+async def test_a_claim_that_was_taken_over_appends_nothing(world: World, plane: DataPlane, tokens: int) -> None:
     await generated(plane, tokens)
     slow, quick = plane.hop(HopName.GENERATED, "slow"), plane.hop(HopName.GENERATED, "quick")
     lost = await one(slow)
@@ -145,7 +145,7 @@ async def test_a_group_that_was_given_up_is_not_forwarded(world: World, tokens: 
     assert (ledger.failed, ledger.waiting.scored, ledger.outstanding) == ({"too_many_deliveries": 1}, 0, 0)
 
 
-async def test_many_at_once_are_copied_sent_or_lost_each_for_itself(plane: DataPlane) -> None:
+async def test_many_at_once_are_forwarded_or_lost_each_for_itself(plane: DataPlane) -> None:
     await generated(plane, SMALL, LARGE, LARGE, LARGE, SMALL)
     reward, trainer = plane.hop(HopName.GENERATED, "reward"), await a_trainer(plane)
     claims = await reward.claim(5, wait_seconds=0)
@@ -197,7 +197,7 @@ async def test_anything_but_another_grade_is_a_change_of_the_body(plane: DataPla
     await generated(plane, LARGE)
     reward, trainer = plane.hop(HopName.GENERATED, "reward"), await a_trainer(plane)
     claim = await one(reward)
-    assert forwarded(claim, graded(claim.group(), [0.0, 1.0]), claim.hop).body is None
+    assert forwarded(claim, graded(claim.group(), [0.0, 1.0]), claim.hop).body is claim.payload
     changed = CHANGES[change](graded(claim.group(), [0.0, 1.0]))
 
     assert forwarded(claim, changed, claim.hop).body is not None

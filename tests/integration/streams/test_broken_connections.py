@@ -49,17 +49,19 @@ async def test_a_forward_whose_answer_was_lost_is_repeated_with_one_effect(
     assert (ledger.waiting.generated, ledger.claimed.tasks) == (1, 0)
 
 
-async def test_a_copied_body_is_there_once_after_the_answer_was_lost(
-    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane
+@pytest.mark.parametrize("cut_at", [b"MULTI", b"EXEC"])
+async def test_a_large_group_is_there_once_after_the_answer_was_lost(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane, cut_at: bytes
 ) -> None:
+    """Cut in the middle of the transaction, and after all of it was sent."""
     relay, through = cut
     await issue(plane, 1)
     rollout, reward = plane.hop(HopName.TASKS, "rollout"), through.hop(HopName.GENERATED, "reward")
     (task_claim,) = await rollout.claim(wait_seconds=0)
-    assert await rollout.forward(task_claim, a_group(task_claim.task(), sampled_tokens=5000))
+    assert await rollout.forward(task_claim, a_group(task_claim.task(), sampled_tokens=20_000))
     (claim,) = await reward.claim(wait_seconds=0)
     sent = graded(claim.group(), [0.0, 1.0])
-    relay.swallow_answer_to(digest("finish"))
+    relay.swallow_answer_to(cut_at)
 
     assert await reward.forward(claim, sent)
 

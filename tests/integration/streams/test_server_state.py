@@ -13,6 +13,9 @@ from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
+SIZES = (5, 20_000)
+"""Sampled tokens of each of two trajectories: a script forwards the first, a transaction the second."""
+
 
 async def test_a_missing_group_is_made_from_the_beginning(
     redis: Redis, plane: RedisDataPlane, experiment_id: str
@@ -75,40 +78,50 @@ async def generated(plane: RedisDataPlane, *, sampled_tokens: int) -> None:
     assert await rollout.forward(claim, a_group(claim.task(), sampled_tokens=sampled_tokens))
 
 
-async def test_only_the_grades_of_a_large_group_travel_back(redis: Redis, plane: RedisDataPlane) -> None:
+async def test_a_large_payload_passes_no_script(redis: Redis, plane: RedisDataPlane) -> None:
     await generated(plane, sampled_tokens=50_000)
     reward = plane.hop(HopName.GENERATED, "reward")
     (claim,) = await reward.claim(wait_seconds=0)
-    received = (await redis.info("stats"))["total_net_input_bytes"]
+    await redis.config_resetstat()
 
     assert await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
 
+    calls = {name: facts["calls"] for name, facts in (await redis.info("commandstats")).items()}
     assert len(claim.payload) > 800_000
-    assert (await redis.info("stats"))["total_net_input_bytes"] - received < 20_000
+    # One for the transaction, none of the script's own.
+    assert (calls["cmdstat_xadd"], calls["cmdstat_exec"], calls["cmdstat_eval"]) == (1, 1, 1)
+    assert "cmdstat_xrange" not in calls
 
 
-async def test_an_entry_deleted_by_hand_is_a_lost_claim(
-    redis: Redis, plane: RedisDataPlane, experiment_id: str
+@pytest.mark.parametrize("sampled_tokens", SIZES)
+async def test_an_entry_deleted_by_hand_goes_on_with_who_has_it(
+    redis: Redis, plane: RedisDataPlane, experiment_id: str, sampled_tokens: int
 ) -> None:
-    await generated(plane, sampled_tokens=5000)
+    await generated(plane, sampled_tokens=sampled_tokens)
     reward = plane.hop(HopName.GENERATED, "reward")
     (claim,) = await reward.claim(wait_seconds=0)
     await redis.xdel(StreamKeys(experiment_id).stream(HopName.GENERATED), claim.entry_id)
 
-    assert not await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
+    assert await reward.forward(claim, graded(claim.group(), [0.0, 1.0]))
 
-    assert await redis.xlen(StreamKeys(experiment_id).stream(HopName.SCORED)) == 0
+    assert await redis.xlen(StreamKeys(experiment_id).stream(HopName.SCORED)) == 1
+    assert (await ledger_of(plane)).claimed.generated == 0
 
 
-async def test_scripts_that_the_server_forgot_are_sent_again(redis: Redis, plane: RedisDataPlane) -> None:
+@pytest.mark.parametrize("sampled_tokens", SIZES)
+async def test_scripts_that_the_server_forgot_are_sent_again(
+    redis: Redis, plane: RedisDataPlane, sampled_tokens: int
+) -> None:
     await issue(plane, 2)
     rollout = plane.hop(HopName.TASKS, "rollout")
     claims = await rollout.claim(2, wait_seconds=0)
     await redis.script_flush()
 
-    assert await rollout.forward_many([(claim, a_group(claim.task())) for claim in claims]) == [True, True]
+    groups = [a_group(claim.task(), sampled_tokens=sampled_tokens) for claim in claims]
+    assert await rollout.forward_many(list(zip(claims, groups, strict=True))) == [True, True]
     await redis.script_flush()
     assert await rollout.renew(claims) == claims
+    assert (await ledger_of(plane)).waiting.generated == 2
 
 
 async def test_nothing_but_the_streams_grows_with_the_groups(
@@ -128,8 +141,9 @@ async def test_nothing_but_the_streams_grows_with_the_groups(
     assert all([0 < await redis.pttl(key) <= 120_000 for key in left])
 
 
+@pytest.mark.parametrize("sampled_tokens", SIZES)
 async def test_a_full_server_refuses_new_work_and_lets_work_end(
-    redis: Redis, plane: RedisDataPlane, experiment_id: str
+    redis: Redis, plane: RedisDataPlane, experiment_id: str, sampled_tokens: int
 ) -> None:
     await issue(plane, 2)
     impatient = RedisDataPlane(redis, experiment_id, config=StreamsConfig(deadline_seconds=0.2))
@@ -139,13 +153,13 @@ async def test_a_full_server_refuses_new_work_and_lets_work_end(
     try:
         with pytest.raises(Unavailable, match="memory"):
             await issue(impatient, 1, first=2)
-        with pytest.raises(Unavailable):
-            await rollout.forward(one, a_group(one.task()))
+        with pytest.raises(Unavailable, match="memory"):
+            await rollout.forward(one, a_group(one.task(), sampled_tokens=sampled_tokens))
         assert await rollout.resolve(other, Resolution.FAILED, "timeout")
     finally:
         await redis.config_set("maxmemory", 0)
 
-    assert await rollout.forward(one, a_group(one.task()))
+    assert await rollout.forward(one, a_group(one.task(), sampled_tokens=sampled_tokens))
     ledger = await ledger_of(plane)
     assert (ledger.issued, ledger.failed, ledger.waiting.generated) == (2, {"timeout": 1}, 1)
 

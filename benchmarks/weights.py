@@ -1,6 +1,6 @@
 """Bytes per second of each weight transport, beside what bounds it: a memory copy, and a bare gloo broadcast.
 
-    python -m benchmarks.weights [--quick | --mebibytes 8] [--receivers 1 3] [--json FILE]
+    python -m benchmarks.weights [--quick | --mebibytes 8] [--parts rates patches pauses] [--receivers 1 3] [--json FILE]
 
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
 Each way stands next to what it is compared with, every second round runs backwards, and a ratio is the median over the
@@ -40,6 +40,7 @@ from shared.weights.layout import ImageLayout
 from shared.weights.pull import PublishedImages, weights_router
 from shared.weights.pull_client import WeightPuller
 
+PARTS = ("rates", "patches", "pauses")
 DEADLINE_SECONDS = 120.0
 NUM_WARM_ROUNDS = 2
 """The first rounds touch pages, open windows and map either image of the sender."""
@@ -356,6 +357,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small image only")
     parser.add_argument("--mebibytes", type=int, help="an image of this size only, 3 rounds, without pauses")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="measure some parts only; the rates of 1 GB take most of the time",
+    )
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3], help="how many receive (1 3)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -366,10 +374,11 @@ def main() -> None:
     sizes = [100 << 20] if chosen.quick else [100 << 20, 1 << 30]
     if chosen.mebibytes is not None:
         sizes = [chosen.mebibytes << 20]
-    rows = asyncio.run(compare(sizes, chosen.receivers))
-    for image_bytes in sizes:
+    rows = asyncio.run(compare(sizes, chosen.receivers)) if "rates" in chosen.parts else []
+    for image_bytes in sizes if "patches" in chosen.parts else ():
         asyncio.run(publish_deltas(image_bytes))
-    pauses = [] if chosen.mebibytes is not None else asyncio.run(compare_pauses(sizes, NUM_UPDATES))
+    has_pauses = "pauses" in chosen.parts and chosen.mebibytes is None
+    pauses = asyncio.run(compare_pauses(sizes, NUM_UPDATES)) if has_pauses else []
     if chosen.json is not None:
         chosen.json.write_text(json.dumps([asdict(row) for row in [*rows, *pauses]], indent=2) + "\n")
 

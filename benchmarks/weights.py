@@ -1,6 +1,7 @@
 """Bytes per second of each weight transport, beside what bounds it: a memory copy, and a bare gloo broadcast.
 
-    python -m benchmarks.weights [--quick | --mebibytes 8] [--parts rates patches pauses] [--receivers 1 3] [--json FILE]
+    python -m benchmarks.weights [--quick | --mebibytes 8] [--parts rates patches pauses] [--receivers 1 3]
+        [--json FILE]
 
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
 Each way stands next to what it is compared with, every second round runs backwards, and a ratio is the median over the

@@ -20,6 +20,10 @@ from shared.weights.layout import LENGTH_BYTES, header_bytes
 from shared.weights.tensors import view_of
 
 
+SILENCE_SECONDS = 900.0
+"""Longest time between two signs of a transfer: far above the deadline at which a receiver gives one up."""
+
+
 class Tensors(Protocol):
     """Weights that can be read, one tensor at a time."""
 
@@ -36,10 +40,12 @@ class Arrival:
 
     Args:
         transfer: its number.
+        silence_seconds: after which one that waits fails, though nobody gave the transfer up.
     """
 
-    def __init__(self, transfer: int) -> None:
+    def __init__(self, transfer: int, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         self.transfer = transfer
+        self._silence_seconds = silence_seconds
         self._changed = threading.Condition()
         self._num_bytes = 0
         self._is_right = False
@@ -72,7 +78,7 @@ class Arrival:
         """Wait until so many bytes are there.
 
         Raises:
-            WeightTransferFailed: the transfer was given up.
+            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
         """
         self._wait(lambda: self._is_right or self._num_bytes >= num_bytes)
 
@@ -80,13 +86,15 @@ class Arrival:
         """Wait until the image is whole and its checksum right.
 
         Raises:
-            WeightTransferFailed: the transfer was given up.
+            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
         """
         self._wait(lambda: self._is_right)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_given_up or is_there())
+            while not (self._is_given_up or is_there()):
+                if not self._changed.wait(self._silence_seconds):
+                    raise WeightTransferFailed(f"nothing was heard of the weights for {self._silence_seconds:g} s")
             if self._is_given_up:
                 raise WeightTransferFailed("the transfer of the weights was given up")
 

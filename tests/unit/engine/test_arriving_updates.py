@@ -168,3 +168,24 @@ def test_an_arrival_ends_one_way_only() -> None:
     for wait in (given_up.wait_until_right, lambda: given_up.wait_for(0)):
         with pytest.raises(WeightTransferFailed, match="given up"):
             wait()
+
+
+def test_a_transfer_that_nobody_speaks_of_is_given_up() -> None:
+    silent = Arrival(1, silence_seconds=0.02)
+    silent.advance(10)
+    silent.wait_for(10)
+
+    with pytest.raises(WeightTransferFailed, match=r"nothing was heard of the weights for 0\.02 s"):
+        silent.wait_for(11)
+
+
+def test_a_slow_transfer_is_waited_for_as_long_as_it_goes_on() -> None:
+    slow = Arrival(1, silence_seconds=5.0)
+    telling = threading.Thread(target=lambda: [slow.advance(number) for number in range(1, 100)] and slow.complete())
+    telling.start()
+
+    slow.wait_for(99)
+    slow.wait_until_right()
+
+    telling.join()
+    assert slow.is_right

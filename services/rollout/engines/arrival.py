@@ -19,7 +19,6 @@ from shared.weights.image import layout_of, open_shared
 from shared.weights.layout import LENGTH_BYTES, header_bytes
 from shared.weights.tensors import view_of
 
-
 SILENCE_SECONDS = 900.0
 """Longest time between two signs of a transfer: far above the deadline at which a receiver gives one up."""
 

@@ -177,15 +177,3 @@ def test_a_transfer_that_nobody_speaks_of_is_given_up() -> None:
 
     with pytest.raises(WeightTransferFailed, match=r"nothing was heard of the weights for 0\.02 s"):
         silent.wait_for(11)
-
-
-def test_a_slow_transfer_is_waited_for_as_long_as_it_goes_on() -> None:
-    slow = Arrival(1, silence_seconds=5.0)
-    telling = threading.Thread(target=lambda: [slow.advance(number) for number in range(1, 100)] and slow.complete())
-    telling.start()
-
-    slow.wait_for(99)
-    slow.wait_until_right()
-
-    telling.join()
-    assert slow.is_right

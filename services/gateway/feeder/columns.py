@@ -77,11 +77,16 @@ def messages_of(prompt: Any, config: DataConfig, row: int) -> tuple[Message, ...
         if not _is_chat(chat):
             return (*system, Message("user", prompt))
     if not _is_chat(chat):
-        raise DataError(f"the prompt of row {row} is neither text nor a list of {{role, content}} messages", row=row)
+        found = "missing" if prompt is ABSENT else "null" if prompt is None else type(prompt).__name__
+        raise DataError(
+            f"the prompt of row {row}, in column {config.prompt_column!r}, must be text or a list of {{role, content}} "
+            f"messages, and is {_first_fault(prompt) or found}",
+            row=row,
+        )
     if config.input_template is not None:
         raise DataError(
-            f"the prompt of row {row} is a list of messages, and data.input_template takes text: leave it out to use "
-            "the model's chat template",
+            f"the prompt of row {row}, in column {config.prompt_column!r}, is a list of messages, and "
+            "data.input_template takes text: leave it out to use the model's chat template",
             row=row,
         )
     return (*system, *(Message(each["role"], each["content"]) for each in chat))
@@ -89,6 +94,16 @@ def messages_of(prompt: Any, config: DataConfig, row: int) -> tuple[Message, ...
 
 def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_message(each) for each in value)
+
+
+def _first_fault(prompt: Any) -> str | None:
+    """Say what is no message in a list, if it is one."""
+    if not isinstance(prompt, list):
+        return None
+    number = next((number for number, each in enumerate(prompt) if not _is_message(each)), None)
+    return (
+        "an empty list" if number is None else f"a list whose item {number} is no message: {str(prompt[number])[:80]}"
+    )
 
 
 def _is_message(value: Any) -> bool:

@@ -33,6 +33,9 @@ def files_of(rows: RowsConfig) -> list[str]:
     assert rows.path is not None
     if is_data_file(rows.path):
         return _matching(rows.path) if "*" in rows.path else [rows.path]
+    if "*" in rows.path:
+        endings = ", ".join(DATA_SUFFIXES)
+        raise DataError(f"the pattern {rows.path} matches files of rows only: end it in {endings}", path=rows.path)
     names = _names_in(rows.path)
     readme = _text(f"{rows.path}/{README}") if README in names else None
     chosen = files_of_split(names, split=rows.split, subset=rows.subset, readme=readme, where=rows.path)

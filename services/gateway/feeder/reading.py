@@ -26,7 +26,11 @@ def read_rows(path: str, max_rows: int | None = None) -> list[Row]:
     with open_bytes(path) as file:
         try:
             rows = list(islice(_rows(file, suffix, path), max_rows))
-        except (OSError, ValueError, csv.Error) as error:
+        except RecursionError:
+            raise DataError(
+                f"cannot read {path}: lists or objects stand in each other without end", path=path
+            ) from None
+        except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path}: {error}", path=path) from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -46,7 +50,7 @@ def _rows(file: IO[bytes], suffix: str, path: str) -> Iterator[Row]:
                 )
             return iter(document)
         case ".csv":
-            return iter(csv.DictReader(codecs.iterdecode(file, "utf-8-sig")))
+            return _csv_rows(codecs.iterdecode(file, "utf-8-sig"))
         case _:
             return _batches(file, suffix, path)
 
@@ -56,8 +60,25 @@ def _json_lines(lines: Iterable[str]) -> Iterator[Row]:
         if line.strip():
             try:
                 yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.pos + 1}: {error.msg}") from None
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
+
+
+def _csv_rows(lines: Iterable[str]) -> Iterator[Row]:
+    reader = csv.reader(lines, strict=True)
+    try:
+        head = next(reader, [])
+        twice = next((name for name in head if head.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two columns are called {twice!r}: rename one")
+        for number, cells in enumerate(cells for cells in reader if cells):
+            if len(cells) != len(head):
+                raise ValueError(f"row {number}, line {reader.line_num}: {len(cells)} cells, {len(head)} columns")
+            yield dict(zip(head, cells, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from None
 
 
 def _batches(file: IO[bytes], suffix: str, path: str) -> Iterator[Row]:

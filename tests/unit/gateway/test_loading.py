@@ -258,7 +258,11 @@ def test_what_is_wrong_with_a_class_is_said(tmp_path: Path, name: str, options: 
             "no column 'truth', which data.sources.0.columns.label names; columns there: chat, label, prompt",
         ),
         ({"sources": [{"path": "HERE/a.jsonl"}, {"path": "/nowhere/x"}]}, "data.sources.1: there is no file or folder"),
-        ({"path": "HERE/a.jsonl", "prompt_column": "label"}, "a.jsonl: the prompt of row 0 is neither text nor a list"),
+        (
+            {"path": "HERE/a.jsonl", "prompt_column": "label"},
+            "a.jsonl: the prompt of row 0, in column 'label', must be",
+        ),
+        ({"path": "HERE/*"}, "end it in .jsonl"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_is_there(tmp_path: Path, data: dict[str, Any], message: str) -> None:
@@ -270,6 +274,28 @@ def test_what_is_wrong_is_said_with_what_is_there(tmp_path: Path, data: dict[str
         load(**written)
 
     assert message in error.value.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("a.jsonl", '{"prompt": "p"}\n{"prompt": ', "line 2, column 12: Expecting value"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "without end"),
+        ("a.jsonl", '{"prompt": null}', "the prompt of row 0, in column 'prompt', must be text or a list of {role, "),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}', "item 0 is no message: {'role': 'user'}"),
+        ("a.jsonl", '{"prompt": []}', "is an empty list"),
+        ("a.csv", "prompt,label\np,1\np,1,2\n", "row 1, line 3: 3 cells, 2 columns"),
+        ("a.csv", 'prompt,label\n"p,1\nq,2\n', "line 3: unexpected end of data"),
+        ("a.csv", "prompt,prompt\np,1\n", "two columns are called 'prompt'"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_file_and_place(tmp_path: Path, name: str, written: str, message: str) -> None:
+    (tmp_path / name).write_text(written)
+
+    with pytest.raises(DataError) as error:
+        load(path=str(tmp_path / name), label_column=None)
+
+    assert message in error.value.detail and str(tmp_path / name) in error.value.detail
 
 
 def test_held_out_sets_take_all_that_a_source_takes(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def read_launch_file(
     try:
         prepare = PrepareConfig.model_validate(wanted) if wanted is not None else None
     except ValidationError as error:
-        raise invalid_spec(error, PrepareConfig) from None
+        raise invalid_spec(error, PrepareConfig, below="prepare") from None
     return LaunchFile(path.resolve(), spec, prepare, written, layers)
 
 

@@ -156,13 +156,21 @@ def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
     for tracker in trackers if isinstance(trackers, list) else []:
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
-            tracker["directory"] = str(folder / Path(tracker["directory"]).expanduser())
+            tracker["directory"] = _absolute(tracker["directory"], folder)
     return resolved
 
 
 def _resolve_path(values: Any, field: str, folder: Path) -> None:
     if isinstance(values, dict) and isinstance(values.get(field), str) and values[field] and not is_url(values[field]):
-        values[field] = str(folder / Path(values[field]).expanduser())
+        values[field] = _absolute(values[field], folder)
+
+
+def _absolute(path: str, folder: Path) -> str:
+    """Take a path from a folder; ``~`` is a home, and stays where there is no user of that name."""
+    try:
+        return str(folder / Path(path).expanduser())
+    except RuntimeError:
+        return str(folder / path)
 
 
 def _resolve_functions(node: Any, folder: Path) -> None:
@@ -170,7 +178,7 @@ def _resolve_functions(node: Any, folder: Path) -> None:
         function = node.get("path")
         if isinstance(function, str) and ".py:" in function:
             file, _, name = function.rpartition(":")
-            node["path"] = f"{folder / Path(file).expanduser()}:{name}"
+            node["path"] = f"{_absolute(file, folder)}:{name}"
         for value in node.values():
             _resolve_functions(value, folder)
     elif isinstance(node, list):
@@ -178,12 +186,18 @@ def _resolve_functions(node: Any, folder: Path) -> None:
             _resolve_functions(value, folder)
 
 
-def invalid_spec(error: ValidationError, root: type[BaseModel]) -> InvalidSpec:
-    """Turn pydantic's report into ours: path, value, what is allowed."""
+def invalid_spec(error: ValidationError, root: type[BaseModel], *, below: str = "") -> InvalidSpec:
+    """Turn pydantic's report into ours: path, value, what is allowed.
+
+    Args:
+        below: where the root stands in its document.
+    """
     items = _without_branches([dict(item) for item in error.errors(include_url=False, include_context=True)])
     # A list whose items are wrong is also reported as too short: that says nothing more.
     items = [item for item in items if not (item["type"] == "too_short" and _has_deeper(item, items))]
     entries = [_entry(item, root) for item in items]
+    if below:
+        entries = [{**entry, "path": f"{below}.{entry['path']}".removesuffix(".")} for entry in entries]
     lines = "; ".join(f"{entry['path'] or 'spec'}: {entry['allowed']}" for entry in entries)
     return InvalidSpec(lines, errors=entries)
 

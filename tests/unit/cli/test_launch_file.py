@@ -44,6 +44,23 @@ def test_a_wrong_prepare_section_is_named(tmp_path: Path) -> None:
         read_launch_file(written(tmp_path, SPEC + "prepare: {output: made}"))
 
 
+@pytest.mark.parametrize(
+    ("prepare", "path"),
+    [("3", "prepare"), ("{output: made}", "prepare.command"), ("{command: [a], output: x, z: 1}", "prepare.z")],
+)
+def test_what_is_wrong_with_prepare_is_said_with_its_place(prepare: str, path: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        read_launch_file(written(tmp_path, f"{SPEC}prepare: {prepare}"))
+
+    assert [entry["path"] for entry in caught.value.errors] == [path]
+
+
+def test_a_home_of_nobody_is_a_name_like_any_other(tmp_path: Path) -> None:
+    launch = read_launch_file(written(tmp_path, SPEC), ["data.path=~nobody-of-this-name/rows.jsonl"])
+
+    assert launch.spec.data.path == f"{launch.path.parent}/~nobody-of-this-name/rows.jsonl"
+
+
 def test_what_is_sent_validates_again(tmp_path: Path) -> None:
     launch = read_launch_file(written(tmp_path, SPEC))
 

@@ -197,6 +197,10 @@ BACKENDS: tuple[Parameter, ...] = (
     *ignored(ENGINE, f"{INFER}.strategy_args", f"{INFER}.{CONFIG}", is_tree=True),
     *ignored("the engine's model is the trainer's: its weights arrive from there", f"{INFER}.model_args",
              is_tree=True),
+    refused("reference.model_args.model_name_or_path", "the reference is the policy before its first step: leave it "
+            "out", default=Inherit("pretrain")),
+    refused("reference.model_args.dtype", "the reference computes in the policy's element type: give it the same",
+            default=Inherit(f"{TRAIN}.model_args.dtype")),
     *ignored("the reference is the policy before its first step, in the same element type", "reference.model_args",
              is_tree=True),
     *ignored(CUTTING, f"{TRAIN}.infer_batch_size", f"{INFER}.infer_batch_size", "reference.infer_batch_size",

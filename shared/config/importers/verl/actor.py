@@ -43,6 +43,8 @@ MODEL_ROWS: tuple[Parameter, ...] = (
              "actor_rollout_ref.hybrid_engine"),
 )  # fmt: skip
 
+COMPUTED_IN = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")
+
 ACTOR_ROWS: tuple[Parameter, ...] = (
     translated(f"{ACTOR}.ppo_mini_batch_size",
                ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
@@ -118,6 +120,10 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
              f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload",
              f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
              f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.fsdp_config.forward_prefetch"),
+    refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
+            "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
+    *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",
+              default=Inherit("actor_rollout_ref.rollout.dtype"), is_judged=True) for name in COMPUTED_IN),
     *ignored(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True),
     *ignored("a checkpoint always holds the model in Hugging Face format, the optimiser, and all it takes to go on",
              f"{ACTOR}.checkpoint.save_contents", f"{ACTOR}.checkpoint.load_contents"),

@@ -7,7 +7,7 @@ from shared.config.importers.parameter import UNSET
 from shared.config.importers.source import Source
 from shared.config.importers.trackers import chosen
 from shared.config.importers.values import same
-from shared.config.importers.verl.actor import ACTOR, MEGATRON, OPTIM
+from shared.config.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from shared.config.importers.verl.algorithm import OVERLONG, RM
 from shared.config.importers.verl.data import ROLLOUT_NAME
 from shared.config.importers.verl.datasets import held_out_rows
@@ -113,6 +113,12 @@ def lengths(source: Source) -> Fields:
     prompt = _length(source, f"{ROLLOUT_NAME}.prompt_length", "data.max_prompt_length")
     bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
     dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
+    for name in COMPUTED_IN:
+        if (
+            source.has(name)
+            and DTYPES.get(str(source.value(name)), dtype if source.value(name) is None else "") != dtype
+        ):
+            source.refuse(name, source.system.parameters[name].reason)
     context = min(prompt + answer, bound or prompt + answer)
     fields: Fields = {
         "data.max_prompt_tokens": max(context - answer, 1),

@@ -18,6 +18,8 @@ from tests.contract.streams.conftest import lengths_add_up
 
 Answer = TypeVar("Answer")
 picks = st.integers(0, 10**6)
+LARGE = 8000
+"""Sampled tokens of a trajectory, of which two are appended by a command of their own."""
 
 
 class Rig:
@@ -99,7 +101,7 @@ class Fleet(RuleBasedStateMachine):
         if claim.hop is HopName.GENERATED and pick % 2:
             group = graded(claim.group(), [0.0, 1.0])
         else:
-            group = a_group(claim.header.group_id, sampled_tokens=1 + pick % 40)
+            group = a_group(claim.header.group_id, sampled_tokens=LARGE if pick % 16 == 0 else 1 + pick % 40)
         if self.do(hop.forward(claim, group)):
             self._record(claim)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cli.redis_server import LocalRedis
 from shared.streams.connection import connect
-from shared.streams.hop import Hop
+from shared.streams.hop import Claim, Hop
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
 from shared.streams.redis_plane import RedisDataPlane
@@ -48,7 +48,9 @@ class Load:
         while not self.is_done.is_set():
             claims = await hop.claim(4, wait_seconds=0.2)
             made = [
-                a_group(claim.task()) if hop.name is HopName.TASKS else graded(claim.group(), [0.0, 1.0])
+                a_group(claim.task(), sampled_tokens=tokens_of(claim))
+                if hop.name is HopName.TASKS
+                else graded(claim.group(), [0.0, 1.0])
                 for claim in claims
             ]
             await hop.forward_many(list(zip(claims, made, strict=True)))
@@ -88,7 +90,12 @@ class Load:
             self.is_done.set()
 
 
-@pytest.mark.parametrize("lost_bytes", [0, 60_000])
+def tokens_of(claim: Claim) -> int:
+    """Make every fifth group so large that a command of its own appends it."""
+    return 8000 if claim.header.group_id % 5 == 0 else 2
+
+
+@pytest.mark.parametrize("lost_bytes", [0, 60_000, 400_000])
 async def test_work_goes_on_and_balances_after_the_server_was_killed(tmp_path: Path, lost_bytes: int) -> None:
     server = LocalRedis(tmp_path / "redis")
     client = connect(server.start())

@@ -21,7 +21,7 @@ def owned(directory: Path, script: str, said: list[str], **options: bool) -> Own
     return OwnedProcess(spec, directory / "worker.log", said.append)
 
 
-async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+async def until(condition: Callable[[], object], seconds: float = 90) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

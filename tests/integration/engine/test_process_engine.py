@@ -79,7 +79,7 @@ async def test_starting_has_a_deadline(saved: Saved) -> None:
 async def test_cancelling_a_start_leaves_no_process(saved: Saved) -> None:
     engine = ProcessEngine(settings(saved("qwen3").path))
     starting = asyncio.create_task(engine.start())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.process_id is None:
             await asyncio.sleep(0.001)
     process_id = engine.process_id
@@ -159,7 +159,7 @@ def test_the_worker_dies_with_its_parent_which_never_imports_torch(saved: Saved)
         parent.wait()
         parent.stdout.close()
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not is_gone(int(process_id)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_gone(int(process_id))

@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,16 @@ async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await SqlStore.open(f"sqlite:///{tmp_path / 'gateway.sqlite'}")
-    monkeypatch.setattr(sql, "ANSWER_SECONDS", 0.1)
-    hanging = asyncio.create_task(store._in_thread(lambda: time.sleep(0.5), deadline_seconds=5))
+    answers = threading.Event()
+    hanging = asyncio.create_task(store._in_thread(answers.wait, deadline_seconds=60))
     await asyncio.sleep(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(sql, "ANSWER_SECONDS", 0.1)
 
-    with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
-        await store.put_experiment(a_record("late-1"))
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
+            await store.put_experiment(a_record("late-1"))
 
+    answers.set()
     await hanging
     assert [record.id for record in await store.experiments()] == ["late-1"]
     await store.close()

@@ -33,7 +33,7 @@ async def test_a_rollout_changes_hands_and_back_and_both_ledgers_are_exact(
     async with a_fleet(url, redis_url, *KINDS, ScriptedTrainer, ScriptedTrainer) as services:
         trainers = [service for service in services if isinstance(service, ScriptedTrainer)]
         for trainer in trainers:
-            trainer.step_seconds = 0.05
+            trainer.waits_before = 5  # until all shares were seen
         only_rollouts = {"rewards": {"max": 1}}
         first = await start(client, tmp_path, "first", resources=only_rollouts | {"weight": 2.0})
 
@@ -48,12 +48,14 @@ async def test_a_rollout_changes_hands_and_back_and_both_ledgers_are_exact(
         await until(lambda: are({first: (3, 3)}))
         second = await start(client, tmp_path, "second", resources=only_rollouts)
         await until(lambda: are({first: (2, 2), second: (1, 1)}))
+        for trainer in trainers:
+            trainer.waits_before = None
 
         async def ended(name: str) -> bool:
             return (await client.call("GET", f"/v1/experiments/{name}"))["state"] in {"completed", "failed"}
 
-        await until(lambda: ended(first), 60.0)
-        await until(lambda: ended(second), 60.0)
+        await until(lambda: ended(first))
+        await until(lambda: ended(second))
 
         for name in (first, second):
             view = await client.call("GET", f"/v1/experiments/{name}")
@@ -74,7 +76,7 @@ async def test_a_second_experiment_without_a_trainer_says_who_has_it(
     url, _ = served
     async with a_fleet(url, redis_url, *KINDS, ScriptedTrainer) as services:
         trainer = next(service for service in services if isinstance(service, ScriptedTrainer))
-        trainer.step_seconds = 0.05
+        trainer.waits_before = 3  # it has the trainer until it is stopped
         first = await start(client, tmp_path, "first")
         await until(lambda: trainer.step)
         second = await start(client, tmp_path, "second")

@@ -14,7 +14,7 @@ import yaml
 
 from tests.fleet import FLOTILLA, ROOT, make_experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 Change = Callable[[dict[str, Any], Path], None]
 
@@ -28,7 +28,7 @@ def run(spec: dict[str, Any], directory: Path, *options: str, **environment: str
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_TEST_MARKER": marker, **environment},
     )
     assert_nothing_is_left(marker)
@@ -128,7 +128,7 @@ def test_a_redis_that_is_gone_is_one_clear_message(tmp_path: Path) -> None:
 
 def test_a_spec_file_that_is_missing_is_one_clear_message(tmp_path: Path) -> None:
     result = subprocess.run(
-        [*FLOTILLA, "run", str(tmp_path / "nowhere.yaml")], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*FLOTILLA, "run", str(tmp_path / "nowhere.yaml")], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
 
     assert_refused(result, "nowhere.yaml")
@@ -136,7 +136,7 @@ def test_a_spec_file_that_is_missing_is_one_clear_message(tmp_path: Path) -> Non
 
 def test_a_command_without_a_fleet_says_so(tmp_path: Path) -> None:
     result = subprocess.run(
-        [*FLOTILLA, "status", "--data", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*FLOTILLA, "status", "--data", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
 
     assert_refused(result, "flotilla up")

@@ -18,7 +18,7 @@ async def publications_of(client: GatewayClient, spec: dict[str, Any]) -> list[d
     view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
     path = f"/v1/experiments/{view['id']}"
     await client.call("POST", f"{path}/start", deadline_seconds=60)
-    end = time.monotonic() + 200
+    end = time.monotonic() + 240
     while view["state"] != "completed":
         assert view["state"] != "failed" and time.monotonic() < end, view
         await anyio.sleep(0.2)
@@ -33,6 +33,7 @@ def transports(publications: list[dict[str, Any]]) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(580)
 async def test_each_experiment_publishes_as_its_spec_says(tmp_path: Path) -> None:
     few = {"steps": STEPS, "groups_per_mini_batch": 4}
     mapped = make_experiment(tmp_path, name="mapped", optimisation=few)

@@ -1,6 +1,7 @@
 """The two twins of the data plane, each behind the same small world, with the ledger checked after every call."""
 
 import asyncio
+import contextlib
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from shared.schemas.task import Lane
 from shared.streams.connection import connect
 from shared.streams.hop import Hop
-from shared.streams.keys import HopName
+from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from shared.streams.ledger import REASONED, Ledger
 from shared.streams.memory import MemoryDataPlane
 from shared.streams.plane import DataPlane
@@ -25,7 +27,8 @@ from tests.integration.conftest import redis_url
 
 __all__ = ["redis_url"]
 
-REDIS_LEASE_SECONDS = 0.3
+LEASE_SECONDS = 60.0
+"""Longer than any test: no lease ends but by ``let_leases_end``, however slow the machine is."""
 
 
 class Checked:
@@ -76,7 +79,7 @@ class World:
 
     def open(self, lane: Lane = Lane.TRAIN, **config: Any) -> DataPlane:
         """Open the lane; both twins have a lease that ``let_leases_end`` ends."""
-        settings = StreamsConfig(lease_seconds=REDIS_LEASE_SECONDS, **config)
+        settings = StreamsConfig(**({"lease_seconds": LEASE_SECONDS} | config))
         if self.redis is None:
             plane: Any = MemoryDataPlane(lane, settings, clock=lambda: self.seconds)
         else:
@@ -85,10 +88,22 @@ class World:
         return checked
 
     async def let_leases_end(self) -> None:
-        """Let more than one lease pass."""
-        self.seconds += REDIS_LEASE_SECONDS + 1
+        """Let all that is claimed now have been idle for more than one lease."""
+        self.seconds += LEASE_SECONDS + 1
+        if self.redis is None:
+            return
+        idle = {"min_idle_time": 0, "idle": round(1000 * (LEASE_SECONDS + 1)), "justid": True}
+        for stream in [StreamKeys(self.experiment_id, lane).stream(hop) for lane in Lane for hop in HopName]:
+            with contextlib.suppress(ResponseError):  # nobody has read it yet
+                for entry in await self.redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 1000):
+                    ids = [entry["message_id"]]
+                    await self.redis.xclaim(stream, CONSUMER_GROUP, entry["consumer"], message_ids=ids, **idle)
+
+    async def let_time_pass(self, seconds: float) -> None:
+        """Let what is in a stream grow older."""
+        self.seconds += seconds
         if self.redis is not None:
-            await asyncio.sleep(REDIS_LEASE_SECONDS + 0.05)
+            await asyncio.sleep(seconds)
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -150,7 +150,7 @@ async def test_a_wrong_hop_or_a_wrong_number_of_members_is_refused(plane: DataPl
 async def test_what_was_handed_over_comes_before_fresh_tasks_and_keeps_its_age(world: World) -> None:
     plane = world.open()
     await issue(plane, 3)
-    await world.let_leases_end()
+    await world.let_time_pass(0.3)
     await issue(plane, 2, first=3)
     one, other = plane.hop(HopName.TASKS, "one"), plane.hop(HopName.TASKS, "other")
     first, second, third = await one.claim(3, wait_seconds=0)

@@ -21,6 +21,9 @@ from shared.schemas.service import ServiceView
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from tests.fleet import RunningFleet
 
+PATIENCE_SECONDS = 240
+"""For what has to come, on a machine with much else to do; a minute suffices where it has not."""
+
 
 class Trial:
     """One experiment of a fleet, and what its services say."""
@@ -63,7 +66,7 @@ class Trial:
             found = await self.rollouts()
             return found if len(found) == num else None
 
-        found: dict[int, ServiceView] = await waited(are_there, 120, f"{num} rollouts that serve")
+        found: dict[int, ServiceView] = await waited(are_there, PATIENCE_SECONDS, f"{num} rollouts that serve")
         return found
 
     async def seconds_to_next_version(self, victim: int) -> float:
@@ -78,7 +81,7 @@ class Trial:
             return all(pid in found and (found[pid].observed.policy_version or 0) > before for pid in others)
 
         assert others
-        await waited(is_served, 60, f"a version after {before}")
+        await waited(is_served, PATIENCE_SECONDS, f"a version after {before}")
         return time.monotonic() - started
 
     async def publication(self, version: int) -> dict[str, Any] | None:
@@ -96,7 +99,8 @@ class Trial:
             found = await self.publication(version)
             return found if found is not None and found["phase"] == phase else None
 
-        found: dict[str, Any] = await waited(is_in_it, 60, f"publication {version} to be {phase}", pause_seconds=0.005)
+        what = f"publication {version} to be {phase}"
+        found: dict[str, Any] = await waited(is_in_it, PATIENCE_SECONDS, what, pause_seconds=0.005)
         return found
 
     async def until_it_samples(self, pid: int) -> ServiceView:
@@ -115,7 +119,7 @@ class Trial:
             return next((pid for pid in pids if holders.count(f"rollout-{pid}") >= num), None)
 
         async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
-            found: int = await waited(who_does, 120, f"{num} claims of one of {pids}", pause_seconds=0.01)
+            found: int = await waited(who_does, PATIENCE_SECONDS, f"{num} claims of one of {pids}", pause_seconds=0.01)
         return found
 
     async def is_registered(self, pid: int) -> bool:
@@ -160,7 +164,7 @@ class Trial:
             return bool((await self.client.call("GET", self.path))["state"] == "stopped")
 
         await self.client.call("POST", f"{self.path}/stop")
-        await waited(has_stopped, 60, "the stop")
+        await waited(has_stopped, PATIENCE_SECONDS, "the stop")
 
     async def metric(self, name: str) -> list[float]:
         """All values of a metric."""

@@ -32,7 +32,8 @@ from shared.weights.pull import PublishedImages, weights_router
 from shared.weights.pull_client import WeightPuller
 from tests.unit.gateway.builders import a_gateway, a_registration, a_spec, add_experiment
 
-PHASE_SECONDS = 2.0
+PHASE_SECONDS = 30.0
+"""Of a publication where nobody fails: no slow machine comes near it."""
 WIDTH = 512
 """Of a square layer: an image of 1 MB, which travels in several slices."""
 SLICE_BYTES = 1 << 18
@@ -191,9 +192,9 @@ class Rollout:
 class Fleet:
     """A gateway, a trainer of one layer, and rollouts."""
 
-    def __init__(self, config: PublicationConfig, sender: EndpointClient) -> None:
+    def __init__(self, config: PublicationConfig, sender: EndpointClient, phase_seconds: float) -> None:
         self.config, self.sender = config, sender
-        self.gateway = a_gateway(clock=SystemClock(), publication_seconds=PHASE_SECONDS)  # type: ignore[arg-type]
+        self.gateway = a_gateway(clock=SystemClock(), publication_seconds=phase_seconds)  # type: ignore[arg-type]
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.published = PublishedImages()
         self.app = FastAPI()
@@ -286,10 +287,10 @@ class Fleet:
 
 @asynccontextmanager
 async def a_fleet(
-    config: PublicationConfig, endpoints: list[EndpointClient], num_rollouts: int
+    config: PublicationConfig, endpoints: list[EndpointClient], num_rollouts: int, phase_seconds: float = PHASE_SECONDS
 ) -> AsyncIterator[Fleet]:
     """Run a fleet; the first endpoint is the trainer's."""
-    fleet = Fleet(config, endpoints[0])
+    fleet = Fleet(config, endpoints[0], phase_seconds)
     await fleet.start()
     keeping = asyncio.create_task(fleet.keep_deadlines())
     try:
@@ -310,7 +311,7 @@ async def a_rollout(fleet: Fleet, name: str, endpoint: EndpointClient) -> Rollou
     return rollout
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
     """Wait for a state."""
     async with asyncio.timeout(seconds):
         while not condition():

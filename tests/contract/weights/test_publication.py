@@ -15,6 +15,10 @@ from shared.weights.endpoint_client import EndpointClient
 from tests.contract.weights.fleet import PHASE_SECONDS, Fleet, a_fleet, a_rollout
 from tests.integration.weights.processes import images_of_this_process
 
+SHORT_PHASE_SECONDS = 3.0
+"""Where somebody fails and his deadline has to pass."""
+SLACK_SECONDS = 12.0
+"""What a crowded machine may add."""
 WAYS: dict[str, dict[str, Any]] = {
     "gloo": {"transport": "gloo"},
     "gloo delta": {"transport": "gloo", "delta": {"block_kilobytes": 4}},
@@ -46,9 +50,11 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(way: dict[str, Any], endpoints: list[EndpointClient], num_rollouts: int = 2) -> AsyncIterator[Fleet]:
+async def running(
+    way: dict[str, Any], endpoints: list[EndpointClient], num_rollouts: int = 2, phase_seconds: float = PHASE_SECONDS
+) -> AsyncIterator[Fleet]:
     before = images_of_this_process()
-    async with a_fleet(PublicationConfig(**way), endpoints, num_rollouts) as fleet:
+    async with a_fleet(PublicationConfig(**way), endpoints, num_rollouts, phase_seconds) as fleet:
         yield fleet
     assert images_of_this_process() == before
 
@@ -160,7 +166,7 @@ async def test_a_rollout_that_dies_before_is_not_waited_for(
 async def test_a_rollout_that_dies_during_the_transfer_costs_at_most_a_deadline(
     way: dict[str, Any], endpoints: list[EndpointClient]
 ) -> None:
-    async with running(way, endpoints) as fleet:
+    async with running(way, endpoints, phase_seconds=SHORT_PHASE_SECONDS) as fleet:
         dying = fleet.rollouts.pop()
         dying.is_stalled = True
         started = time.monotonic()
@@ -171,7 +177,7 @@ async def test_a_rollout_that_dies_during_the_transfer_costs_at_most_a_deadline(
         await publishing
 
         await fleet.everybody_serves(1)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < SHORT_PHASE_SECONDS + SLACK_SECONDS
 
 
 async def test_a_rollout_that_dies_after_the_transfer_changes_nothing(
@@ -189,13 +195,13 @@ async def test_a_rollout_that_dies_after_the_transfer_changes_nothing(
 async def test_a_rollout_that_hears_nothing_costs_one_deadline_and_catches_up(
     way: dict[str, Any], endpoints: list[EndpointClient]
 ) -> None:
-    async with running(way, endpoints) as fleet:
+    async with running(way, endpoints, phase_seconds=SHORT_PHASE_SECONDS) as fleet:
         fleet.rollouts[0].is_stalled = True
         started = time.monotonic()
 
         await fleet.train_and_publish(1)
 
-        assert time.monotonic() - started < 2.5 * PHASE_SECONDS
+        assert time.monotonic() - started < SHORT_PHASE_SECONDS + SLACK_SECONDS
         fleet.rollouts[0].is_stalled = False
         await fleet.everybody_serves(1)
         await fleet.train_and_publish(2)

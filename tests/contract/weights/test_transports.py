@@ -161,13 +161,13 @@ async def test_a_receiver_that_does_not_take_part_costs_one_deadline(members: li
             # More than the sockets' buffers hold, and nobody receives.
             await group.send(1, 1.0)
 
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
 
 async def test_a_member_that_is_missing_is_noticed(members: list[Transport]) -> None:
     async with a_group(members, 1) as group:
-        rendezvous = await group.sender.open_sender(1, 3, 1.0)
-        await group.receivers[0].open_receiver(rendezvous, 1, 1.0)
+        rendezvous = await group.sender.open_sender(1, 3, DEADLINE)
+        await group.receivers[0].open_receiver(rendezvous, 1, DEADLINE)
 
         for member in (group.sender, group.receivers[0]):
             with pytest.raises((DeadlineExceeded, WeightTransferFailed)):

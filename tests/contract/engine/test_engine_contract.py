@@ -77,7 +77,7 @@ async def engine(started: Engine, model_path: Path) -> Engine:
 async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) -> None:
     """Wait until so many samples run and that many tokens were sampled since this call."""
     before = (await engine.load()).generated_tokens
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             load = await engine.load()
             if load.running == running and load.generated_tokens - before >= new_tokens:

@@ -92,7 +92,7 @@ async def test_every_group_ends_once_whatever_is_doubled_lost_or_late(redis: Red
         issued += (await plane.admission.issue_many(tasks[issued : issued + 8], limit=GROUPS)).count
         issued = await plane.admission.next_group_id()
     stop = asyncio.Event()
-    async with asyncio.timeout(60), asyncio.TaskGroup() as workers:
+    async with asyncio.timeout(240), asyncio.TaskGroup() as workers:
         for number in range(2):
             workers.create_task(forward_all(plane.hop(HopName.TASKS, f"rollout-{number}"), stop, None))
             workers.create_task(forward_all(plane.hop(HopName.GENERATED, f"reward-{number}"), stop, [0.0, 1.0]))

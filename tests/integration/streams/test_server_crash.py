@@ -99,24 +99,27 @@ def tokens_of(claim: Claim) -> int:
 async def test_work_goes_on_and_balances_after_the_server_was_killed(tmp_path: Path, lost_bytes: int) -> None:
     server = LocalRedis(tmp_path / "redis")
     client = connect(server.start())
-    plane = RedisDataPlane(client, "crash", config=StreamsConfig(lease_seconds=0.5))
+    plane = RedisDataPlane(client, "crash", config=StreamsConfig(lease_seconds=0.5, max_deliveries=1000))
     load = Load(plane)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(load.run())
             for _ in range(CRASHES):
                 await asyncio.sleep(0.7)
+                async with asyncio.timeout(90):
+                    while log_of(tmp_path / "redis").stat().st_size <= lost_bytes:
+                        await asyncio.sleep(0.01)
                 trained = len(load.committed)
                 server.kill()
                 await asyncio.sleep(0.1)
                 lose_the_end_of_the_log(tmp_path / "redis", lost_bytes)
                 server.start()
                 await ledger_of(plane)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(90):
                     while len(load.committed) <= trained:
                         await asyncio.sleep(0.01)
             load.has_crashed.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await running
         await settle(plane, load)
     finally:
@@ -124,9 +127,13 @@ async def test_work_goes_on_and_balances_after_the_server_was_killed(tmp_path: P
         server.kill()
 
 
+def log_of(directory: Path) -> Path:
+    return max(directory.rglob("*.aof"), key=lambda path: path.stat().st_size)
+
+
 def lose_the_end_of_the_log(directory: Path, lost_bytes: int) -> None:
     """Cut what a power failure would have cut; the cut goes through the middle of a transaction, most likely."""
-    log = max(directory.rglob("*.aof"), key=lambda path: path.stat().st_size)
+    log = log_of(directory)
     size = log.stat().st_size
     assert size > lost_bytes
     os.truncate(log, size - lost_bytes)
@@ -137,7 +144,7 @@ async def settle(plane: RedisDataPlane, load: Load) -> None:
     trainer = plane.trainer("last")
     await trainer.take_over()
     hops = [plane.hop(HopName.TASKS, "last"), plane.hop(HopName.GENERATED, "last")]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (ledger := await ledger_of(plane)).outstanding:
         assert time.monotonic() < deadline, ledger
         for hop in hops:

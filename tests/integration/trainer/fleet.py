@@ -187,6 +187,8 @@ class ScriptedFleet:
         self.spec, self.plane, self.gateway = spec, plane, gateway
         self.model = Qwen3ForCausalLM.from_pretrained(spec.model.path).eval()
         self.model_version = 0
+        self.ends_before: int | None = None
+        """Group that is not issued, nor any later one, while this stands: a trainer goes so far and no further."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -203,6 +205,8 @@ class ScriptedFleet:
     async def _fill(self) -> None:
         while True:
             number = await self.plane.admission.next_group_id()
+            if self.ends_before is not None and number >= self.ends_before:
+                return
             task = task_of(number, self.spec, self.gateway.version)
             issued = await self.plane.admission.issue(task, limit=self.spec.admission_budget)
             if issued.outcome is not IssueOutcome.ISSUED:
@@ -248,7 +252,7 @@ async def a_session(
 async def train(spec: ExperimentSpec, directory: Path, plane: MemoryDataPlane, gateway: YesGateway) -> bool:
     """Train to the end beside a scripted fleet."""
     fleet = ScriptedFleet(spec, plane, gateway)
-    async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(120):
+    async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(240):
         working = asyncio.create_task(fleet.run())
         training = asyncio.create_task(session.run())
         await asyncio.wait({working, training}, return_when=asyncio.FIRST_COMPLETED)

@@ -129,7 +129,7 @@ async def test_between_two_versions_the_last_stop_leaves_a_checkpoint(tmp_path: 
     plane = MemoryDataPlane()
     gateway = SilentGateway(plane)
     fleet = ScriptedFleet(spec, plane, gateway)
-    async with a_session(spec, tmp_path / "run", plane, gateway) as (session, control), asyncio.timeout(60):
+    async with a_session(spec, tmp_path / "run", plane, gateway) as (session, control), asyncio.timeout(240):
         working = asyncio.create_task(fleet.run())
         training = asyncio.create_task(session.run())
         while 4 not in gateway.metrics:

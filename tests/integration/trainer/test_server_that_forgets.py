@@ -43,7 +43,7 @@ async def a_server(directory: Path) -> AsyncIterator[tuple[LocalRedis, RedisData
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -74,7 +74,7 @@ async def test_what_the_server_forgets_is_trained_once_and_ends_in_the_lineage(t
         if saved_at == 0:
             await save()
         fleet = Feeding(spec, plane, gateway)
-        async with a_session(spec, tmp_path / "run", plane, gateway) as (session, control), asyncio.timeout(60):
+        async with a_session(spec, tmp_path / "run", plane, gateway) as (session, control), asyncio.timeout(240):
             working = asyncio.create_task(fleet.run())
             training = asyncio.create_task(session.run())
             if saved_at:

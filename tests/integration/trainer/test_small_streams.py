@@ -86,7 +86,8 @@ async def test_a_crash_between_an_early_checkpoint_and_the_next_version_trains_n
     gateway = YesGateway(plane)
     await plane.admission.bound(STREAM_BYTES)
     fleet = ScriptedFleet(spec, plane, gateway)
-    async with a_session(spec, tmp_path / "run", plane, gateway) as (session, _), asyncio.timeout(60):
+    fleet.ends_before = 8 * R
+    async with a_session(spec, tmp_path / "run", plane, gateway) as (session, _), asyncio.timeout(240):
         work = [asyncio.create_task(fleet.run()), asyncio.create_task(session.run())]
         while session.loop.progress.step < 8:
             await asyncio.sleep(0.01)

@@ -6,6 +6,7 @@ Each names both fields and the way out.
 from typing import TYPE_CHECKING
 
 from shared.config.advantage import GdpoConfig
+from shared.config.reward import CodeConfig, MatchConfig
 
 if TYPE_CHECKING:
     from shared.config.spec import ExperimentSpec
@@ -19,6 +20,7 @@ def check_agreement(spec: "ExperimentSpec") -> None:
     """
     _advantage(spec)
     _lengths(spec)
+    _labels(spec)
     if spec.optimisation.shuffle and spec.asynchrony.require_batches == 1:
         raise ValueError(
             "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
@@ -42,6 +44,21 @@ def _advantage(spec: "ExperimentSpec") -> None:
             f"rollout.group_size 1 leaves algorithm.advantage.kind {advantage.kind} nothing to compare, and so nothing "
             "to learn: raise group_size to at least 2, or use reinforce_plus_plus or gae"
         )
+
+
+def _labels(spec: "ExperimentSpec") -> None:
+    for number, component in enumerate(spec.reward.components):
+        where = f"reward.components.{number}"
+        if component.data_sources is not None and spec.data.data_source_column is None:
+            raise ValueError(
+                f"{where}.data_sources chooses by data source, and data.data_source_column is not set, so that nothing "
+                "would be graded: name the column there, or remove data_sources"
+            )
+        if isinstance(component, MatchConfig | CodeConfig) and spec.data.label_column is None:
+            raise ValueError(
+                f"{where} is of kind {component.kind}, which compares with a label, and data.label_column is null: "  # type: ignore[union-attr]
+                "name the column there"
+            )
 
 
 def _lengths(spec: "ExperimentSpec") -> None:

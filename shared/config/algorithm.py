@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shared.config.advantage import AdvantageConfig, GaeConfig, GrpoConfig, WhitenConfig
-from shared.config.base import Config
+from shared.config.base import Config, check_order
 from shared.config.correction import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 from shared.config.policy_loss import GspoConfig, PolicyGradientConfig, PolicyLossConfig, PpoConfig
 
@@ -88,6 +88,11 @@ class _Kl(Config):
     """Bound on the absolute value of the estimate per token; null for none."""
     log_ratio_bounds: tuple[float | None, float | None] = (-20.0, 20.0)
     """Bounds on d inside k3's exponential (verl +-20; OpenRLHF -10 and none; ROLL none)."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> "_Kl":
+        check_order("kl.log_ratio_bounds", self.log_ratio_bounds)
+        return self
 
     @model_validator(mode="after")
     def _horizon_belongs_to_target(self) -> "_Kl":

@@ -52,6 +52,16 @@ class AsynchronyConfig(Config):
                 f"asynchrony.max_lag 0 would discard everything that asynchrony.staleness_threshold "
                 f"{self.staleness_threshold} lets run ahead: set staleness_threshold to 0, or max_lag to at least 1"
             )
+        if self.staleness_threshold == 0 and self.max_lag:
+            raise ValueError(
+                f"asynchrony.max_lag {self.max_lag} has no effect while asynchrony.staleness_threshold is 0, since "
+                "nothing that is trained is older: raise staleness_threshold, or remove max_lag"
+            )
+        if self.staleness_threshold == 0 and self.on_max_lag != "pace":
+            raise ValueError(
+                f"asynchrony.on_max_lag {self.on_max_lag} has no effect while asynchrony.staleness_threshold is 0, "
+                "since nothing gets old: raise staleness_threshold, or remove on_max_lag"
+            )
         if self.staleness_threshold == 0 and self.on_weight_update is not OnWeightUpdate.DRAIN:
             raise ValueError(
                 f"asynchrony.on_weight_update {self.on_weight_update} has no effect while "

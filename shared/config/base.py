@@ -1,11 +1,27 @@
 """The base of all configuration: strict, frozen, described by its docstrings."""
 
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from shared.config.exactness import check_exact, is_guessed
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""At least 0 and below 1."""
+Device = Annotated[str, Field(pattern=r"^(?:cpu|cuda(?::[0-9]+)?)$")]
+"""A torch device that is tested: cpu, cuda, cuda:1."""
+
+
+def check_order(name: str, bounds: tuple[float | None, float | None]) -> None:
+    """Check that two bounds leave room between them.
+
+    Raises:
+        ValueError: the first is not below the second.
+    """
+    low, high = bounds
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"{name} must be (low, high) with low below high, got ({low:g}, {high:g}): swap them")
 
 
 class TextConfig(BaseModel):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, check_order
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 """What shares one ratio: a token; a contiguous run of sampled tokens (exp of its mean x); a sequence by its mean x
@@ -75,6 +75,7 @@ class VetoConfig(Config):
     def _tests_something(self) -> "VetoConfig":
         if self.lower is None and self.upper is None:
             raise ValueError("a veto without lower and upper tests nothing: set a bound, or remove it")
+        check_order("veto's lower and upper", (self.lower, self.upper))
         return self
 
 

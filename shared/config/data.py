@@ -130,6 +130,13 @@ OverlongConfig = Annotated[
 ]
 
 
+RENDERING: Final = frozenset(
+    {"conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+     "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
+)  # fmt: skip
+"""Arguments of a tokenizer's own rendering, which are no variables of a template."""
+
+
 class DataConfig(Config):
     """Training prompts: one row, one task per epoch."""
 
@@ -203,6 +210,9 @@ class DataConfig(Config):
         for name in ("system_prompt", "chat_template_options"):
             if self.input_template is not None and getattr(self, name):
                 raise ValueError(f"{name} has no effect beside input_template, which has no messages: drop one")
+        taken = next((name for name in self.chat_template_options if name in RENDERING), None)
+        if taken is not None:
+            raise ValueError(f"chat_template_options.{taken} is what the fleet itself gives to the template: remove it")
         return self
 
     @property

@@ -56,6 +56,11 @@ class EvaluationConfig(Config):
 
     @model_validator(mode="after")
     def _greedy_samples_nothing(self) -> Self:
+        if self.greedy and self.group_size > 1:
+            raise ValueError(
+                f"evaluation.group_size {self.group_size} has no effect while evaluation.greedy is true, since greedy "
+                "answers are all the same: set greedy to false, or remove group_size"
+            )
         for name in ("temperature", "top_k", "top_p"):
             if self.greedy and getattr(self, name) is not None:
                 raise ValueError(

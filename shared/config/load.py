@@ -44,7 +44,7 @@ SECTION = "a section with keys of its own is wanted here"
 SECTION_WANTED = frozenset({"model_type", "model_attributes_type"})
 BRANCH = re.compile(r"[a-z-]+\[.*\]$", re.DOTALL)
 """What pydantic calls one of several ways to read a value."""
-DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+|\.[0-9]+)+")
 
 
 def parse_document(text: str, *, source: str) -> dict[str, Any]:
@@ -280,6 +280,8 @@ def _first_field(message: str, root: type[BaseModel]) -> str:
     for match in DOTTED.finditer(message):
         candidates = [root]
         for part in match[0].split("."):
+            if part.isdigit():  # an item of a list
+                continue
             fields = [field for model in candidates for name, field in model.model_fields.items() if name == part]
             candidates = [model for field in fields for model in _models(field.annotation)]
             if not fields:

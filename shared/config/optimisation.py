@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, Fraction
 
 
 class OptimisationConfig(Config):
@@ -27,8 +27,8 @@ class OptimisationConfig(Config):
     """Share of the peak that linear and cosine end at."""
     warmup_updates: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of AdamW's two moments, each at least 0 and below 1."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)

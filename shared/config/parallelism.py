@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, Device
 
 RANKS = frozenset(
     {
@@ -20,7 +20,7 @@ RANKS = frozenset(
 class ParallelismConfig(Config):
     """The trainer is one process on one device. Sampling runs beside it, on ``resources.rollouts`` services."""
 
-    device: str = "cpu"
+    device: Device = "cpu"
     """Torch device of the trainer, such as cpu or cuda:0."""
     threads: int = Field(1, ge=1)
     """Compute threads of the training process. More of them than free cores make it slower, not faster."""
@@ -29,7 +29,9 @@ class ParallelismConfig(Config):
     @classmethod
     def _refuse_more_ranks(cls, values: Any) -> Any:
         asked = (
-            [key for key in values if str(key).removesuffix("_size") in RANKS] if isinstance(values, Mapping) else []
+            [key for key in values if {str(key), str(key).removesuffix("_size")} & RANKS]
+            if isinstance(values, Mapping)
+            else []
         )
         if asked:
             raise ValueError(

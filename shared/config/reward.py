@@ -46,6 +46,14 @@ class MatchConfig(ComponentConfig):
     incorrect: float = 0.0
     """Reward of a wrong answer, or of none."""
 
+    @model_validator(mode="after")
+    def _tells_right_from_wrong(self) -> Self:
+        if self.correct == self.incorrect:
+            raise ValueError(
+                f"correct and incorrect are both {self.correct:g}, so that all answers are alike: give two values"
+            )
+        return self
+
 
 class ExactConfig(MatchConfig):
     """The answer equals the label as text."""

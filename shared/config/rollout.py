@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, Device
 
 
 class SamplingConfig(Config):
@@ -18,7 +18,7 @@ class SamplingConfig(Config):
     """Keep the smallest set of most likely tokens whose probability reaches this."""
     max_new_tokens: int = Field(1024, ge=1)
     """Upper bound on sampled tokens per turn."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Decoded text that ends a completion, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
@@ -38,7 +38,7 @@ class TorchEngineConfig(Config):
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
     full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
-    device: str = "cpu"
+    device: Device = "cpu"
     """Torch device, such as cpu or cuda:0."""
 
 

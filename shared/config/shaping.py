@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, check_order
 
 
 class OverlongConfig(Config):
@@ -86,6 +86,13 @@ class NormalisationConfig(Config):
     0 (ROLL agentic)."""
     clip: tuple[float, float] | None = None
     """Bounds after normalisation; (-1, 3) is RAGEN's asym_clip."""
+
+    @field_validator("clip")
+    @classmethod
+    def _clip_is_in_order(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+        if bounds is not None:
+            check_order("normalisation.clip", bounds)
+        return bounds
 
     @model_validator(mode="after")
     def _does_something(self) -> "NormalisationConfig":
@@ -172,4 +179,6 @@ class SampleMaskConfig(Config):
             raise ValueError("sample mask: truncated needs max_length, and max_length has no effect without truncated")
         if not self.truncated and self.difficulty is None and self.wrong_up_to_length is None:
             raise ValueError("the sample mask leaves out nothing: set a rule, or remove it")
+        if self.difficulty is not None:
+            check_order("sample_mask.difficulty", self.difficulty)
         return self

@@ -158,3 +158,42 @@ def test_the_resolved_spec_survives_its_own_json() -> None:
     spec = validate_spec(a_document(asynchrony={"staleness_threshold": 0.5}))
 
     assert validate_spec(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        (["evaluation={path: a.jsonl, group_size: 2}"], "evaluation", "set greedy to false"),
+        (["asynchrony.max_lag=2"], "asynchrony", "remove max_lag"),
+        (["asynchrony.on_max_lag=drop"], "asynchrony", "remove on_max_lag"),
+        (
+            ["reward.components=[{kind: math, data_sources: [a]}]"],
+            "reward.components.0.data_sources",
+            "name the column",
+        ),
+        (["data.label_column=null"], "reward.components.0", "compares with a label"),
+        (["reward.components=[{kind: exact, correct: 0}]"], "reward.components.0", "give two values"),
+        (["optimisation.betas=[0.9, 1]"], "optimisation.betas.1", "less than 1"),
+        (["parallelism.device=cuda:x"], "parallelism.device", "should match pattern"),
+        (["rollout.engine.device=gpu"], "rollout.engine.device", "should match pattern"),
+        (["parallelism.world_size=2"], "parallelism", "the trainer is one"),
+        (["rollout.sampling.stop=['']"], "rollout.sampling.stop.0", "at least 1 character"),
+        (["data.chat_template_options={tokenize: true}"], "data", "chat_template_options.tokenize"),
+        (["algorithm.kl={placement: loss, log_ratio_bounds: [2, -2]}"], "algorithm.kl", "swap them"),
+        (["reward.shaping={normalisation: {clip: [1, -1]}}"], "reward.shaping.normalisation.clip", "swap them"),
+        (["reward.sample_mask={difficulty: [1, 0]}"], "reward.sample_mask", "swap them"),
+        (
+            ["algorithm.correction={veto: {lower: 3, upper: 2}}", "algorithm.old_log_probs=recompute"],
+            "algorithm.correction.veto",
+            "swap them",
+        ),
+    ],
+)
+def test_what_has_no_effect_or_cannot_work_is_refused_with_the_way_out(
+    overrides: list[str], path: str, said: str
+) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(apply_overrides(a_document(), overrides))
+
+    assert [entry["path"] for entry in caught.value.errors] == [path]
+    assert said in caught.value.detail

@@ -56,19 +56,25 @@ async def kinds(gateway: GatewayState, experiment: Experiment) -> list[str]:
     return [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
 
 
-async def test_the_first_version_is_evaluated_pinned_greedy_and_held() -> None:
-    gateway, experiment, evaluator = await an_evaluator(group_size=2)
+@pytest.mark.parametrize(("greedy", "rewards", "accuracy"), [(True, [1.0], 1.0), (False, [1.0, 0.0], 0.5)])
+async def test_the_first_version_is_evaluated_pinned_and_held(
+    greedy: bool, rewards: list[float], accuracy: float
+) -> None:
+    size = len(rewards)
+    gateway, experiment, evaluator = await an_evaluator(group_size=size, greedy=greedy)
     rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
     async with running(evaluator.run()):
         await until(lambda: experiment.record.evaluating_version == 0)
         assert gateway.fleet.desired(gateway.registry.get(rollout)).hold_version == 0
 
-        tasks = await answer(experiment, [1.0, 0.0])
+        tasks = await answer(experiment, rewards)
         await until(lambda: experiment.record.evaluated_version == 0)
 
-    assert [(t.row, t.pinned_version, t.greedy, t.group_size) for t in tasks] == [(n, 0, True, 2) for n in range(3)]
+    assert [(t.row, t.pinned_version, t.greedy, t.group_size) for t in tasks] == [
+        (n, 0, greedy, size) for n in range(3)
+    ]
     found = await series(gateway, experiment)
-    assert (found["evaluation/accuracy", 0], found["evaluation/num_scored", 0]) == (0.5, 6.0)
+    assert (found["evaluation/accuracy", 0], found["evaluation/num_scored", 0]) == (accuracy, 3.0 * size)
     assert found["evaluation/lag_versions", 0] == 0
     ledger = await experiment.evaluation.ledger()
     assert (ledger.trained, ledger.outstanding, ledger.balanced) == (3, 0, True)

@@ -91,7 +91,6 @@ def test_what_does_not_fit_the_task_is_of_no_use() -> None:
             {"staleness_threshold": 0.5, "on_weight_update": "interrupt", "on_max_lag": "drop", "max_lag": 1},
             ResumeRule(mixes_versions=True, max_lag=0),
         ),
-        ({"on_max_lag": "drop"}, ResumeRule(max_lag=0)),
     ],
 )
 def test_the_rule_of_an_experiment(settings: dict[str, Any], rule: ResumeRule) -> None:

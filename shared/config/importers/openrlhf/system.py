@@ -170,9 +170,14 @@ def evaluation(source: Source) -> Fields:
     return held_out(places) | {
         "evaluation.every_versions": every if every > 0 else None,
         "evaluation.greedy": not temperature,
-        **({"evaluation.temperature": temperature} if temperature else {}),
-        "evaluation.group_size": source.required("--eval_n_samples_per_prompt"),
+        **(_sampled(source, temperature) if temperature else {}),
     }
+
+
+def _sampled(source: Source, temperature: float) -> Fields:
+    """Make how many answers are sampled; greedy ones would all be the same."""
+    answers = source.required("--eval_n_samples_per_prompt")
+    return {"evaluation.temperature": temperature, "evaluation.group_size": answers}
 
 
 def tracking(source: Source) -> Fields:

@@ -144,9 +144,10 @@ def _evaluation_sampling(source: Source) -> Fields:
     if all(name not in source.given for name in names):
         return {}
     temperature, top_p, top_k, answers = (source.required(name) for name in names)
-    fields: Fields = {"evaluation.greedy": not temperature, "evaluation.group_size": answers}
+    fields: Fields = {"evaluation.greedy": not temperature}
     if temperature:
         fields |= {
+            "evaluation.group_size": answers,
             "evaluation.temperature": temperature,
             "evaluation.top_p": top_p,
             "evaluation.top_k": max(top_k, 0),

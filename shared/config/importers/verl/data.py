@@ -108,7 +108,7 @@ ROLLOUT: tuple[Parameter, ...] = (
                "softmax temperature; 0 is greedy", example=0.6, default=0,
                context={f"{ROLLOUT_NAME}.val_kwargs.do_sample": True}),
     applied(f"{ROLLOUT_NAME}.val_kwargs.n", "evaluation.group_size", count, "answers per held-out prompt",
-            example=4, default=1, context={}),
+            example=4, default=1, context=VALIDATED_BY_SAMPLES),
     translated(f"{ROLLOUT_NAME}.val_kwargs.top_k", "evaluation.top_k", integer, "-1, all tokens, is 0 here",
                example=20, default=-1, context=VALIDATED_BY_SAMPLES),
     applied(f"{ROLLOUT_NAME}.val_kwargs.top_p", "evaluation.top_p", number,

@@ -162,7 +162,6 @@ def evaluation(source: Source) -> Fields:
     return fields | {
         "evaluation.every_versions": every if every and every > 0 else None,
         **_evaluation_sampling(source),
-        "evaluation.group_size": source.required(f"{ROLLOUT_NAME}.val_kwargs.n"),
     }
 
 
@@ -172,6 +171,7 @@ def _evaluation_sampling(source: Source) -> Fields:
         return {"evaluation.greedy": True}
     return {
         "evaluation.greedy": False,
+        "evaluation.group_size": source.required(f"{options}.n"),
         "evaluation.temperature": source.value(f"{options}.temperature"),
         "evaluation.top_k": max(source.required(f"{options}.top_k"), 0),
         "evaluation.top_p": source.required(f"{options}.top_p"),

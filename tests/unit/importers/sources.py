@@ -43,7 +43,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Imported:
+def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str] = (), rows: int = ROWS) -> Imported:
     """Write the values as the system's users would, read that, and build a spec."""
     kept = {name: value for name, value in values.items() if value is not None or system != "openrlhf"}
     if system == "openrlhf":
@@ -51,7 +51,7 @@ def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str]
     else:
         text = yaml.safe_dump(nested(kept))
         given = read(system, text, overrides, {}, source="launch.yaml")
-    return build(SYSTEMS[system], given, rows=ROWS)
+    return build(SYSTEMS[system], given, rows=rows)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -409,23 +409,3 @@ def test_rolls_masks_become_one_of_ours() -> None:
 
     mask = field(found, "reward.sample_mask")
     assert (mask["truncated"], mask["max_length"], mask["difficulty"]) == (True, 2048, [0.1, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "is_refused"),
-    [
-        ("dtype", "float32", True),
-        ("dtype", "fp16", True),
-        ("dtype", "bf16", False),
-        ("dtype", None, False),
-        ("mixed_precision.param_dtype", "fp32", True),
-        ("mixed_precision.param_dtype", "bf16", False),
-        ("mixed_precision.reduce_dtype", "fp32", False),
-    ],
-)
-def test_an_element_type_of_the_trainer_alone_is_refused(name: str, value: str | None, is_refused: bool) -> None:
-    full = f"actor_rollout_ref.actor.fsdp_config.{name}"
-
-    report = import_flat("verl", {**BASES["verl"], full: value}).report
-
-    assert [entry.name for entry in report.refused] == ([full] if is_refused else [])

@@ -96,8 +96,7 @@ def schedule(source: Source) -> Fields:
             "optimisation.steps: trainer.total_epochs counts passes over the data: give --rows N, the number of "
             "training rows, or trainer.total_training_steps"
             if total is None
-            else "optimisation.steps: the prompts do not make one step: raise rollout.total_rollout_steps, or lower "
-            "ppo_mini_batch_size or require_batches"
+            else f"optimisation.steps: the prompts do not make one step: {_way_to_a_step(source)}"
         )
         return fields
     warmup = source.value(f"{MEGATRON}.lr_warmup_steps")
@@ -105,6 +104,12 @@ def schedule(source: Source) -> Fields:
         warmup = int(source.required(f"{MEGATRON}.lr_warmup_steps_ratio") * total)
     updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
     return fields | {"optimisation.steps": total, "optimisation.warmup_updates": warmup * updates}
+
+
+def _way_to_a_step(source: Source) -> str:
+    if is_fully_async(source):
+        return "raise rollout.total_rollout_steps, or lower ppo_mini_batch_size or require_batches"
+    return "lower data.train_batch_size, or give the number of training rows as --rows"
 
 
 def lengths(source: Source) -> Fields:

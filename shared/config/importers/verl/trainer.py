@@ -122,12 +122,14 @@ OFFLINE = "scoring answers that were made before is no training: sample the answ
 SFT = "the fleet trains by reinforcement only: fine-tune first, then set model.path to the result"
 
 OTHER_ROWS: tuple[Parameter, ...] = (
-    *(refused(f"evaluation.{name}", OFFLINE, default=default) for name, default in (
+    *(refused(f"evaluation.{name}", OFFLINE, default=default,
+              aliases=(name,) if name in {"data.path", "data.data_source_key", "data.reward_model_key"} else ())
+      for name, default in (
         ("data.path", None), ("data.prompt_key", "prompt"), ("data.response_key", "responses"),
         ("data.data_source_key", "data_source"), ("data.reward_model_key", "reward_model"),
         ("custom_reward_function.path", None), ("custom_reward_function.name", "compute_score"),
     )),
-    *(refused(f"sft.{name}", SFT, default=default) for name, default in (
+    *(refused(f"sft.{name}", SFT, default=default, aliases=(name,)) for name, default in (
         ("optim.optimizer", "AdamW"), ("optim.optimizer_impl", "torch.optim"), ("optim.lr", 1e-5),
         ("optim.weight_decay", 0.01), ("optim.lr_warmup_steps_ratio", 0.1), ("optim.clip_grad", 1.0),
         ("optim.lr_scheduler", "cosine"), ("optim.override_optimizer_config", None),
@@ -137,6 +139,9 @@ OTHER_ROWS: tuple[Parameter, ...] = (
         ("model.enable_gradient_checkpointing", False), ("model.trust_remote_code", False), ("model.lora_rank", 0),
         ("model.lora_alpha", 16), ("model.target_modules", "all-linear"), ("model.use_liger", False),
     )),
+    refused("data.response_key", "answers that were written before are neither trained on nor scored here: leave it "
+            "out, and sample them", default=None),
+    refused("data.max_length", f"of prompt and written answer together: {SFT}", default=None),
 )  # fmt: skip
 
 LAUNCH_VARIABLES: dict[str, tuple[str, ...]] = {

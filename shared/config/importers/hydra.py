@@ -24,7 +24,7 @@ Lookup = Callable[[str], Any]
 def problem(path: str, value: Any, allowed: str) -> InvalidSpec:
     """Describe what is wrong at a place of the file."""
     entry = {"path": path, "value": shown(value), "allowed": allowed}
-    return InvalidSpec(f"{path}: {allowed}, got {shown(value)}", errors=[entry])
+    return InvalidSpec(f"{path}: {allowed}, got {shown(value).strip()}", errors=[entry])
 
 
 def read_yaml(text: str, *, source: str) -> dict[str, Any]:

@@ -92,10 +92,10 @@ def flag(name: str, value: Any) -> bool | None:
 
 
 def text(name: str, value: Any) -> str | None:
-    """Read text; a number is written as text."""
+    """Read text; a number is written as text. A truth is none: a flag that has lost its value."""
     if is_null(value):
         return None
-    if isinstance(value, list | dict):
+    if isinstance(value, list | dict | bool):
         raise wrong(name, value, "text")
     return str(value)
 

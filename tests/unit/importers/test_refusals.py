@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from shared.config.importers.build import build
+from shared.config.importers.openrlhf.system import read_openrlhf
 from shared.config.importers.systems import SYSTEMS, read
+from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
 ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
@@ -59,3 +61,11 @@ def test_too_few_prompts_for_one_step_are_said_with_the_way_out(more: dict[str, 
     report = import_flat("verl", {**BASES["verl"], **few}, rows=3).report
 
     assert [each for each in report.problems if way_out in each]
+
+
+@pytest.mark.parametrize("flag", ["--pretrain", "--prompt_data", "--input_key", "--actor_learning_rate", "--seed"])
+def test_a_flag_that_has_lost_its_value_is_named(flag: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        build(SYSTEMS["openrlhf"], read_openrlhf([flag, "--max_steps", "3"]))
+
+    assert [entry["path"] for entry in caught.value.errors] == [flag]

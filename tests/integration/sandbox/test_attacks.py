@@ -135,8 +135,8 @@ async def test_an_endless_loop_ends_at_its_time(level: str) -> None:
     assert answer.run_result is not None
     assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
     assert answer.status is RunStatus.FAILED
-    assert 0.5 <= answer.run_result.execution_time <= 5
-    assert time.monotonic() - started < 10
+    assert 0.5 <= answer.run_result.execution_time <= 20
+    assert time.monotonic() - started < 30
 
 
 @isolating

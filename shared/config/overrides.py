@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from shared.config.yaml_text import read_value
+from shared.config.yaml_text import read_value, too_large
 from shared.errors import InvalidSpec, Scalar
 
 PREFIX = "FLOTILLA_SPEC__"
@@ -45,7 +45,8 @@ def on_command_line(texts: Iterable[str]) -> list[Override]:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise InvalidSpec(f"override {text!r} is not of the form section.key=value")
-        found.append(Override(tuple(key.strip().split(".")), _read(value), COMMAND_LINE, f"--set {key.strip()}"))
+        written = f"--set {key.strip()}"
+        found.append(Override(tuple(key.strip().split(".")), _read(value, written), COMMAND_LINE, written))
     return found
 
 
@@ -62,15 +63,20 @@ def in_environment(environment: Mapping[str, str]) -> list[Override]:
         path = tuple(name[len(PREFIX) :].lower().split("__"))
         if not all(path):
             raise InvalidSpec(f"{name} names no key: write {PREFIX}SECTION__KEY, with two underscores between names")
-        found.append(Override(path, _read(value), f"environment variable {name}", name))
+        found.append(Override(path, _read(value, name), f"environment variable {name}", name))
     return sorted(found, key=lambda override: (len(override.path), override.path))
 
 
-def _read(text: str) -> Any:
+def _read(text: str, written: str) -> Any:
     try:
-        return read_value(text)
+        value = read_value(text)
     except yaml.YAMLError:
         return text
+    except RecursionError:
+        raise InvalidSpec(f"override {written}: brackets may not stand in each other without end") from None
+    if (what := too_large(value)) is not None:
+        raise InvalidSpec(f"override {written}: {what}")
+    return value
 
 
 def apply(document: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:

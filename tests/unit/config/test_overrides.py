@@ -101,3 +101,11 @@ def test_a_value_is_from_the_last_that_wrote_it(path: str, origin: str) -> None:
 
     assert apply(FILE, layers)["optimisation"]["betas"] == [0.9, 0.999]
     assert origin_of(path.split("."), FILE, layers) == origin
+
+
+@pytest.mark.parametrize("value", ["[" * 3000, "&a [*a]", "&a {b: *a}"])
+def test_a_value_without_end_is_refused_with_where_it_was_given(value: str) -> None:
+    with pytest.raises(InvalidSpec, match="override --set data: "):
+        on_command_line([f"data={value}"])
+    with pytest.raises(InvalidSpec, match="override FLOTILLA_SPEC__DATA: "):
+        in_environment({"FLOTILLA_SPEC__DATA": value})

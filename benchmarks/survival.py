@@ -213,7 +213,9 @@ async def _until_further(
     """Wait until a step beyond ``step`` is done: a trainer that replays has to pass it again."""
     end = time.monotonic() + patience_seconds
     while await _step(client, experiment_id) <= step:
-        assert time.monotonic() < end, f"nothing went on for {patience_seconds} s"
+        if time.monotonic() > end:
+            found = await client.call("GET", f"/v1/experiments/{experiment_id}/diagnosis", deadline_seconds=60)
+            raise AssertionError(f"nothing went on for {patience_seconds:g} s: {found['component']}: {found['cause']}")
         await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -240,14 +242,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="go on to at least this step")
+    parser.add_argument("--keep", type=Path, help="keep model, data and logs in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--report", type=Path, help="write a page here; it holds a run with and one without faults")
     arguments = parser.parse_args()
 
     def run(kills: int, steps: int) -> Report:
-        with tempfile.TemporaryDirectory(prefix="flotilla-survival-") as directory:
+        with contextlib.ExitStack() as stack:
+            if arguments.keep:
+                directory = arguments.keep / f"{kills}-kills"
+                directory.mkdir(parents=True)
+            else:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flotilla-survival-")))
             work = survive(
-                Path(directory),
+                directory,
                 kills=kills,
                 seed=arguments.seed,
                 rollouts=arguments.rollouts,

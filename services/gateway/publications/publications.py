@@ -6,6 +6,7 @@ and wakes those who wait.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.events.log import EventLog
@@ -85,6 +86,7 @@ class Publications:
         """Take back what an earlier process had open; its deadlines start anew."""
         for experiment in self._book:
             records = await self._store.publications(experiment.id)
+            await self._take_back_committed(experiment, records)
             if not records or experiment.state.is_final:
                 continue
             self._last_numbers[experiment.id] = max(record.epoch for record in records)
@@ -94,6 +96,13 @@ class Publications:
                 self._open[experiment.id] = _Open(negotiation, newest.announced_at, self._deadline(negotiation))
             elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.is_ready:
                 self._epochs[experiment.id] = negotiation.epoch
+
+    async def _take_back_committed(self, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
+        """Let the experiment know of a commit that a process wrote, and its services heard of, just before it died."""
+        committed = [record for record in records if record.phase == PublicationPhase.COMMITTED.value]
+        newest = max(committed, key=lambda record: record.version, default=None)
+        if newest is not None and newest.version > experiment.record.policy_version:
+            await self._book.update(experiment, policy_version=newest.version, published_step=newest.step)
 
     def phase_seconds(self, manifest: Manifest) -> float:
         """How long each phase of a publication may take."""

@@ -273,6 +273,36 @@ async def test_a_restarted_gateway_goes_on_with_an_open_publication() -> None:
     assert (await stage.announce(2)).epoch == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("dies_at", ["put_experiment", "append_event"])
+async def test_a_gateway_that_dies_while_it_commits_comes_back_with_the_commit(
+    monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    """The trainer may have heard of it already."""
+    store = MemoryStore()
+    stage = await Stage.of(1, store)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    async def die(*_: object, **__: object) -> None:
+        raise ConnectionAbortedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, dies_at, die)
+        with pytest.raises(ConnectionAbortedError):
+            await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
+    stage.gateway = after = a_gateway(store)
+    await after.book.load()
+    await after.registry.load()
+    await after.publications.load()
+    stage.experiment = after.book.get(stage.experiment.id)
+
+    assert await stage.phase() is PublicationPhase.COMMITTED
+    assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
+    with pytest.raises(StalePolicyVersion):
+        await stage.announce()
+
+
 async def test_a_restarted_gateway_waits_for_word_of_every_rollout_before_it_names_members() -> None:
     store = MemoryStore()
     stage = await Stage.of(1, store)

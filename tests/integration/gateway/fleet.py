@@ -193,10 +193,13 @@ class Scripted:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._member is not None
-        await end(self._member)
-        await self.cancel_work()
-        await self.client.close()
-        await self.redis.aclose()
+        try:
+            await self.cancel_work()  # before it leaves, at which what it has under way with the gateway would fail
+        finally:
+            await end(self._member)
+            await self.cancel_work()
+            await self.client.close()
+            await self.redis.aclose()
 
     async def die(self) -> None:
         """Vanish without a word: the connection breaks, nothing is said."""

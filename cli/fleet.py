@@ -24,6 +24,7 @@ from typing import IO, Any
 import psutil
 
 from cli.processes import OwnedProcess, ProcessSpec, check_alive
+from cli.redis_keeper import RedisKeeper
 from cli.redis_server import LocalRedis
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
@@ -32,7 +33,6 @@ from shared.security import new_token, write_secret
 from shared.streams.connection import check_server
 
 START_SECONDS = 90.0
-REDIS_WATCH_SECONDS = 0.2
 FLEET_FILE = "fleet.json"
 LEASE_SECONDS = "15"
 """Of claims, unless the environment says otherwise."""
@@ -144,8 +144,8 @@ class LocalFleet:
         self._say = say
         self._lock: IO[str] | None = None
         self._redis: LocalRedis | None = None
-        self._redis_keeper: asyncio.Task[None] | None = None
-        self._gave_up: str | None = None
+        self._redis_keeper: RedisKeeper | None = None
+        self._keeping_redis: asyncio.Task[None] | None = None
         self._processes: list[OwnedProcess] = []
         self._token = ""
         self._redis_url = ""
@@ -167,8 +167,8 @@ class LocalFleet:
             WorkerDied: one was given up.
         """
         check_alive(self._processes)
-        if self._gave_up is not None:
-            raise WorkerDied(self._gave_up)
+        if self._redis_keeper is not None and self._redis_keeper.gave_up is not None:
+            raise WorkerDied(self._redis_keeper.gave_up)
 
     async def __aenter__(self) -> "LocalFleet":
         try:
@@ -229,19 +229,9 @@ class LocalFleet:
         # On this thread, and quickly: the server ends with the thread that starts it.
         url = self._redis.start()
         self._say(f"redis      pid {self._redis.pid} (of this fleet's own, in {data / 'redis'})")
-        self._redis_keeper = asyncio.create_task(self._keep_redis(self._redis), name="keep redis")
+        self._redis_keeper = RedisKeeper(self._redis, self._say)
+        self._keeping_redis = asyncio.create_task(self._redis_keeper.run(), name="keep redis")
         return url
-
-    async def _keep_redis(self, redis: LocalRedis) -> None:
-        while True:
-            await asyncio.sleep(REDIS_WATCH_SECONDS)
-            if redis.pid is None:
-                self._say("redis      ended; it is started again from its log")
-                try:
-                    redis.start()
-                except Unavailable as error:
-                    self._gave_up = f"redis cannot be started again: {error.detail}"
-                    return
 
     def _add(
         self, name: str, module: str, environment: dict[str, str], *, is_optional: bool = False, may_leave: bool = False
@@ -279,8 +269,8 @@ class LocalFleet:
         for process in self._processes:
             if process.spec.name == "gateway":
                 await process.stop()
-        if self._redis_keeper is not None:
-            self._redis_keeper.cancel()
+        if self._keeping_redis is not None:
+            self._keeping_redis.cancel()
         if self._redis is not None:
             self._redis.stop()
         (self.options.data / FLEET_FILE).unlink(missing_ok=True)

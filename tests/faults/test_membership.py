@@ -23,7 +23,7 @@ from cli.fleet import LEASE_SECONDS, FleetInfo, is_running
 from shared.client import GatewayClient
 from shared.streams.codec import EntryHeader
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from tests.faults.test_kill import watch_balance
+from tests.faults.test_kill import until_step, watch_balance
 from tests.faults.trial import PATIENCE_SECONDS, Trial, waited
 from tests.fleet import FLOTILLA, ROOT, RunningFleet, hold_back, make_experiment, running_fleet
 
@@ -132,6 +132,7 @@ async def test_rollouts_die_join_are_slow_and_leave(tmp_path: Path) -> None:
             with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=ENGINE) as second:
                 await ends_at_second_sigterm(trial, second)
             resumed = await waited(trial.num_resumed, PATIENCE_SECONDS, "tokens that were handed over to be trained")
+            await until_step(client, trial.id, 1)  # its metrics may come before the word that it is done
             await trial.stop()
             watching.cancel()
             await check_what_was_trained(trial)

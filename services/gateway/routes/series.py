@@ -152,8 +152,11 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
     Raises:
         NotFound: nothing bears this id (404).
     """
-    gateway.book.get(experiment_id)
+    experiment = gateway.book.get(experiment_id)
     await gateway.store.put_checkpoint(experiment_id, checkpoint)
+    if checkpoint.step > experiment.record.step:
+        # A trainer that is stopped at once may not say itself how far it came.
+        await gateway.book.update(experiment, step=checkpoint.step)
     await gateway.events.append(
         experiment_id, "checkpoint", step=checkpoint.step, version=checkpoint.version, path=checkpoint.path
     )

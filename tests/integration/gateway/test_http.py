@@ -280,6 +280,8 @@ async def test_checkpoints_are_listed_by_step(client: GatewayClient, tmp_path: P
         await client.call("POST", path, body=body)
 
     assert [item["step"] for item in (await client.call("GET", path))["items"]] == [10, 20]
+    view = await client.call("GET", f"/v1/experiments/{created['id']}")
+    assert view["step"] == 20, "what a checkpoint contains was done, whether the trainer said so or not"
 
 
 async def read_events(

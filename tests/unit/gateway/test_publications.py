@@ -43,6 +43,14 @@ class Stage:
         ]
         return cls(gateway, experiment, trainer, sorted(rollouts))
 
+    async def restart(self, store: MemoryStore) -> None:
+        """Replace the gateway by one that knows what the store does."""
+        self.gateway = a_gateway(store)
+        await self.gateway.book.load()
+        await self.gateway.registry.load()
+        await self.gateway.publications.load()
+        self.experiment = self.gateway.book.get(self.experiment.id)
+
     async def announce(self, version: int = 1) -> object:
         return await self.gateway.publications.announce(self.experiment.id, a_request(self.trainer, version))
 
@@ -260,14 +268,10 @@ async def test_a_restarted_gateway_goes_on_with_an_open_publication() -> None:
     await stage.open(1)
     await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
 
-    stage.gateway = after = a_gateway(store)
-    await after.book.load()
-    await after.registry.load()
-    await after.publications.load()
-    stage.experiment = after.book.get(stage.experiment.id)
+    await stage.restart(store)
 
     assert await stage.phase() is PublicationPhase.TRANSFERRING
-    await after.publications.apply_to_version(stage.experiment.id, 1, Sent(1, a_manifest().checksum))
+    await stage.gateway.publications.apply_to_version(stage.experiment.id, 1, Sent(1, a_manifest().checksum))
     await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
     assert stage.experiment.record.policy_version == 1
     assert (await stage.announce(2)).epoch == 1  # type: ignore[attr-defined]
@@ -291,11 +295,7 @@ async def test_a_gateway_that_dies_while_it_commits_comes_back_with_the_commit(
         patch.setattr(store, dies_at, die)
         with pytest.raises(ConnectionAbortedError):
             await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
-    stage.gateway = after = a_gateway(store)
-    await after.book.load()
-    await after.registry.load()
-    await after.publications.load()
-    stage.experiment = after.book.get(stage.experiment.id)
+    await stage.restart(store)
 
     assert await stage.phase() is PublicationPhase.COMMITTED
     assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
@@ -306,10 +306,7 @@ async def test_a_gateway_that_dies_while_it_commits_comes_back_with_the_commit(
 async def test_a_restarted_gateway_waits_for_word_of_every_rollout_before_it_names_members() -> None:
     store = MemoryStore()
     stage = await Stage.of(1, store)
-    stage.gateway = after = a_gateway(store)
-    await after.book.load()
-    await after.registry.load()
-    await after.publications.load()
+    await stage.restart(store)
 
     with pytest.raises(Unavailable, match="not yet heard"):
         await stage.announce()

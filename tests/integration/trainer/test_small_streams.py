@@ -71,7 +71,9 @@ async def test_a_checkpoint_is_made_early_where_planned_groups_leave_no_room(
 
     early = sum(values["checkpoint/early"] for values in gateway.metrics.values())
     assert early >= 2
-    assert len(gateway.checkpoints) == early + 1
+    # The last step's own may have been due early as well.
+    assert len(gateway.checkpoints) in {early, early + 1}
+    assert gateway.checkpoints[-1] == STEPS
     ledger = await plane.ledger()
     assert ledger.balanced
     assert (ledger.trained, ledger.planned) == (R * STEPS, 0)

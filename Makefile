@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-SOURCES := cli services shared
+SOURCES := flotilla services shared
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -27,13 +27,13 @@ from services.reward.filtering import keeps
 from services.reward.shaping import Graded, shape
 from services.reward.verifiers.numeric import NumericVerifier
 from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
-from services.rollout.engines.outcomes import Generated
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.outcomes import Generated
+from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
-from services.trainer.images import ImagePool
-from services.trainer.learner import Learner
 from services.trainer.models.loading import load_model
+from services.trainer.worker.images import ImagePool
+from services.trainer.worker.learner import Learner
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.load import validate_spec
 from shared.config.reward import NumericConfig

@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engines.architecture import Architecture, architecture_of
 from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.outcomes import Generated
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.torch_engine import TorchEngine, use_threads
+from services.rollout.engines.decoders.architecture import Architecture, architecture_of
+from services.rollout.engines.embedded.engine import TorchEngine, use_threads
+from services.rollout.engines.embedded.outcomes import Generated
+from services.rollout.engines.embedded.settings import EngineSettings
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32

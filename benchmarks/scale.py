@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -29,9 +28,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from cli.redis_server import LocalRedis
+from flotilla.cli.redis_server import LocalRedis
 from shared.client import GatewayClient
 from shared.errors import NotFound
+from shared.processes import python_module
 from shared.schemas.service import Registration, ServiceKind
 from tests.fleet import make_experiment, until
 
@@ -163,7 +163,7 @@ async def gateway(directory: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
         log = directory / "gateway.log"
         with log.open("wb") as errors, (directory / "address").open("wb") as address:
             process = subprocess.Popen(  # noqa: ASYNC220
-                (sys.executable, "-m", "services.gateway"), env=environment, stdout=address, stderr=errors
+                python_module("services.gateway"), env=environment, stdout=address, stderr=errors
             )
         try:
             await asyncio.to_thread(

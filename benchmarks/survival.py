@@ -34,7 +34,7 @@ from tests.fleet import RunningFleet, running_fleet, until
 VICTIMS = {
     "gateway": "services.gateway",
     "rollout": "services.rollout",
-    "engine": "services.rollout.engines.worker",
+    "engine": "services.rollout.engines.process.child",
     "reward": "services.reward",
     "trainer": "services.trainer",
     "training process": "services.trainer.worker",

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.process_engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
-from services.trainer.images import ImagePool
+from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.process.engine import ProcessEngine
+from services.trainer.worker.images import ImagePool
 from shared.config.asynchrony import OnWeightUpdate
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.flat_parameters import FlatParameters

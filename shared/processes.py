@@ -1,4 +1,4 @@
-"""Processes that never outlive their owner."""
+"""Child processes: how they are started, and that they never outlive their owner."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,21 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 REAP_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs one of our modules with this interpreter.
+
+    ``-P`` keeps the working directory, which is the user's, off the module path: a folder ``shared`` or ``services``
+    there would otherwise be imported in place of ours.
+    """
+    return [sys.executable, "-P", "-m", name, *arguments]
 
 
 async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SECONDS) -> int | None:
@@ -40,3 +50,20 @@ def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, with_signal, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), with_signal)
+
+
+def tie_to_parent(with_signal: int = signal.SIGTERM) -> Callable[[], None] | None:
+    """Return a ``preexec_fn`` that ties a program which is not ours to this process; None where there is no such call.
+
+    The library is loaded before the fork: between fork and exec the child may make system calls only.
+    """
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+
+    def tie() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, with_signal, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return tie

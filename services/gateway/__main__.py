@@ -12,7 +12,7 @@ from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 from shared.serving import address_of, bind, serve
 from shared.settings import read_settings, seconds_from
-from shared.streams.connection import check_server
+from shared.streams.redis.connection import check_server
 from shared.telemetry.logging import configure_logging
 
 DEFAULT_PORT = 8470

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Scope
 
-from services.gateway.guard import Guard
+from services.gateway.middleware import Guard
 from services.gateway.routes import experiments, fleet, health, publications, series, services
 from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from services.gateway import signals
 from services.gateway.events.log import EventLog
-from services.gateway.experiments.book import Book, OpenPlane
-from services.gateway.experiments.control import Control
-from services.gateway.experiments.work import ExperimentWork
+from services.gateway.lifecycle.commands import Control
+from services.gateway.lifecycle.repository import Book, OpenPlane
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
-from services.gateway.scheduler.conductor import Conductor
+from services.gateway.runtime.reconciler import Conductor
+from services.gateway.runtime.work import ExperimentWork
 from services.gateway.scheduler.quota import Scheduler
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
@@ -23,9 +23,9 @@ from services.gateway.store.sql import SqlStore
 from shared.clock import Clock, SystemClock
 from shared.errors import FlotillaError, Unavailable
 from shared.schemas.task import Lane
-from shared.streams.connection import check_server, connect
 from shared.streams.plane import DataPlane
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import check_server, connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from shared.schemas.service import Assignment, Capabilities, Registration, Servi
 from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
-from shared.streams.connection import connect
 from shared.streams.hop import holder_name
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 
 CONCURRENCY = 32

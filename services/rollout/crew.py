@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from services.rollout.engines.base import Engine
-from services.rollout.engines.process_engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.process.engine import ProcessEngine
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
@@ -23,7 +23,7 @@ from shared.schemas.service import Assignment
 from shared.schemas.task import Lane
 from shared.streams.hop import Hop
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.weights.endpoint_client import EndpointClient
 

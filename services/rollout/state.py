@@ -16,8 +16,8 @@ from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
-from shared.streams.connection import connect
 from shared.streams.hop import holder_name
+from shared.streams.redis.connection import connect
 from shared.streams.settings import StreamsConfig
 from shared.weights.image import shared_memory_identity, sweep
 from shared.weights.pull_client import WeightPuller

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from services.trainer.offered import OfferedImages
 from services.trainer.state import TrainerState, open_state
+from services.trainer.supervisor.served_images import OfferedImages
 from shared.service_app import create_service_app
 from shared.settings import ServiceSettings
 from shared.weights.pull import PublishedImages, weights_router

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from services.trainer.offered import OfferedImages
-from services.trainer.supervisor import Addresses, Supervisor
+from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.client import GatewayClient
 from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind

@@ -6,7 +6,6 @@ costs milliseconds where a fresh import of torch costs seconds. Members are abor
 with the service: its end closes the socket, and the kernel kills each child of a dead parent.
 """
 
-import ctypes
 import os
 import selectors
 import signal
@@ -17,6 +16,7 @@ from collections import deque
 from typing import NoReturn
 
 from shared.faults.armed import arm_process
+from shared.processes import die_with_parent
 from shared.weights.endpoint_protocol import (
     FROM_SERVICE,
     NUM_FORK_DESCRIPTORS,
@@ -29,7 +29,6 @@ from shared.weights.endpoint_protocol import (
 )
 from shared.weights.member import serve
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 
 
@@ -92,7 +91,7 @@ class Endpoint:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            die_with(parent)
+            die_with_parent(parent, with_signal=signal.SIGKILL)
             os.dup2(errors, sys.stderr.fileno())
             os.close(errors)
             # The service must see each socket close when the one process that it is for ends.
@@ -117,17 +116,9 @@ class Endpoint:
         self._channel.sendall(message.line())
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, where the kernel can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
-            os._exit(0)
-
-
 def main(descriptor: int, parent: int) -> NoReturn:
     """Serve the service ``parent`` over an inherited socket until it closes it or ends."""
-    die_with(parent)
+    die_with_parent(parent, with_signal=signal.SIGKILL)
     # Ctrl-C reaches the whole process group; the service decides when members end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     arm_process("weights")

@@ -7,7 +7,6 @@ cannot be told, its killing settles.
 import asyncio
 import os
 import socket
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import IO, Self, TypeVar
 
 from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
-from shared.processes import reap
+from shared.processes import python_module, reap
 from shared.schemas.publication import Rendezvous
 from shared.weights.endpoint_protocol import (
     FROM_ENDPOINT,
@@ -249,11 +248,7 @@ class EndpointClient:
         with theirs:
             self._channel = await Lines.open(ours, self._hear, self._lost)
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "shared.weights.endpoint",
-                str(theirs.fileno()),
-                str(os.getpid()),
+                *python_module("shared.weights.endpoint", str(theirs.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,

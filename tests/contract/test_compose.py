@@ -39,7 +39,9 @@ def test_a_service_is_built_from_a_target_that_exists(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"redis"}))
 def test_every_variable_is_one_that_the_code_reads(name: str) -> None:
     read = "\n".join(
-        path.read_text(encoding="utf-8") for top in ("shared", "services", "cli") for path in (ROOT / top).rglob("*.py")
+        path.read_text(encoding="utf-8")
+        for top in ("shared", "services", "flotilla")
+        for path in (ROOT / top).rglob("*.py")
     )
 
     unknown = [key for key in SERVICES[name]["environment"] if key.startswith("FLOTILLA_") and f'"{key}"' not in read]

@@ -1,4 +1,4 @@
-"""Who may import whom: cli -> services -> shared, services never each other, torch only where weights are computed."""
+"""Who may import whom: flotilla -> services -> shared, services never each other, torch only for weights."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ MAY_IMPORT_TORCH = ("services/trainer/", "services/rollout/", "shared/weights/")
 
 
 def modules() -> list[Path]:
-    return sorted(path for top in ("cli", "services", "shared") for path in (ROOT / top).rglob("*.py"))
+    return sorted(path for top in ("flotilla", "services", "shared") for path in (ROOT / top).rglob("*.py"))
 
 
 def imported_by(path: Path) -> Iterator[str]:
@@ -42,8 +42,8 @@ def test_imports_run_downwards_only(path: Path) -> None:
         parts = name.split(".")
         if parts[0] in {"tests", "benchmarks", "examples"}:
             pytest.fail(f"{path} imports {name}")
-        if parts[0] == "cli":
-            assert mine[0] == "cli", f"{path} imports {name}"
+        if parts[0] == "flotilla":
+            assert mine[0] == "flotilla", f"{path} imports {name}"
         if parts[0] == "services":
             assert mine[0] != "shared", f"{path} imports {name}"
             if mine[0] == "services":
@@ -66,10 +66,10 @@ def test_torch_is_imported_only_where_weights_are_computed(path: Path) -> None:
 def test_algorithms_import_nothing_of_ours_but_types(path: Path) -> None:
     for name in imported_by(path):
         allowed = name.startswith(("services.trainer.algorithms", "shared.config"))
-        assert allowed or name.split(".")[0] not in {"cli", "services", "shared"}, f"{path} imports {name}"
+        assert allowed or name.split(".")[0] not in {"flotilla", "services", "shared"}, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("package", ["services.gateway", "services.reward", "services.sandbox", "cli"])
+@pytest.mark.parametrize("package", ["services.gateway", "services.reward", "services.sandbox", "flotilla.cli"])
 def test_small_images_need_no_torch(package: str) -> None:
     script = (
         "import importlib, sys\n"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from shared.config.importers.metrics import RECORDED
+from flotilla.importers.metrics import RECORDED
 from shared.weights.image import default_directories
 from tests.fleet import FLOTILLA, ROOT, make_experiment, until
 

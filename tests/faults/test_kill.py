@@ -20,7 +20,7 @@ HELD_STEPS = 36
 """The rest waits until everybody was killed."""
 VICTIMS = (
     "services.rollout",
-    "services.rollout.engines.worker",
+    "services.rollout.engines.process.child",
     "services.reward",
     "services.trainer.worker",
     "services.trainer",

@@ -22,11 +22,11 @@ HELD_STEPS = 32
 """The rest waits until everybody was killed."""
 VICTIMS = (
     "services.rollout",
-    "services.rollout.engines.worker",
+    "services.rollout.engines.process.child",
     "services.reward",
     "services.gateway",
     "valkey-server",
-    "services.rollout.engines.worker",
+    "services.rollout.engines.process.child",
     "valkey-server",
 )
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "completion_tokens/mean", "advantage/mean_square")

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 5
 """Less than the gateway waits for a data plane that does not answer."""
 PATIENCE_SECONDS = 240
 VICTIMS = (
-    ("services.rollout.engines.worker", "rollout", ""),
+    ("services.rollout.engines.process.child", "rollout", ""),
     ("services.reward", "reward", ""),
     ("services.trainer.worker", "trainer", ""),
     ("valkey-server", "redis", "the data plane does not answer"),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from cli.redis_server import LocalRedis
+from flotilla.cli.redis_server import LocalRedis
 from shared.client import GatewayClient
-from shared.streams.connection import connect
+from shared.streams.redis.connection import connect
 from tests.fleet import make_experiment, running_fleet
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]

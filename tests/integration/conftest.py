@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cli.redis_server import LocalRedis
+from flotilla.cli.redis_server import LocalRedis
 
 
 @pytest.fixture(scope="session")

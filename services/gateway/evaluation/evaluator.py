@@ -7,12 +7,12 @@ a restart of the gateway interrupted is given up, and its tasks are resolved as 
 import asyncio
 import logging
 
+from services.gateway.datasets.dataset import Dataset
 from services.gateway.evaluation.schedule import due_version
 from services.gateway.evaluation.summary import summarise_sets
 from services.gateway.events.log import EventLog
-from services.gateway.experiments.book import Book, Experiment
-from services.gateway.experiments.leftovers import GATEWAY, resolve_leftovers
-from services.gateway.feeder.dataset import Dataset
+from services.gateway.lifecycle.drain_outstanding import GATEWAY, resolve_leftovers
+from services.gateway.lifecycle.repository import Book, Experiment
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from services.gateway.feeder.dataset import Part
+from services.gateway.datasets.dataset import Part
 from shared.schemas.trajectory import GradeStatus, Group
 
 PREFIX = "evaluation/"

@@ -7,10 +7,10 @@ publication frees is never filled with tasks of the version before.
 import asyncio
 import logging
 
-from services.gateway.experiments.book import Experiment, FullStream
+from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.admission import admitted, groups_left
-from services.gateway.feeder.dataset import Dataset
 from services.gateway.feeder.held import ADMISSION_WAIT
+from services.gateway.lifecycle.repository import Experiment, FullStream
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339

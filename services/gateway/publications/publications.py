@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.events.log import EventLog
-from services.gateway.experiments.book import Book, Experiment
+from services.gateway.lifecycle.repository import Book, Experiment
 from services.gateway.publications.durations import Durations
 from services.gateway.publications.epochs import Epoch, epoch_for
 from services.gateway.publications.negotiation import DeadlinePassed as Late

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from services.gateway.events.log import EventLog
-from services.gateway.experiments.book import Book, Experiment
-from services.gateway.experiments.control import Control
-from services.gateway.experiments.idleness import IDLE_RATIO
+from services.gateway.lifecycle.commands import Control
+from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.monitoring.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts

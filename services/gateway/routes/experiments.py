@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from services.gateway.experiments.lifecycle import Action
-from services.gateway.routes.access import Cursor, Gateway, Limit, page_of
+from services.gateway.lifecycle.states import Action
+from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 from shared.schemas.experiment import ExperimentView, Page

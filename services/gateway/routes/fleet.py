@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from services.gateway.routes.access import Gateway
+from services.gateway.routes.dependencies import Gateway
 from shared.schemas.fleet import FleetView
 
 router = APIRouter(prefix="/fleet", tags=["services"])

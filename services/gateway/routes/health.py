@@ -3,8 +3,8 @@
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from services.gateway.gauges import CONTENT_TYPE, page_of
-from services.gateway.routes.access import Gateway
+from services.gateway.prometheus import CONTENT_TYPE, page_of
+from services.gateway.routes.dependencies import Gateway
 from shared.errors import Unavailable
 
 router = APIRouter(tags=["health"])

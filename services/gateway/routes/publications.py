@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
-from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
+from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
 from shared.schemas.experiment import Page
 from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous, Wire
 

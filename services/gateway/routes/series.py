@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 
-from services.gateway.routes.access import LARGEST_PAGE, Cursor, Gateway, Limit, number_of, page_of
+from services.gateway.routes.dependencies import LARGEST_PAGE, Cursor, Gateway, Limit, number_of, page_of
 from shared.clock import rfc3339
 from shared.errors import InvalidRequest, NotFound
 from shared.schemas.experiment import (

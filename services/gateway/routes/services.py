@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.routes.access import Cursor, Gateway, Limit, Wait, page_of
+from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
 from services.gateway.routes.exchange import JSON, exchange
 from shared.schemas.experiment import Page
 from shared.schemas.service import (

@@ -6,9 +6,9 @@ until it says that it is done or its notice is over. Only then is it released, a
 
 import logging
 
-from services.gateway.experiments.book import Book, Experiment
-from services.gateway.experiments.control import Control
-from services.gateway.experiments.watchdog import SCHEDULER
+from services.gateway.lifecycle.commands import Control
+from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.scheduler.explanation import why_waiting

@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 from typing import IO, cast
 
-from services.trainer.control import Control
-from services.trainer.durability import CheckpointOverdue
 from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Status
+from services.trainer.worker.control import Control
+from services.trainer.worker.durability import CheckpointOverdue
 from services.trainer.worker.session import Session, Surroundings, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
 from shared.schemas.service import Failure, WorkState
-from shared.streams.connection import connect
 from shared.streams.plane import DataPlane
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.telemetry import logging as telemetry
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.image import sweep

@@ -13,15 +13,15 @@ import torch
 
 from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.control import Control
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
-from services.trainer.durability import Durability
-from services.trainer.images import ImagePool
-from services.trainer.learner import Learner
-from services.trainer.loop import TrainingLoop
-from services.trainer.publisher import Gateway, Publisher
-from services.trainer.reporter import Reporter
+from services.trainer.worker.control import Control
+from services.trainer.worker.durability import Durability
+from services.trainer.worker.images import ImagePool
+from services.trainer.worker.learner import Learner
+from services.trainer.worker.loop import TrainingLoop
+from services.trainer.worker.publisher import Gateway, Publisher
+from services.trainer.worker.reporter import Reporter
 from shared.config.advantage import GdpoConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.service import Failure

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import Completion, Engine
-from services.rollout.engines.in_process_engine import InProcessEngine
-from services.rollout.engines.process_engine import ProcessEngine
+from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.process.engine import ProcessEngine
+from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.resumption import Prefix, ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.engines.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason

@@ -13,14 +13,14 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from shared.schemas.task import Lane
-from shared.streams.connection import connect
 from shared.streams.hop import Hop
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from shared.streams.ledger import REASONED, Ledger
-from shared.streams.memory import MemoryDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, graded
 from tests.integration.conftest import redis_url

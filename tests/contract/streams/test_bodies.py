@@ -11,7 +11,7 @@ from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajecto
 from shared.streams.hop import Claim, Hop, Resolution, forwarded
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.streams.redis import APPENDED_BYTES
+from shared.streams.redis.hop import APPENDED_BYTES
 from shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of
 

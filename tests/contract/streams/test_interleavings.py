@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from shared.streams.connection import connect
-from shared.streams.memory import MemoryDataPlane
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from tests.contract.streams.machine import Fleet, Rig
 

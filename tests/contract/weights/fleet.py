@@ -17,8 +17,8 @@ from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.state import GatewayState
 from services.rollout.receiver import WeightReceiver
 from services.rollout.version import VersionGate
-from services.trainer.images import ImagePool
-from services.trainer.publisher import Publisher
+from services.trainer.worker.images import ImagePool
+from services.trainer.worker.publisher import Publisher
 from shared.clock import SystemClock
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.publication import PublicationConfig

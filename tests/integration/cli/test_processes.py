@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.processes import OwnedProcess, ProcessSpec, check_alive
+from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from shared.errors import WorkerDied
 
 SLEEP = "import time; time.sleep(600)"

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.outcomes import Generated, Outcome, Updated
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.outcomes import Generated, Outcome, Updated
 from shared.errors import FlotillaError
 
 Answers = dict[str, Sequence[Completion]]

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.rollout.engines.outcomes import GenerationFailed
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.outcomes import GenerationFailed
+from services.rollout.engines.embedded.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest, ModelError
 from shared.schemas.trajectory import FinishReason

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from services.rollout.engines.base import Completion
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, scores
@@ -205,7 +205,7 @@ def test_weights_are_read_as_they_arrive(
         engine.forget_update(1)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
     else:
-        monkeypatch.setattr("services.rollout.engines.arrival.open_tensors", None)  # It is not read again.
+        monkeypatch.setattr("services.rollout.engines.decoders.arrival.open_tensors", None)  # It is not read again.
         engine.prepare_update(arriving, 5, 1)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
 

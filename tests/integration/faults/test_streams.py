@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from shared.errors import Unavailable
 from shared.faults.armed import arm, disarm
 from shared.faults.plan import parse_plan
-from shared.streams.connection import connect
 from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, graded
 

@@ -45,10 +45,10 @@ from shared.schemas.service import (
 )
 from shared.schemas.task import Lane
 from shared.serving import address_of, bind
-from shared.streams.connection import connect
 from shared.streams.hop import holder_name
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.testing.builders import a_group, graded
 
 TOKEN = "token-of-the-tests"

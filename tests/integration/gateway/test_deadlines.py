@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.feeder import lengths
-from services.gateway.feeder.lengths import LengthProcess
+from services.gateway.datasets import lengths
+from services.gateway.datasets.lengths import LengthProcess
 from services.gateway.store import sql
 from services.gateway.store.sql import SqlStore
 from shared.errors import DataError, Unavailable

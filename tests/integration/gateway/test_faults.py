@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.redis_server import LocalRedis
+from flotilla.cli.redis_server import LocalRedis
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient

@@ -12,7 +12,7 @@ import yaml
 from fastapi.routing import APIRoute
 
 from services.gateway.app import create_app
-from services.gateway.guard import OPEN_PATHS
+from services.gateway.middleware import OPEN_PATHS
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient

@@ -21,8 +21,8 @@ FILES = {
 }
 LOAD = """
 import json, sys
-from services.gateway.feeder import places
-from services.gateway.feeder.loading import load_training
+from services.gateway.datasets import locations as places
+from services.gateway.datasets.loading import load_training
 from shared.config.data import DataConfig
 from shared.errors import DataError
 if sys.argv[2] == "without":

@@ -11,11 +11,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.feeder import lengths
-from services.gateway.feeder.dataset import Dataset
-from services.gateway.feeder.lengths import prompt_lengths
-from services.gateway.feeder.loading import load_training
-from services.gateway.feeder.overlong import kept_rows, without_overlong
+from services.gateway.datasets import lengths
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.lengths import prompt_lengths
+from services.gateway.datasets.loading import load_training
+from services.gateway.datasets.overlong import kept_rows, without_overlong
 from services.rollout.episodes.rendering import ChatRenderer
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError, ModelError

@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from cli.__main__ import main
-from cli.launch_file import read_launch_file
+from flotilla.cli.__main__ import main
+from flotilla.cli.launch_file import read_launch_file
 from shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 

@@ -7,11 +7,11 @@ import pytest
 
 from shared.errors import Unavailable
 from shared.streams.admission import IssueOutcome
-from shared.streams.connection import connect
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
-from shared.streams.scripts import script
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
+from shared.streams.redis.scripts import script
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, a_trajectory, graded
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored

@@ -5,7 +5,7 @@ import random
 
 from shared.streams.hop import Hop
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.plane import RedisDataPlane
 
 
 async def test_a_cancelled_claimer_ends(plane: RedisDataPlane) -> None:

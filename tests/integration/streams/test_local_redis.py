@@ -18,10 +18,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
-from cli import redis_server
-from cli.redis_server import LocalRedis, check_server, find_server, server_version
+from flotilla.cli import redis_server
+from flotilla.cli.redis_server import LocalRedis, check_server, find_server, server_version
 from shared.errors import Unavailable
-from shared.streams import connection
+from shared.streams.redis import connection
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_long_path_falls_back_to_a_loopback_port(tmp_path: Path) -> None:
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     source = (
-        "import sys, time, pathlib; from cli.redis_server import LocalRedis; "
+        "import sys, time, pathlib; from flotilla.cli.redis_server import LocalRedis; "
         f"s = LocalRedis(pathlib.Path({str(tmp_path / 'redis')!r})); s.start(); "
         "print(s.pid, flush=True); time.sleep(60)"
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.redis_server import LocalRedis
-from shared.streams.connection import connect
+from flotilla.cli.redis_server import LocalRedis
 from shared.streams.hop import Claim, Hop
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import ledger_of

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from shared.errors import Unavailable
 from shared.streams.hop import Resolution
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored

@@ -12,7 +12,7 @@ from safetensors.torch import load
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.control import Control
+from services.trainer.worker.control import Control
 from services.trainer.worker.session import Session, Surroundings, open_session
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
@@ -23,7 +23,7 @@ from shared.schemas.task import Message, Task, sample_seed
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.admission import IssueOutcome
 from shared.streams.keys import HopName
-from shared.streams.memory import MemoryDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
 
 VOCABULARY = 48
 END = 1

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from services.trainer.checkpoint.manager import CheckpointManager
-from services.trainer.images import ImagePool
-from services.trainer.learner import Learner
+from services.trainer.worker.images import ImagePool
+from services.trainer.worker.learner import Learner
 from shared.errors import ClaimLost
 from shared.schemas.publication import PublicationRequest
-from shared.streams.memory import MemoryDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 

@@ -17,16 +17,16 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from services.trainer.offered import OfferedImages
-from services.trainer.supervisor import Addresses, Supervisor
+from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.config.spec import ExperimentSpec
 from shared.errors import NotFound
 from shared.schemas.experiment import CheckpointView, MetricBatch
 from shared.schemas.publication import PublicationRequest
 from shared.schemas.service import Assignment, DesiredState, WorkState
 from shared.serving import add_problem_handlers, bind
-from shared.streams.connection import connect
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.weights.image import WeightImage
 from shared.weights.pull import PublishedImages
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, save_tiny_model

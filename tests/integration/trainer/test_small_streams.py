@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shared.streams.connection import connect
-from shared.streams.redis_plane import RedisDataPlane
+from shared.streams.redis.connection import connect
+from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from tests.integration.conftest import redis_url
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from cli.progress import Progress, duration, live_line, seconds_left
-from cli.summary import summarise, summary_table
+from flotilla.cli.progress import Progress, duration, live_line, seconds_left
+from flotilla.cli.summary import summarise, summary_table
 from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 

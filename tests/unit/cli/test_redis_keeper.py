@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from cli import redis_keeper
-from cli.processes import MAX_RESTARTS
-from cli.redis_keeper import RedisKeeper
+from flotilla.cli import redis_keeper
+from flotilla.cli.processes import MAX_RESTARTS
+from flotilla.cli.redis_keeper import RedisKeeper
 from shared.errors import Unavailable
 
 

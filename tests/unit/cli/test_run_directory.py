@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cli.commands.run import RunDirectory
+from flotilla.cli.commands.run import RunDirectory
 
 
 def test_two_runs_at_once_get_two_directories(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.commands.spec import add_parsers
-from services.gateway.experiments import preflight
+from flotilla.cli.commands.spec import add_parsers
+from services.gateway.datasets import preflight
 from shared.config.load import load_spec
 from shared.errors import FlotillaError
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.architecture import architecture_of, is_written_out, reason_not_fused
-from services.rollout.engines.checkpoint import TensorHeader, check_headers
+from services.rollout.engines.decoders.architecture import architecture_of, is_written_out, reason_not_fused
+from services.rollout.engines.decoders.checkpoint import TensorHeader, check_headers
 from shared.errors import WeightTransferFailed
 
 QWEN3: dict[str, Any] = {

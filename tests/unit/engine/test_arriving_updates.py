@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.arrival import Arrival
-from services.rollout.engines.updates import Update, UpdateQueue
+from services.rollout.engines.decoders.arrival import Arrival
+from services.rollout.engines.embedded.updates import Update, UpdateQueue
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import WeightTransferFailed
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.gateway.experiments.book import Experiment
+from services.gateway.lifecycle.repository import Experiment
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, assemble
 from services.gateway.store.memory import MemoryStore
@@ -18,7 +18,7 @@ from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
 from shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
 from shared.schemas.task import Lane
-from shared.streams.memory import MemoryDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 
 

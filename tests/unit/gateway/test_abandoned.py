@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.gateway.experiments.abandoned import AbandonedClaims
-from services.gateway.experiments.book import Experiment
+from services.gateway.lifecycle.repository import Experiment
+from services.gateway.runtime.orphaned_claims import AbandonedClaims
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import Unavailable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.experiments.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
-from services.gateway.experiments.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
+from services.gateway.monitoring.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
+from services.gateway.monitoring.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
 from shared.streams.keys import HopName
 from shared.streams.ledger import HopCounts, Ledger
 

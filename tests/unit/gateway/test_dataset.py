@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.feeder.dataset import Dataset, order_of_epoch
-from services.gateway.feeder.loading import load_training
-from services.gateway.feeder.reading import read_rows
+from services.gateway.datasets.dataset import Dataset, order_of_epoch
+from services.gateway.datasets.loading import load_training
+from services.gateway.datasets.row_readers import read_rows
 from shared.config.data import DataConfig
 from shared.errors import DataError
 from shared.schemas.task import Message

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.experiments.diagnosis import Observation, Situation, diagnose, progress_of
+from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationPhase
 from shared.schemas.service import ServiceKind as Kind

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.experiments.book import Experiment
-from services.gateway.feeder.dataset import Dataset, Part
+from services.gateway.lifecycle.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.errors import Unavailable
 from shared.schemas.service import ServiceKind

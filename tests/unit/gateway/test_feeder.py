@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.experiments.leftovers import resolve_leftovers
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.loading import load_training
 from services.gateway.feeder import feeder as feeding
-from services.gateway.feeder.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
-from services.gateway.feeder.loading import load_training
+from services.gateway.lifecycle.drain_outstanding import resolve_leftovers
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway import gauges
-from services.gateway.experiments.bottleneck import COMPONENTS, Look
-from services.gateway.experiments.lags import BOUNDS, LagHistogram
-from services.gateway.gauges import page_of
+from services.gateway import prometheus as gauges
+from services.gateway.monitoring.bottleneck import COMPONENTS, Look
+from services.gateway.monitoring.lags import BOUNDS, LagHistogram
+from services.gateway.prometheus import page_of
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.experiments.idleness import Idleness
+from services.gateway.monitoring.idleness import Idleness
 
 
 def load(busy: float, idle: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 import pytest
 
-from services.gateway.experiments.lifecycle import Action, Step, after_action, after_step, allowed_actions
+from services.gateway.lifecycle.states import Action, Step, after_action, after_step, allowed_actions
 from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState as State
 

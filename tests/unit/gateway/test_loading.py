@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
-from services.gateway.feeder.dataset import Dataset
-from services.gateway.feeder.loading import load_evaluation, load_training
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.loading import load_evaluation, load_training
 from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.errors import DataError, FlotillaError, InvalidSpec
@@ -144,7 +144,7 @@ def test_urls_are_read_through_fsspec() -> None:
 
 
 def test_a_network_that_comes_back_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.gateway.feeder import places
+    from services.gateway.datasets import locations as places
 
     monkeypatch.setattr(places, "PAUSES_SECONDS", (0.0, 0.0))
     tries: list[int] = []

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.experiments.book import Experiment
+from services.gateway.lifecycle.repository import Experiment
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.gateway.datasets import preflight
 from services.gateway.events.log import EventLog
-from services.gateway.experiments import preflight
 from services.gateway.store.memory import MemoryStore
 from services.gateway.tracking import exporter as exporting
 from services.gateway.tracking.base import Record, TrackedRun, Tracker

@@ -4,9 +4,9 @@ from statistics import fmean
 
 import pytest
 
-from services.gateway.experiments.book import FullStream
-from services.gateway.experiments.watchdog import LOOK_SECONDS, Watchdog, pauses
-from services.gateway.feeder.dataset import Dataset
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.lifecycle.repository import FullStream
+from services.gateway.monitoring.watchdog import LOOK_SECONDS, Watchdog, pauses
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.service import ServiceKind

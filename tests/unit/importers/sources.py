@@ -5,10 +5,10 @@ from typing import Any
 
 import yaml
 
-from shared.config.importers.build import Imported, build
-from shared.config.importers.openrlhf.system import read_openrlhf
-from shared.config.importers.parameter import Parameter, System, Verdict
-from shared.config.importers.systems import SYSTEMS, read
+from flotilla.importers.build import Imported, build
+from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.parameter import Parameter, System, Verdict
+from flotilla.importers.systems import SYSTEMS, read
 
 ROWS = 100_000
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.feeder.loading import load_training
+from flotilla.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
+from services.gateway.datasets.loading import load_training
 from services.reward.verifiers.custom import grade_of, load_function
 from shared.config.data import DataConfig
-from shared.config.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
 from shared.schemas.grading import GradingSample
 from shared.schemas.trajectory import GradeStatus
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.__main__ import main
+from flotilla.cli.__main__ import main
 from shared.config.load import load_spec, validate_spec
 from tests.unit.importers.sources import BASES, nested, words_of
 

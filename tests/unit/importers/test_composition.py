@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from shared.config.importers.build import build
-from shared.config.importers.composition import Composition
-from shared.config.importers.parameter import Verdict
-from shared.config.importers.systems import SYSTEMS, read
+from flotilla.importers.build import build
+from flotilla.importers.composition import Composition
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import SYSTEMS, read
 from shared.errors import InvalidSpec
 
 

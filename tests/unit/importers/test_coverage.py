@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.config.importers.coverage import UNACCOUNTED, counts, coverage, find, refused_share
-from shared.config.importers.metrics import RECORDED
-from shared.config.importers.parameter import Verdict
-from shared.config.importers.systems import SYSTEMS
+from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, find, refused_share
+from flotilla.importers.metrics import RECORDED
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import SYSTEMS
 from shared.errors import InvalidSpec
 
 LISTS = Path(__file__).parent / "parameters"
@@ -38,7 +38,7 @@ def test_each_verdict_has_its_reason_and_those_with_an_effect_their_fields() -> 
 
 @pytest.mark.parametrize("metric", RECORDED)
 def test_a_metric_that_is_called_recorded_is_recorded_under_its_name(metric: str) -> None:
-    recorders = (ROOT / "services" / "trainer", ROOT / "services" / "gateway" / "experiments")
+    recorders = (ROOT / "services" / "trainer", ROOT / "services" / "gateway")
     sources = [path.read_text(encoding="utf-8") for folder in recorders for path in folder.rglob("*.py")]
 
     assert any(f'"{metric}"' in source for source in sources)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.importers.build import build
-from shared.config.importers.systems import SYSTEMS, read
+from flotilla.importers.build import build
+from flotilla.importers.systems import SYSTEMS, read
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 

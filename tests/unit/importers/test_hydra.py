@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.importers.hydra import apply_hydra_overrides, as_given, read_yaml
-from shared.config.importers.parameter import UNSET
+from flotilla.importers.hydra import apply_hydra_overrides, as_given, read_yaml
+from flotilla.importers.parameter import UNSET
 from shared.errors import InvalidSpec
 
 

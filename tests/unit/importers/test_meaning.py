@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from shared.config.importers.build import Imported, look_up
-from shared.config.importers.openrlhf.system import read_openrlhf
-from shared.config.importers.parameter import Verdict
-from shared.config.importers.systems import read
+from flotilla.importers.build import Imported, look_up
+from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import read
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 

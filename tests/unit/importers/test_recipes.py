@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.config.importers.build import Imported, build
-from shared.config.importers.parameter import Verdict
-from shared.config.importers.systems import SYSTEMS, read, read_launch_text
+from flotilla.importers.build import Imported, build
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import SYSTEMS, read, read_launch_text
 from shared.config.load import validate_spec
 from tests.unit.importers.sources import BASES, import_flat
 

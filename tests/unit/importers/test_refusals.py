@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from shared.config.importers.build import build
-from shared.config.importers.openrlhf.system import read_openrlhf
-from shared.config.importers.systems import SYSTEMS, read
+from flotilla.importers.build import build
+from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.systems import SYSTEMS, read
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 

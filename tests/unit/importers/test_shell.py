@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.config.importers.shell import read_script
+from flotilla.importers.shell import read_script
 from shared.errors import InvalidSpec
 
 

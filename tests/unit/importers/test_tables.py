@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from shared.config.importers.build import Imported, look_up
-from shared.config.importers.parameter import UNSET, Inherit, Parameter, Verdict
-from shared.config.importers.systems import SYSTEMS
-from shared.config.importers.values import same
-from shared.config.importers.verl.trainer import FULLY_ASYNC
+from flotilla.importers.build import Imported, look_up
+from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
+from flotilla.importers.systems import SYSTEMS
+from flotilla.importers.values import same
+from flotilla.importers.verl.trainer import FULLY_ASYNC
 from shared.config.spec import ExperimentSpec
 from tests.unit.importers.sources import BASES, import_flat, label, rows_with
 

@@ -8,9 +8,9 @@ import pytest
 from shared.errors import Unavailable
 from shared.schemas.trajectory import Group
 from shared.streams.codec import encode_body, group_header
-from shared.streams.forwarding import ForwardsTogether
 from shared.streams.hop import Claim
 from shared.streams.keys import HopName
+from shared.streams.redis.forwarding import ForwardsTogether
 from shared.testing.builders import a_group
 
 Results = Sequence[tuple[Claim, Group]]

@@ -5,7 +5,7 @@ import pytest
 from shared.schemas.task import Lane
 from shared.streams import keys
 from shared.streams.keys import HopName, StreamKeys
-from shared.streams.scripts import script
+from shared.streams.redis.scripts import script
 
 
 def test_keys_bear_one_hash_tag_and_lanes_differ() -> None:

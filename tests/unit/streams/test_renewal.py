@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shared.errors import Unavailable
 from shared.streams.hop import Claim, renewing
 from shared.streams.keys import HopName
-from shared.streams.memory import MemoryDataPlane, MemoryHop
+from shared.streams.memory.hop import MemoryDataPlane, MemoryHop
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_task
 

@@ -6,7 +6,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import Unavailable
-from shared.streams.connection import address_of, is_absence, retried
+from shared.streams.redis.connection import address_of, is_absence, retried
 
 
 async def test_an_absent_server_is_asked_again() -> None:

@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
+from flotilla.importers.metrics import RECORDED
 from services.trainer.data.plan import StepGroups
-from services.trainer.learner import StepResult
 from services.trainer.metrics import RENAMED, Totals, describe_groups
 from services.trainer.models.optimizer import UpdateResult
-from services.trainer.step_report import StepTimes, describe_step
-from shared.config.importers.metrics import RECORDED
+from services.trainer.worker.learner import StepResult
+from services.trainer.worker.step_report import StepTimes, describe_step
 from shared.schemas.trajectory import Group
 from shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_trajectory

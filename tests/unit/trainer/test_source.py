@@ -15,7 +15,7 @@ from shared.schemas.task import Task
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
-from shared.streams.memory import MemoryDataPlane
+from shared.streams.memory.hop import MemoryDataPlane
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)

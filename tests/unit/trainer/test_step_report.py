@@ -1,10 +1,10 @@
 import pytest
 
 from services.trainer.data.plan import StepGroups
-from services.trainer.learner import StepResult
 from services.trainer.metrics import Totals, describe_groups
 from services.trainer.models.optimizer import UpdateResult
-from services.trainer.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
+from services.trainer.worker.learner import StepResult
+from services.trainer.worker.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
 from shared.errors import ModelError
 from shared.schemas.trajectory import Group
 from shared.testing.builders import a_task

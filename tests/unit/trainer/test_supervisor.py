@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.trainer.offered import OfferedImages
-from services.trainer.process import Ending, environment_of
-from services.trainer.supervisor import MAX_DEATHS, Addresses, Supervisor
+from services.trainer.supervisor.process import Ending, environment_of
+from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
 from services.trainer.wire import Failed, Launch, Line, Order, Status
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.weights.pull import PublishedImages
@@ -73,8 +73,8 @@ class Rig:
 
 @asynccontextmanager
 async def a_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr("services.trainer.supervisor.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("services.trainer.supervisor.PAUSE_GROWTH", 1.0)
+    monkeypatch.setattr("services.trainer.supervisor.supervisor.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("services.trainer.supervisor.supervisor.PAUSE_GROWTH", 1.0)
     rig = Rig()
     running = asyncio.create_task(rig.supervisor.run())
     yield rig

@@ -1,0 +1,1 @@
+"""What users import and type: the command line, the client and the importers of launch files."""

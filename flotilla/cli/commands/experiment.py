@@ -1,0 +1,105 @@
+"""``flotilla start | stop | pause | resume | watch | ledger``: experiments on a running fleet, through REST."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from flotilla.cli.commands.run import follow
+from flotilla.cli.connection import connect, find_experiment
+from flotilla.cli.launch_file import read_launch_file, run_prepare
+from flotilla.cli.progress import Progress, new_console
+from flotilla.cli.summary import lengths_of
+from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
+
+
+async def start(arguments: argparse.Namespace) -> int:
+    """Create and start an experiment from a spec file."""
+    console = new_console()
+    overrides = [*(arguments.set or []), *([f"seed={arguments.seed}"] if arguments.seed is not None else [])]
+    launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
+    async with connect(arguments) as client:
+        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+        view = ExperimentView.model_validate(
+            await client.call("POST", "/v1/experiments", body=launch.document, deadline_seconds=30)
+        )
+        await client.call("POST", f"/v1/experiments/{view.id}/start", deadline_seconds=30)
+        console.print(f"{view.id} ({view.name}) starts; `flotilla watch {view.id}` follows it")
+    return 0
+
+
+def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]]:
+    """Make the command for an action that takes an experiment."""
+
+    async def act(arguments: argparse.Namespace) -> int:
+        async with connect(arguments) as client:
+            view = await find_experiment(client, arguments.experiment)
+            answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
+            new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}")
+        return 0
+
+    return act
+
+
+async def watch(arguments: argparse.Namespace) -> int:
+    """Show an experiment until it ends; Ctrl-C ends the watching only."""
+    async with connect(arguments) as client:
+        progress = Progress(await find_experiment(client, arguments.experiment))
+        await follow(progress, client, None, plain=arguments.plain)
+        return 0 if progress.view.state is not ExperimentState.FAILED else 1
+
+
+async def diagnose(arguments: argparse.Namespace) -> int:
+    """Say what bounds the speed of an experiment."""
+    _, content = await _read(arguments, "diagnosis")
+    if arguments.json:
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        return 0
+    found = DiagnosisView.model_validate(content)
+    console = new_console()
+    if found.problem is not None:
+        console.print(f"problem    {found.problem.component}: {found.problem.cause}", markup=False)
+    console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
+    if found.advice:
+        console.print(f"advice     {found.advice}", markup=False)
+    table = Table("evidence", f"last {found.window_seconds:.0f} s", title_justify="left")
+    for name, value in sorted(found.evidence.items()):
+        table.add_row(name, f"{value:.3g}")
+    console.print(table)
+    return 0
+
+
+async def ledger(arguments: argparse.Namespace) -> int:
+    """Show where every issued group is."""
+    view, content = await _read(arguments, "ledger")
+    if arguments.json:
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        return 0
+    table = Table("groups", *content, title=f"{view.name} ({view.id})", title_justify="left")
+    rows: dict[str, dict[str, str]] = {}
+    for lane, counts in content.items():
+        for key, value in counts.items():
+            if key == "lengths":
+                for what, histogram in lengths_of(counts):
+                    rows.setdefault(f"lengths: {what}", {})[lane] = histogram
+            elif isinstance(value, dict):
+                for inner, count in value.items():
+                    rows.setdefault(f"{key}: {inner}", {})[lane] = str(count)
+            else:
+                rows.setdefault(key, {})[lane] = str(value)
+    for name, cells in rows.items():
+        table.add_row(name, *(cells.get(lane, "0") for lane in content))
+    new_console().print(table)
+    return 0
+
+
+async def _read(arguments: argparse.Namespace, what: str) -> tuple[ExperimentView, Any]:
+    """Find the experiment that is meant, and read one thing of it."""
+    async with connect(arguments) as client:
+        view = await find_experiment(client, arguments.experiment)
+        return view, await client.call("GET", f"/v1/experiments/{view.id}/{what}")

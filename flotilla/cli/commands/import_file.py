@@ -1,0 +1,144 @@
+"""``flotilla import verl | openrlhf | roll | coverage``: launch files of other systems. No torch, no fleet needed."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from flotilla.importers.build import Imported, build
+from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
+from flotilla.importers.systems import SCRIPTS, SYSTEMS, beside, read, read_launch_text, read_openrlhf
+from shared.config.yaml_text import write_value
+from shared.errors import InvalidRequest
+
+HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command line."""
+    text = "Make a spec of a launch file of another system, and say what becomes of each parameter."
+    systems = commands.add_parser("import", help=text, description=text).add_subparsers(required=True, metavar="SYSTEM")
+    for name, what in (("verl", "YAML file, or launch script (.sh)"), ("roll", "YAML file")):
+        parser = systems.add_parser(name, help=f"{name}: {what}")
+        parser.add_argument("file", help=what)
+        parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
+        _options(parser, name)
+    openrlhf = systems.add_parser("openrlhf", help="openrlhf: a launch script (.sh), or -- and the flags")
+    _options(openrlhf, "openrlhf")
+    openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script (.sh), or -- and the flags")
+    parser = systems.add_parser("coverage", help="say what becomes of every parameter in lists of them (JSON)")
+    parser.add_argument("directory", help="directory of the lists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(function=show_coverage)
+
+
+def _options(parser: argparse.ArgumentParser, system: str) -> None:
+    parser.add_argument("--output", "-o", help="where to write the spec; without it, standard output")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--rows", type=int, help="rows of the training data, where its passes must become steps")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
+    parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
+    parser.add_argument("--json", action="store_true", help="report as JSON")
+    parser.set_defaults(function=import_file, system=system)
+
+
+async def import_file(arguments: argparse.Namespace) -> int:
+    """Import one launch file: the spec to a file or standard output, the report beside it."""
+    imported = _imported(arguments)
+    is_whole = imported.may_run(allow_refused=arguments.allow_refused)
+    report = sys.stdout if arguments.output else sys.stderr
+    report.write(_report(imported, arguments.json))
+    if not is_whole:
+        sys.stderr.write(_why_not(imported))
+        return 1
+    document = HEADER.format(system=arguments.system) + _yaml(imported.document)
+    if arguments.output is None:
+        if imported.files:
+            sys.stderr.write(f"flotilla: the spec needs {', '.join(imported.files)} beside it: give --output FILE\n")
+            return 1
+        sys.stdout.write(document)
+        return 0
+    output = Path(arguments.output)
+    written = {output: document, **{output.parent / name: text for name, text in imported.files.items()}}
+    _write(written, force=arguments.force)
+    return 0
+
+
+def _imported(arguments: argparse.Namespace) -> Imported:
+    if arguments.system == "openrlhf":
+        words = list(arguments.words)
+        is_script = len(words) == 1 and words[0].endswith(SCRIPTS)
+        given = (
+            read("openrlhf", read_launch_text(Path(words[0])), (), os.environ, source=words[0])
+            if is_script
+            else read_openrlhf(words)
+        )
+    else:
+        path = Path(arguments.file)
+        text, around = read_launch_text(path), beside(path.parent, read_launch_text)
+        given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
+    return build(SYSTEMS[arguments.system], given, rows=arguments.rows, overrides=arguments.set or ())
+
+
+def _report(imported: Imported, as_json: bool) -> str:
+    if not as_json:
+        return imported.report.render()
+    found = {
+        "system": imported.report.system,
+        "counts": imported.report.counts(),
+        "entries": [entry.as_dict() for entry in imported.report.entries],
+        "problems": list(imported.report.problems),
+        "files": sorted(imported.files),
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _why_not(imported: Imported) -> str:
+    refused, problems = len(imported.report.refused), len(imported.report.problems)
+    parts = [f"{refused} refused (--allow-refused goes on without)"] if refused else []
+    parts += [f"{problems} to settle"] if problems else []
+    return f"flotilla: no spec was made: {', '.join(parts)}; the report says what\n"
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(document))
+    return write_value(plain)
+
+
+def _write(files: dict[Path, str], *, force: bool) -> None:
+    there = [str(path) for path in files if path.exists()]
+    if there and not force:
+        raise InvalidRequest(f"{', '.join(there)} is there already: --force replaces it")
+    for path, text in files.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
+
+
+async def show_coverage(arguments: argparse.Namespace) -> int:
+    """Print what becomes of every parameter; a name that is not in the tables is a failure."""
+    rows = coverage(Path(arguments.directory))
+    refused, relevant = refused_share(rows)
+    if arguments.json:
+        found = {
+            "counts": counts(rows),
+            "refused": refused,
+            "relevant": relevant,
+            "parameters": [row.as_dict() for row in rows],
+        }
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        for row in rows:
+            targets = f" -> {', '.join(row.targets)}" if row.targets else ""
+            sys.stdout.write(f"{row.verdict:<11} {row.name}{targets}: {row.reason}\n")
+        sys.stdout.write("\n")
+        for file, by_verdict in counts(rows).items():
+            sys.stdout.write(f"{file}: " + ", ".join(f"{number} {name}" for name, number in by_verdict.items()) + "\n")
+        sys.stdout.write(
+            f"refused, of distinct names without those of schedulers, Ray and Megatron: {refused} of {relevant} "
+            f"({refused / max(relevant, 1):.1%})\n"
+        )
+    return 1 if any(row.verdict == UNACCOUNTED for row in rows) else 0

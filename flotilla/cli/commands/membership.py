@@ -1,0 +1,88 @@
+"""``flotilla rollout`` and ``flotilla drain``: rollouts join a fleet that runs, and leave it."""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.connection import connect
+from flotilla.cli.fleet import FleetInfo, service_environment
+from flotilla.cli.progress import new_console
+from shared.client import GatewayClient
+from shared.errors import InvalidRequest, NotFound, Unavailable
+from shared.processes import python_module
+from shared.schemas.service import ServiceKind, ServiceView
+
+PATIENCE_SECONDS = 15.0
+"""How much longer than its notice a service may take until it is gone."""
+LOOK_SECONDS = 0.1
+
+
+async def rollout(arguments: argparse.Namespace) -> int:
+    """Become a rollout service of a running fleet, until a signal; never returns unless it cannot.
+
+    Raises:
+        Unavailable: no gateway is named and no fleet runs.
+        InvalidRequest: a gateway is named, but not the data plane's server.
+    """
+    if arguments.gateway or os.environ.get("FLOTILLA_GATEWAY_URL"):
+        environment = dict(os.environ)
+        if arguments.gateway:
+            environment["FLOTILLA_GATEWAY_URL"] = arguments.gateway
+        if not environment.get("FLOTILLA_REDIS_URL"):
+            raise InvalidRequest("FLOTILLA_REDIS_URL must name the fleet's Redis server, beside its gateway")
+    else:
+        info = FleetInfo.read(Path(arguments.data))
+        own = {"FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "")}
+        environment = service_environment(info.gateway_url, info.token, info.redis_url, info.data) | own
+        del environment["FLOTILLA_PARENT_PID"]
+    if arguments.notice is not None:
+        environment["FLOTILLA_NOTICE_SECONDS"] = str(arguments.notice)
+    if not environment.get("FLOTILLA_NOTICE_SECONDS"):
+        environment.pop("FLOTILLA_NOTICE_SECONDS", None)
+    sys.stdout.flush()
+    # This process becomes the service, so that signals to it are signals to the service.
+    os.execve(sys.executable, python_module("services.rollout"), environment)  # noqa: S606
+
+
+async def drain(arguments: argparse.Namespace) -> int:
+    """Let a service leave within a notice, and wait until it is gone.
+
+    Raises:
+        NotFound: there is no such service.
+        Unavailable: it was not gone in time.
+    """
+    console = new_console()
+    async with connect(arguments) as client:
+        started = time.monotonic()
+        body = {} if arguments.notice is None else {"notice_seconds": arguments.notice}
+        view = ServiceView.model_validate(
+            await client.call("POST", f"/v1/services/{arguments.service}/drain", body=body)
+        )
+        notice = view.notice_ends_in_seconds or 0.0
+        console.print(f"{view.service_id} leaves within {notice:.0f} s", markup=False)
+        last = await _until_gone(client, view, started + notice + PATIENCE_SECONDS)
+        kept = {name: int(last.observed.load.get(name, 0)) for name in ("groups_handed_over", "tokens_handed_over")}
+        handed_over = f"it handed over {kept['groups_handed_over']} groups with {kept['tokens_handed_over']} tokens"
+        seconds = time.monotonic() - started
+        console.print(f"{view.service_id} has left after {seconds:.1f} s; {handed_over}", markup=False)
+    return 0
+
+
+async def _until_gone(client: GatewayClient, view: ServiceView, end: float) -> ServiceView:
+    last = view
+    while time.monotonic() < end:
+        try:
+            found: Any = await client.call("GET", f"/v1/services/{view.service_id}")
+        except NotFound:
+            return last
+        last = ServiceView.model_validate(found)
+        # Only rollouts end by themselves: their work is what can be handed over.
+        if last.kind is not ServiceKind.ROLLOUT and last.observed.experiment_id is None:
+            return last
+        await asyncio.sleep(LOOK_SECONDS)
+    state = last.observed.state
+    raise Unavailable(f"{view.service_id} ({state}) has not left {PATIENCE_SECONDS:.0f} s after its notice")

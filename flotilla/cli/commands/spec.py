@@ -1,0 +1,153 @@
+"""``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flotilla.cli.launch_file import LaunchFile, read_launch_file
+from shared.config.overrides import origin_of
+from shared.config.spec import ExperimentSpec
+from shared.config.yaml_text import write_value
+from shared.errors import InvalidSpec, Scalar
+
+if TYPE_CHECKING:
+    from services.gateway.datasets.inspection import Inspection, Rows
+
+COLUMN = 56
+DATA_HELP = (
+    "also open the model's directory, graders and data as the creation of an experiment does: tells rows and columns. "
+    "Downloads remote data, and runs the code of a custom dataset"
+)
+
+
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command line."""
+    text = "Check or show an experiment file, or print the schema."
+    actions = commands.add_parser("spec", help=text, description=text).add_subparsers(required=True, metavar="ACTION")
+    for name, what, function in (
+        ("check", "say whether the file is valid", check),
+        ("show", "print every value, and where it comes from", show),
+    ):
+        parser = actions.add_parser(name, help=what, description=f"{name}: {what}")
+        parser.add_argument("spec", help="experiment file, YAML or JSON")
+        parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, as optimisation.steps=10")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(function=function)
+        if function is check:
+            parser.add_argument("--data", action="store_true", help=DATA_HELP)
+    parser = actions.add_parser("schema", help="print the JSON Schema of a spec")
+    parser.set_defaults(function=schema)
+
+
+async def check(arguments: argparse.Namespace) -> int:
+    """Say whether the file is valid, and with ``--data`` what it names: one line per problem, exit 1."""
+    entries: Sequence[Mapping[str, Scalar]] = ()
+    lines: list[str] = []
+    answer: dict[str, Any] = {}
+    try:
+        launch = _read(arguments.spec, arguments.set or ())
+    except InvalidSpec as error:
+        entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
+    else:
+        lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
+        if arguments.data:
+            found = await asyncio.to_thread(_inspect, launch.spec)
+            entries, answer["data"] = found.errors, [asdict(rows) for rows in found.rows]
+            lines += [_told(rows) for rows in found.rows]
+            lines += _unprepared(launch) if entries else []
+    if arguments.json:
+        sys.stdout.write(json.dumps({"valid": not entries, "errors": [*entries], **answer}, indent=1) + "\n")
+    else:
+        sys.stdout.writelines(lines)
+        sys.stderr.writelines(f"{entry['path']}: {entry['allowed']}\n".removeprefix(": ") for entry in entries)
+    return 1 if entries else 0
+
+
+def _inspect(spec: ExperimentSpec) -> "Inspection":
+    # Here, since a spec is checked without it in a moment.
+    from services.gateway.datasets.inspection import inspect
+
+    return inspect(spec)
+
+
+def _told(rows: "Rows") -> str:
+    name = f" ({rows.name})" if rows.name else ""
+    return f"{rows.field}{name}: {rows.num_rows} rows of {rows.place}; columns {', '.join(rows.columns)}\n"
+
+
+def _unprepared(launch: LaunchFile) -> list[str]:
+    """Say that something may be missing because nobody has made it yet."""
+    if launch.prepare is None or (launch.path.parent / launch.prepare.output).exists():
+        return []
+    command = " ".join(launch.prepare.command)
+    return [f"prepare has not made {launch.prepare.output} yet: flotilla run does it first, as {command!r}\n"]
+
+
+async def show(arguments: argparse.Namespace) -> int:
+    """Print the resolved spec: valid YAML, with the origin of each value as a comment."""
+    overrides = arguments.set or ()
+    resolved, rows = _resolved(arguments.spec, overrides)
+    if arguments.json:
+        found = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        origins = {path: origin for path, _, origin in rows}
+        sys.stdout.writelines(_lines(resolved, "", 0, origins))
+    return 0
+
+
+def _resolved(path: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
+    launch = _read(path, overrides)
+    resolved = launch.spec.model_dump(mode="json")
+    leaves = _leaves(resolved)
+    return resolved, [
+        (".".join(parts), value, origin_of(parts, launch.written, launch.overrides)) for parts, value in leaves
+    ]
+
+
+async def schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema."""
+    sys.stdout.write(json.dumps(ExperimentSpec.model_json_schema(), indent=1) + "\n")
+    return 0
+
+
+def _read(path: str, overrides: Sequence[str]) -> LaunchFile:
+    return read_launch_file(Path(path), overrides, os.environ)
+
+
+def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, value in enumerate(node):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, node
+
+
+def _lines(node: Mapping[str, Any], path: str, depth: int, origins: Mapping[str, str], mark: str = "") -> list[str]:
+    lines: list[str] = []
+    for key, value in node.items():
+        indent = "  " * depth if not mark or lines else "  " * (depth - 1) + mark
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{key}:\n", *_lines(value, inner, depth + 1, origins)]
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            lines.append(f"{indent}{key}:\n")
+            for index, item in enumerate(value):
+                lines += _lines(item, f"{inner}.{index}", depth + 2, origins, mark="- ")
+        else:
+            lines.append(f"{f'{indent}{key}: {_scalar(value)}':<{COLUMN}}  # {origins[inner]}\n")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    text = write_value(value, flow=True, width=10**6)
+    return text.removesuffix("\n...\n").removesuffix("\n")

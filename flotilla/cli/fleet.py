@@ -1,0 +1,279 @@
+"""A local fleet: the same services as anywhere, as processes of this one, with a data directory of their own.
+
+<data>/fleet.json   who runs it and where (mode 0600)
+<data>/token        the fleet's bearer token (mode 0600)
+<data>/flotilla.db  the control plane's state
+<data>/redis/       the data plane's log, if the fleet runs its own server
+<data>/logs/        one file per process
+<data>/experiments/ checkpoints
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
+from flotilla.cli.redis_keeper import RedisKeeper
+from flotilla.cli.redis_server import LocalRedis
+from shared.client import GatewayClient
+from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
+from shared.ports import lasting_port
+from shared.processes import python_module
+from shared.security import new_token, write_secret
+from shared.streams.redis.connection import check_server
+
+START_SECONDS = 90.0
+FLEET_FILE = "fleet.json"
+LEASE_SECONDS = "15"
+"""Of claims, unless the environment says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """What a local fleet consists of.
+
+    Attributes:
+        data: its directory.
+        num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time.
+        num_sandboxes: sandbox services; 0 starts none.
+        host, port: where the gateway listens; port 0 takes a free one.
+        redis_url: a server to use; None starts one.
+        log_level: of every service.
+    """
+
+    data: Path
+    num_rollouts: int = 1
+    num_trainers: int = 1
+    num_rewards: int = 1
+    num_sandboxes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8470
+    redis_url: str | None = None
+    log_level: str = "INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetInfo:
+    """Where a running fleet is found."""
+
+    pid: int
+    gateway_url: str
+    token: str
+    data: Path
+    redis_url: str
+
+    @classmethod
+    def read(cls, data: Path) -> "FleetInfo":
+        """Find the fleet of a data directory.
+
+        Raises:
+            Unavailable: none runs there.
+        """
+        try:
+            content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
+            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
+        except (OSError, ValueError, KeyError):
+            raise Unavailable(f"no fleet runs with the data directory {data}: start one with `flotilla up`") from None
+        if not is_running(info.pid):
+            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `flotilla up`")
+        return info
+
+
+def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
+    """Make the environment of a service of a local fleet, owned by this process."""
+    return {
+        **os.environ,
+        "FLOTILLA_GATEWAY_URL": gateway_url,
+        "FLOTILLA_TOKEN": token,
+        "FLOTILLA_REDIS_URL": redis_url,
+        "FLOTILLA_DATA": str(data.resolve()),
+        "FLOTILLA_PORT": "0",
+        "FLOTILLA_PARENT_PID": str(os.getpid()),
+        "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", LEASE_SECONDS),
+        # A fleet ends at once: what its rollouts have in hand is handed over, and waits in the data directory.
+        "FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "0"),
+        # Contending thread pools on few cores are several times slower than one passive thread each.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+    }
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives (a zombie does not)."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a port can be taken, before anything is started.
+
+    Raises:
+        Unavailable: it cannot.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Unavailable(
+                f"port {port} on {host} cannot be used ({error.strerror}): choose another --port"
+            ) from None
+
+
+class LocalFleet:
+    """Starts and ends the processes of a fleet; use it as an async context manager.
+
+    Args:
+        options: what it consists of.
+        say: gets one line for each thing that happens.
+    """
+
+    def __init__(self, options: FleetOptions, say: Callable[[str], None]) -> None:
+        self.options = options
+        self._say = say
+        self._lock: IO[str] | None = None
+        self._redis: LocalRedis | None = None
+        self._redis_keeper: RedisKeeper | None = None
+        self._keeping_redis: asyncio.Task[None] | None = None
+        self._processes: list[OwnedProcess] = []
+        self._token = ""
+        self._redis_url = ""
+        self.gateway_url = ""
+
+    @property
+    def info(self) -> FleetInfo:
+        """Where it is found."""
+        return FleetInfo(os.getpid(), self.gateway_url, self._token, self.options.data, self._redis_url)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """List name, pid and restarts of each process."""
+        return [{"name": each.spec.name, "pid": each.pid, "restarts": each.restarts} for each in self._processes]
+
+    def check(self) -> None:
+        """Check that every process lives or is being restarted.
+
+        Raises:
+            WorkerDied: one was given up.
+        """
+        check_alive(self._processes)
+        if self._redis_keeper is not None and self._redis_keeper.gave_up is not None:
+            raise WorkerDied(self._redis_keeper.gave_up)
+
+    async def __aenter__(self) -> "LocalFleet":
+        try:
+            await self._start()
+        except BaseException:
+            await asyncio.shield(self._stop())
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self._stop())
+
+    async def _start(self) -> None:
+        data = self.options.data
+        data.mkdir(parents=True, exist_ok=True)
+        self._take_lock(data)
+        port = self.options.port or lasting_port(self.options.host)
+        check_port(self.options.host, port)
+        self._token = new_token()
+        write_secret(data / "token", self._token)
+        self._redis_url = await self._start_redis(data)
+        self.gateway_url = f"http://{self.options.host}:{port}"
+        environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
+        environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
+        self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        # Importing torch takes the longest, so those start first.
+        for kind, count in (
+            ("trainer", self.options.num_trainers),
+            ("rollout", self.options.num_rollouts),
+            ("reward", self.options.num_rewards),
+            ("sandbox", self.options.num_sandboxes),
+        ):
+            for number in range(count):
+                name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
+                is_optional, may_leave = kind == "sandbox", kind == "rollout"
+                self._add(name, f"services.{kind}", environment, is_optional=is_optional, may_leave=may_leave)
+        for process in self._processes:
+            await process.start()
+            self._say(f"{process.spec.name:<10} pid {process.pid}")
+        await self._wait_until_ready()
+        self._write_fleet_file(data)
+
+    def _take_lock(self, data: Path) -> None:
+        lock = (data / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise Conflict(f"another fleet runs with the data directory {data}: end it with `flotilla down`") from None
+        self._lock = lock
+
+    async def _start_redis(self, data: Path) -> str:
+        if self.options.redis_url:
+            found = await check_server(self.options.redis_url)
+            self._say(f"redis      {found}, as the environment says")
+            return self.options.redis_url
+        self._redis = LocalRedis(data / "redis")
+        # On this thread, and quickly: the server ends with the thread that starts it.
+        url = self._redis.start()
+        self._say(f"redis      pid {self._redis.pid} (of this fleet's own, in {data / 'redis'})")
+        self._redis_keeper = RedisKeeper(self._redis, self._say)
+        self._keeping_redis = asyncio.create_task(self._redis_keeper.run(), name="keep redis")
+        return url
+
+    def _add(
+        self, name: str, module: str, environment: dict[str, str], *, is_optional: bool = False, may_leave: bool = False
+    ) -> None:
+        command = tuple(python_module(module))
+        spec = ProcessSpec(name, command, environment, is_optional=is_optional, may_leave=may_leave)
+        self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
+
+    async def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        async with GatewayClient(self.gateway_url, self._token) as client:
+            while True:
+                self.check()
+                with contextlib.suppress(FlotillaError):
+                    await client.call("GET", "/readyz", deadline_seconds=1.0)
+                    page = await client.call("GET", "/v1/services", deadline_seconds=2.0)
+                    wanted = sum(each.gave_up is None for each in self._processes) - 1
+                    if len(page["items"]) >= wanted:
+                        return
+                if time.monotonic() > end:
+                    raise Unavailable(
+                        f"the fleet did not come up within {START_SECONDS:.0f} s; see {self.options.data / 'logs'}"
+                    )
+                await asyncio.sleep(0.2)
+
+    def _write_fleet_file(self, data: Path) -> None:
+        content = {"pid": os.getpid(), "gateway_url": self.gateway_url, "token": self._token}
+        content |= {"redis_url": self._redis_url}
+        write_secret(data / FLEET_FILE, json.dumps(content))
+
+    async def _stop(self) -> None:
+        # Trainer and rollouts first, while gateway and data plane still take their last words.
+        order = [each for each in self._processes if each.spec.name != "gateway"]
+        await asyncio.gather(*(process.stop() for process in order))
+        for process in self._processes:
+            if process.spec.name == "gateway":
+                await process.stop()
+        if self._keeping_redis is not None:
+            self._keeping_redis.cancel()
+        if self._redis is not None:
+            self._redis.stop()
+        (self.options.data / FLEET_FILE).unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

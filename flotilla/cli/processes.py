@@ -1,0 +1,158 @@
+"""The processes of a local fleet: each owned by this one, restarted when it dies, ended in order.
+
+A child lives in a session of its own, so that Ctrl-C in the terminal reaches this process alone, which then ends the
+children in order; and the kernel ends them if this process is killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.errors import WorkerDied
+from shared.processes import tie_to_parent
+
+TERM_SECONDS = 8.0
+KILL_SECONDS = 3.0
+MAX_RESTARTS = 5
+RESTART_WINDOW_SECONDS = 30.0
+TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start one process.
+
+    Attributes:
+        name: unique in the fleet; names its log file.
+        command: program and arguments.
+        environment: the whole environment.
+        is_restarted: start it again when it dies, but not when it exits by itself with a refusal (code 2).
+        is_optional: the fleet goes on without it when it was given up.
+        may_leave: when it exits in order (code 0), it was asked to leave: it is not started again, and not missed.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    is_restarted: bool = True
+    is_optional: bool = False
+    may_leave: bool = False
+
+
+class OwnedProcess:
+    """One child, kept alive until ``stop``.
+
+    Args:
+        spec: how to start it.
+        log_path: where its output goes, appended.
+        on_death: called with a sentence whenever it died.
+    """
+
+    def __init__(self, spec: ProcessSpec, log_path: Path, on_death: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._on_death = on_death
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self.restarts = 0
+        self.gave_up: str | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it lives."""
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if running and self._process else None
+
+    async def start(self) -> None:
+        """Start it, and watch over it."""
+        await self._spawn()
+        self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
+
+    async def stop(self) -> None:
+        """End it: SIGTERM, then SIGKILL to its whole session."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TERM_SECONDS):
+                    await process.wait()
+        # Whatever it left in its session goes with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_SECONDS):
+                await process.wait()
+
+    def last_words(self) -> str:
+        """Read the end of its log."""
+        with contextlib.suppress(OSError), self.log_path.open("rb") as file:
+            file.seek(max(0, self.log_path.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            return lines[-1] if lines else ""
+        return ""
+
+    async def _spawn(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self.spec.environment),
+                start_new_session=True,
+                preexec_fn=tie_to_parent(),
+            )
+
+    async def _keep(self) -> None:
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            if code == 0 and self.spec.may_leave:
+                self._on_death(f"{self.spec.name} has left")
+                return
+            cause = describe_exit(code)
+            now = time.monotonic()
+            self._deaths.append(now)
+            too_often = len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_SECONDS
+            if code == 2 or too_often or not self.spec.is_restarted:
+                self.gave_up = f"{self.spec.name} {cause}: {self.last_words()}"
+                self._on_death(f"{self.gave_up} (log: {self.log_path})")
+                return
+            self._on_death(f"{self.spec.name} {cause}; it is started again")
+            self.restarts += 1
+            await asyncio.sleep(min(2.0, 0.1 * 2 ** len(self._deaths)))
+            await self._spawn()
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def check_alive(processes: Sequence[OwnedProcess]) -> None:
+    """Check that no process was given up.
+
+    Raises:
+        WorkerDied: one was; the detail has its last words.
+    """
+    for process in processes:
+        if process.gave_up is not None and not process.spec.is_optional:
+            raise WorkerDied(process.gave_up)

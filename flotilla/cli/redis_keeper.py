@@ -1,0 +1,64 @@
+"""Starts a fleet's own Redis server again, from its log, whenever it ends."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from flotilla.cli.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
+from shared.errors import Unavailable
+
+WATCH_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class Server(Protocol):
+    """The server, as far as it is kept."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+
+    def start(self) -> str:
+        """Start it and wait until it answers.
+
+        Raises:
+            Unavailable: it ended meanwhile, or is not ready in time.
+        """
+
+
+class RedisKeeper:
+    """Watches one server. As with other processes, it may end now and then, also while it starts, but not too often.
+
+    Args:
+        redis: the server, started.
+        say: gets one line for each thing that happens.
+    """
+
+    def __init__(self, redis: Server, say: Callable[[str], None]) -> None:
+        self._redis = redis
+        self._say = say
+        self._ends: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self.gave_up: str | None = None
+        """Why the server is not started again."""
+
+    async def run(self) -> None:
+        """Watch until cancelled, or until the server has ended too often."""
+        while self.gave_up is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._redis.pid is None:
+                self._say("redis      ended; it is started again from its log")
+                await self._start()
+
+    async def _start(self) -> None:
+        self._ends.append(time.monotonic())
+        # On the thread that started it first: the server ends with the thread that starts it.
+        try:
+            self._redis.start()
+        except Unavailable as error:
+            if len(self._ends) == MAX_RESTARTS and self._ends[-1] - self._ends[0] < RESTART_WINDOW_SECONDS:
+                self.gave_up = f"redis cannot be started again: {error.detail}"
+                return
+            self._say(f"redis      did not start: {error.detail}")
+            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.1 * 2 ** len(self._ends)))

@@ -1,0 +1,133 @@
+"""The end of a run: one table, one plot, one JSON file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from flotilla.cli.progress import Progress, duration, number
+from shared.schemas.experiment import Page
+
+
+def summarise(
+    progress: Progress, *, wall_seconds: float, checkpoints: Page, run_directory: Path, plot: Path | None
+) -> dict[str, Any]:
+    """Collect what a run has come to.
+
+    Returns:
+        What ``summary.json`` holds. Accuracies are None where nothing was evaluated; tokens are those that the policy
+        sampled; ``max_lag_trained`` is in versions.
+    """
+    accuracy = progress.accuracy
+    last = checkpoints.items[-1] if checkpoints.items else None
+    directory = Path(str(last["path"])) if last else None
+    return {
+        "name": progress.view.name,
+        "experiment_id": progress.view.id,
+        "status": progress.view.state.value,
+        "problem": progress.view.problem.model_dump(mode="json") if progress.view.problem else None,
+        "steps": progress.view.step,
+        "policy_version": progress.view.policy_version,
+        "accuracy_before": accuracy[0][2] if accuracy else None,
+        "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
+        "accuracy": [{"step": step, "version": version, "value": value} for step, version, value in accuracy],
+        "wall_seconds": round(wall_seconds, 2),
+        "tokens_generated": progress.ledger.get("tokens", {}).get("generated"),
+        "tokens_trained": progress.ledger.get("tokens", {}).get("trained"),
+        "max_lag_trained": progress.greatest("lag/max"),
+        "ledger": dict(progress.ledger),
+        "checkpoint": str(directory / "model") if directory else None,
+        "plot": str(plot) if plot else None,
+        "logs": str(run_directory / "fleet" / "logs"),
+    }
+
+
+def lengths_of(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write the lengths of what was filtered, dropped or failed for a person.
+
+    Returns:
+        For each reason its name and its histogram, such as ``("dropped stale", "up to 256 tokens: 3, 512: 1")``:
+        groups by the sampled tokens of all their members.
+    """
+    found = []
+    for kind, reasons in ledger.get("lengths", {}).items():
+        for reason, histogram in reasons.items():
+            (first, count), *others = histogram.items()
+            rest = "".join(f", {most}: {number}" for most, number in others)
+            found.append((f"{kind} {reason}", f"up to {first} tokens: {count}{rest}"))
+    return found
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Show a summary to a person."""
+    ledger = summary["ledger"]
+    ended = {kind: sum(ledger.get(kind, {}).values()) for kind in ("filtered", "dropped", "failed")}
+    table = Table(show_header=False, title=f"{summary['name']}: {summary['status']}", title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    table.add_row("held-out accuracy", f"{number(before, '.1%')} -> {number(after, '.1%')}")
+    table.add_row("steps", f"{summary['steps']}, policy version {summary['policy_version']}")
+    table.add_row("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained")
+    table.add_row("largest lag trained", f"{number(summary['max_lag_trained'], '.0f')} versions")
+    table.add_row("time", duration(summary["wall_seconds"]))
+    table.add_row(
+        "ledger",
+        f"{ledger.get('issued', 0)} groups issued = {ledger.get('trained', 0)} trained"
+        + "".join(f" + {count} {kind}" for kind, count in ended.items() if count)
+        + (f" + {ledger.get('planned', 0)} planned" if ledger.get("planned") else "")
+        + (f" + {ledger.get('outstanding', 0)} outstanding" if ledger.get("outstanding") else "")
+        + (" (balanced)" if ledger.get("balanced") else " (NOT balanced)"),
+    )
+    for what, histogram in lengths_of(ledger):
+        table.add_row(f"  {what}", f"groups of {histogram}")
+    table.add_row("checkpoint", summary["checkpoint"] or "none")
+    table.add_row("plot", summary["plot"] or "none")
+    table.add_row("logs", summary["logs"])
+    if summary["problem"]:
+        table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
+    return table
+
+
+def write_plot(progress: Progress, path: Path) -> bool:
+    """Plot reward and held-out accuracy over steps as a PNG; False where matplotlib is missing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    rewards = progress.series.get("reward/mean", [])
+    if rewards:
+        axes.plot([step for step, _, _ in rewards], [value for _, _, value in rewards], lw=1, label="training reward")
+    accuracy = progress.accuracy
+    if accuracy:
+        axes.plot(
+            [step for step, _, _ in accuracy], [value for _, _, value in accuracy], "o-", label="held-out accuracy"
+        )
+    axes.set(xlabel="step", ylim=(-0.02, 1.02), title=progress.view.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    lengths = progress.series.get("completion_tokens/mean", [])
+    if lengths:
+        right = axes.twinx()
+        right.plot([step for step, _, _ in lengths], [value for _, _, value in lengths], color="grey", lw=0.8, ls=":")
+        right.set_ylabel("completion tokens (dotted)")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def write_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Write ``summary.json`` in one step."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

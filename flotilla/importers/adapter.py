@@ -1,0 +1,179 @@
+"""Reward functions of other systems' contracts, wrapped in a file that our reward service can load.
+
+The file is written beside the spec; when the experiment starts it loads the user's own file, relative to its folder.
+"""
+
+from pathlib import PurePosixPath
+from typing import Final
+
+from flotilla.importers.spelling import experiment_name
+
+HEAD: Final = '''"""Calls {function}() of {path} as {system} does. Written by `flotilla import {system}`."""
+
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+
+PATH = {path!r}
+FUNCTION = {function!r}
+
+
+def _load():
+    path = Path(__file__).resolve().parent / Path(PATH).expanduser()
+    spec = importlib.util.spec_from_file_location("imported_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, FUNCTION)
+
+
+function = _load()
+'''
+
+VERL: Final = '''
+
+def _arguments(sample):
+    """verl's label is the ground_truth inside the column reward_model, passed as it stands there."""
+    truth, column = sample.label, sample.metadata.get("reward_model")
+    try:
+        column = json.loads(column) if isinstance(column, str) else column
+    except ValueError:
+        column = None
+    if isinstance(column, dict) and "ground_truth" in column:
+        truth = column["ground_truth"]
+    return {
+        "data_source": sample.data_source,
+        "solution_str": sample.response,
+        "ground_truth": truth,
+        "extra_info": sample.metadata.get("extra_info") or {},
+    }
+
+
+def _grade(found):
+    """A number, or a mapping with score; its other numbers become metrics."""
+    if not isinstance(found, dict):
+        return float(found)
+    metrics = {name: float(value) for name, value in found.items() if name != "score" and _is_number(value)}
+    return {"reward": float(found["score"]), "metrics": metrics}
+
+
+def _is_number(value):
+    return isinstance(value, (bool, int, float))
+
+
+if inspect.iscoroutinefunction(function):
+
+    async def score(sample):
+        return _grade(await function(**_arguments(sample)))
+
+else:
+
+    def score(sample):
+        return _grade(function(**_arguments(sample)))
+'''
+
+OPENRLHF: Final = '''
+
+def _first(values):
+    """Take the one value out of a list or tensor, or a number as it is."""
+    try:
+        return float(values[0])
+    except (TypeError, IndexError):
+        return float(values)
+
+
+def score(sample):
+    prompt = sample.prompt
+    found = function([prompt + sample.response], [prompt], ["" if sample.label is None else sample.label])
+    if not isinstance(found, dict):
+        return _first(found)
+    metrics = {name: _first(values) for name, values in (found.get("extra_logs") or {}).items()}
+    if found.get("scores") is not None:
+        metrics["score"] = _first(found["scores"])
+    return {"reward": _first(found["rewards"]), "metrics": metrics}
+'''
+
+ROWS: Final = '''"""Reads rows through {name} of {path} as verl does. Written by `flotilla import verl`."""
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+PATH = {path!r}
+NAME = {name!r}
+HERE = Path(__file__).resolve().parent
+PLAIN = (str, bool, int, float, list, tuple, dict, type(None))
+
+
+class Config(dict):
+    """Gives its values as attributes, too."""
+
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Rows:
+    """The user's dataset, by columns; tensors and images are left out."""
+
+    def __init__(self, data_files, tokenizer, config):
+        make = _load()
+        parameters = inspect.signature(make).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        offered = {{
+            "data_files": lambda: [_place(file) for file in data_files],
+            "tokenizer": lambda: _tokenizer(tokenizer),
+            "config": lambda: Config(config),
+            "processor": lambda: None,
+        }}
+        self._prompt = config["prompt_key"]
+        self._rows = make(**{{name: value() for name, value in offered.items() if takes_any or name in parameters}})
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        row = dict(self._rows[index])
+        if self._prompt not in row and "raw_prompt" in row:
+            row[self._prompt] = list(row.pop("raw_prompt"))
+        return {{name: value for name, value in row.items() if isinstance(value, PLAIN)}}
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("imported_rows", _place(PATH))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, NAME)
+
+
+def _place(path):
+    return path if "://" in path else str(HERE / Path(path).expanduser())
+
+
+def _tokenizer(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_place(path), local_files_only=True)
+'''
+
+
+def adapter_name(path: str, function: str) -> str:
+    """Name the file that a function is wrapped in."""
+    return f"{experiment_name(PurePosixPath(path).stem)}_{experiment_name(function)}_adapter.py"
+
+
+def verl_adapter(path: str, function: str) -> str:
+    """Write a module whose ``score(sample)`` calls verl's ``function(data_source, solution_str, ...)``."""
+    return HEAD.format(path=path, function=function, system="verl") + VERL
+
+
+def verl_rows_adapter(path: str, name: str) -> str:
+    """Write a module whose ``Rows`` reads a dataset class that is made for verl."""
+    return ROWS.format(path=path, name=name)
+
+
+def openrlhf_adapter(path: str) -> str:
+    """Write a module whose ``score(sample)`` calls OpenRLHF's ``reward_func(queries, prompts, labels)``."""
+    text = HEAD.format(path=path, function="reward_func", system="openrlhf") + OPENRLHF
+    return text.replace("import inspect\nimport json\n", "")

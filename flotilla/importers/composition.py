@@ -1,0 +1,109 @@
+"""Join a YAML file with those that its ``defaults`` list names, as Hydra does."""
+
+import posixpath
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flotilla.importers.hydra import problem, read_yaml
+
+Beside = Callable[[str], str | None]
+"""Gives the text of the file of a name (without suffix, relative to the launch file); None where there is none."""
+
+SELF = "_self_"
+
+
+def nothing_beside(name: str) -> str | None:
+    """Stand for a launch file that is not on a disk."""
+    return None
+
+
+def beside(folder: Path, read: Callable[[Path], str]) -> Beside:
+    """Look for files in a folder, and around it."""
+
+    def find(name: str) -> str | None:
+        path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        return read(path) if path.is_file() else None
+
+    return find
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Reads a file and all that it names.
+
+    Attributes:
+        beside: finds files.
+        own: names of the system's own files, whose values are the defaults that the tables know.
+    """
+
+    beside: Beside
+    own: Collection[str]
+
+    def read(self, text: str, *, source: str) -> dict[str, Any]:
+        """Give dotted names; ``defaults`` stays among them as it was written.
+
+        Raises:
+            InvalidSpec: a file does not parse, or is named and missing.
+        """
+        return self._joined(text, source, "", "", (source,))
+
+    def _joined(self, text: str, source: str, package: str, folder: str, trail: tuple[str, ...]) -> dict[str, Any]:
+        flat = read_yaml(text, source=source)
+        entries = flat.get("defaults")
+        values = {f"{package}.{name}" if package else name: value for name, value in flat.items() if name != "defaults"}
+        if entries is None:
+            return values
+        if not isinstance(entries, list):
+            raise problem(source, entries, "defaults must be a list of files")
+        found: dict[str, Any] = {} if package or len(trail) > 1 else {"defaults": entries}
+        for entry in entries if SELF in entries else [*entries, SELF]:
+            _merge(found, values if entry == SELF else self._entry(entry, source, package, folder, trail))
+        return found
+
+    def _entry(self, entry: Any, source: str, package: str, folder: str, trail: tuple[str, ...]) -> dict[str, Any]:
+        if isinstance(entry, Mapping) and len(entry) == 1:
+            key, option = next(iter(entry.items()))
+            words = str(key).split()
+            group, _, wanted = words[-1].partition("@")
+            if option is None or group.partition("/")[0] == "hydra":
+                return {}
+            name, is_optional = f"{group}/{option}", "optional" in words
+        elif isinstance(entry, str):
+            (name, _, wanted), is_optional = entry.partition("@"), False
+        else:
+            raise problem(source, entry, "an entry of defaults is a file, or a group and its file")
+        group, _, last = name.rpartition("/")
+        if last in self.own:
+            return {}
+        place = posixpath.normpath(name[1:] if name.startswith("/") else posixpath.join(folder, name))
+        text = self.beside(place)
+        if text is None and is_optional:
+            return {}
+        if text is None:
+            raise problem(source, name, f"defaults names a file that is not there: put it at {place}.yaml, or give the "
+                          "whole configuration, as the option --cfg job of the launcher prints it")  # fmt: skip
+        if place in trail:
+            raise problem(source, name, "defaults must not lead back to the file itself")
+        return self._joined(text, place, _package(wanted, package, group), posixpath.dirname(place), (*trail, place))
+
+
+def _package(wanted: str, package: str, group: str) -> str:
+    """Say below which name a file's values stand: by itself below that of its folder."""
+    if wanted == "_global_":
+        return ""
+    below = "" if wanted == "_here_" else wanted or ".".join(part for part in group.split("/") if part.strip("."))
+    return ".".join(part for part in (package, below) if part)
+
+
+def _merge(found: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set values; what stood at or below a name of theirs, or above it, is gone."""
+    above = {name[:end] for name in values for end in _dots(name)}
+    for name in [name for name in found if name in above or any(name[:end] in values for end in _dots(name))]:
+        del found[name]
+    found |= values
+
+
+def _dots(name: str) -> list[int]:
+    return [position for position, letter in enumerate(name) if letter == "."]

@@ -1,0 +1,299 @@
+"""OpenRLHF as a system to import from: how its command lines are read, and what its flags mean together."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flotilla.importers.adapter import adapter_name, openrlhf_adapter
+from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
+from flotilla.importers.hydra import problem
+from flotilla.importers.openrlhf import flags, learning
+from flotilla.importers.parameter import System, make_system
+from flotilla.importers.shell import Script, read_script
+from flotilla.importers.source import Given, Source
+from flotilla.importers.spelling import is_private_host
+from shared.config.data import PLACE
+
+Fields = dict[str, Any]
+
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+SCHEDULES = {
+    "cosine_with_min_lr": ("cosine", 0.1), "cosine": ("cosine", 0.0), "linear": ("linear", 0.0),
+    "constant": ("constant", None), "constant_with_warmup": ("constant", None),
+}  # fmt: skip
+UNLIMITED = 1e8
+"""OpenRLHF's own --max_samples."""
+ATTEMPT_SECONDS, ATTEMPTS = 180.0, 5
+"""What OpenRLHF gives a remote reward: five tries of three minutes, a second apart."""
+
+
+def _mini_batches(source: Source) -> int:
+    samples = source.required("--rollout_batch_size") * source.required("--n_samples_per_prompt")
+    return max(int(samples) // int(source.required("--train_batch_size")), 1)
+
+
+def _steps(source: Source) -> int | None:
+    total = source.value("--max_steps")
+    if total is not None:
+        return int(total)
+    if source.rows is None:
+        return None
+    rows = min(source.rows, source.required("--max_samples"))
+    return int(rows * source.required("--num_episodes") // source.required("--rollout_batch_size"))
+
+
+def batches(source: Source) -> Fields:
+    """Make the sizes of mini-batch and step."""
+    train, number = source.required("--train_batch_size"), _mini_batches(source)
+    size = source.required("--n_samples_per_prompt")
+    if train % size:
+        source.refuse("--train_batch_size", f"{train} samples are no whole number of groups of {size}: make it one")
+    groups = max(train // size, 1)
+    if groups * number != source.required("--rollout_batch_size"):
+        source.refuse("--rollout_batch_size", "must hold a whole number of train batches: make it one")
+    return {"optimisation.groups_per_mini_batch": groups, "asynchrony.require_batches": number}
+
+
+def asynchrony(source: Source) -> Fields:
+    """Make the asynchrony."""
+    if not source.value("--async_train"):
+        return {}
+    queue = source.required("--async_queue_size")
+    return {
+        "asynchrony.staleness_threshold": float(queue),
+        "asynchrony.max_lag": queue,
+        "asynchrony.on_weight_update": "continue" if source.value("--partial_rollout") else "drain",
+    }
+
+
+def publication(source: Source) -> Fields:
+    """Make the weights' way, where it is written."""
+    if not source.has("--vllm_sync_backend"):
+        return {}
+    transport = source.choose("--vllm_sync_backend", {"nccl": "auto", "gloo": "gloo"})
+    return {} if transport is None else {"asynchrony.publication.transport": transport}
+
+
+def schedule(source: Source) -> Fields:
+    """Make steps, warm-up, decay and the period of checkpoints."""
+    found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
+    fields: Fields = {"optimisation.schedule": found[0]}
+    if found[1] is not None:
+        fields["optimisation.min_learning_rate_ratio"] = found[1]
+    total = _steps(source)
+    if not total:
+        source.lack(
+            "optimisation.steps: --num_episodes counts passes over the data: give --rows N, the number of its rows "
+            "(at least one rollout_batch_size), or --max_steps"
+        )
+        return fields
+    updates = total * _mini_batches(source) * source.required("--max_epochs")
+    every = source.required("--save_steps")
+    return fields | {
+        "optimisation.steps": total,
+        "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * updates),
+        "checkpoint.every_steps": total if every <= 0 else min(every, total),
+    }
+
+
+def lengths(source: Source) -> Fields:
+    """Make the engine's context, the longest answer and the token budget."""
+    answer, whole = source.required("--generate_max_len"), source.value("--data.max_len")
+    if whole is not None and not source.has("--generate_max_len"):
+        source.lack("rollout.sampling.max_new_tokens: --data.max_len bounds the whole: give --rollout.max_new_tokens")
+    context = source.required("--prompt_max_len") + answer if whole is None else whole
+    if source.value("--use_dynamic_batch"):
+        budget = source.required("--train_max_tokens_per_gpu")
+    else:
+        budget = source.required("--micro_train_batch_size") * context
+    dtype = source.choose("--param_dtype", DTYPES)
+    return {
+        "data.max_prompt_tokens": None if whole is not None else context - answer,
+        "rollout.sampling.max_new_tokens": answer,
+        "rollout.engine.context_tokens": context,
+        "optimisation.micro_batch_tokens": budget,
+        "model.dtype": dtype or "bfloat16",
+    }
+
+
+def model(source: Source) -> Fields:
+    """Make the model."""
+    fields: Fields = {}
+    path = source.value("--pretrain")
+    if path is None:
+        source.lack("model.path: give --pretrain")
+    else:
+        fields["model.path"] = path
+    critic = source.value("--critic_pretrain")
+    if critic is not None and critic != path:
+        source.refuse("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out")
+    return fields
+
+
+def data(source: Source) -> Fields:
+    """Make the training rows, their template, and what becomes of long prompts."""
+    fields: Fields = {"data.overlong": {"kind": "truncate", "side": "left"}}
+    if not source.value("--apply_chat_template"):
+        template = source.value("--input_template")
+        fields["data.input_template"] = template if template is not None and PLACE in template else PLACE
+    places = _places(source, "--prompt_data", "--prompt_split")
+    if not places:
+        source.lack("data.path: give --prompt_data")
+        return fields
+    weights = source.value("--prompt_data_probs")
+    if weights is not None and len(weights) != len(places):
+        source.refuse("--prompt_data_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
+        weights = None
+    most = source.required("--max_samples")
+    limit = {} if most >= UNLIMITED else {"max_rows": most}
+    if weights is None or len(places) == 1:
+        return fields | training(places) | {f"data.{name}": value for name, value in limit.items()}
+    weighted = zip(places, weights, strict=True)
+    return fields | training([{**place, **limit, "weight": weight} for place, weight in weighted])
+
+
+def _places(source: Source, name: str, split_name: str) -> list[Fields]:
+    places = [file_or_hub(written) for written in source.value(name) or []]
+    splitting = [place for place in places if takes_split(place)]
+    if splitting and (split := source.value(split_name)) not in {None, "train"}:
+        for place in splitting:
+            place["split"] = split
+    return places
+
+
+def evaluation(source: Source) -> Fields:
+    """Make the evaluation, where there is a dataset for it."""
+    places = _places(source, "--eval_dataset", "--eval_split")
+    if not places:
+        return {}
+    every, temperature = source.required("--eval_steps"), source.required("--eval_temperature")
+    return held_out(places) | {
+        "evaluation.every_versions": every if every > 0 else None,
+        "evaluation.greedy": not temperature,
+        **(_sampled(source, temperature) if temperature else {}),
+    }
+
+
+def _sampled(source: Source, temperature: float) -> Fields:
+    """Make how many answers are sampled; greedy ones would all be the same."""
+    answers = source.required("--eval_n_samples_per_prompt")
+    return {"evaluation.temperature": temperature, "evaluation.group_size": answers}
+
+
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are asked for."""
+    trackers: list[dict[str, Any]] = []
+    if source.value("--use_wandb"):
+        options = {"project": "--wandb_project", "entity": "--wandb_org", "group": "--wandb_group"}
+        trackers.append({"kind": "wandb", **{field: source.value(name) for field, name in options.items()}})
+    folder = source.value("--use_tensorboard")
+    if folder is not None:
+        trackers.append({"kind": "tensorboard", "directory": folder})
+    return {"tracking.trackers": trackers} if trackers else {}
+
+
+def rewards(source: Source) -> Fields:
+    """Make the grader, the penalties, the clip and the filter."""
+    fields: Fields = {**_grader(source), **_shaping(source)}
+    if source.value("--dynamic_filtering"):
+        span = source.value("--dynamic_filtering_reward_range") or []
+        if len(span) != 2:
+            source.refuse("--dynamic_filtering_reward_range", "two numbers, low and high")
+            return fields
+        fields["reward.group_filter"] = {"kind": "mean_in_range", "low": span[0], "high": span[1]}
+    return fields
+
+
+def _grader(source: Source) -> Fields:
+    url = source.value("--remote_rm_url")
+    if url is None:
+        source.lack("reward.components: give --remote_rm_url, or a grader of ours: --set 'reward.components=[...]'")
+        return {}
+    if url.endswith(".py"):
+        file = adapter_name(url, "reward_func")
+        source.files[file] = openrlhf_adapter(url)
+        return {"reward.components": [{"kind": "custom", "path": f"{file}:score", "timeout_seconds": ATTEMPT_SECONDS}]}
+    if "," in url:
+        source.refuse("--remote_rm_url", "one URL: put a load balancer before several servers")
+    component = {
+        "kind": "remote",
+        "url": url,
+        "dialect": "openrlhf",
+        "attempt_seconds": ATTEMPT_SECONDS,
+        "max_attempts": ATTEMPTS,
+        "deadline_seconds": ATTEMPT_SECONDS * ATTEMPTS + ATTEMPTS,
+        "allow_private": is_private_host(url),
+    }
+    return {"reward.components": [component]}
+
+
+def _shaping(source: Source) -> Fields:
+    fields: Fields = {}
+    buffer = source.value("--overlong_buffer_len")
+    if buffer is not None:
+        fields["reward.shaping.overlong"] = {
+            "max_length": source.required("--generate_max_len"),
+            "buffer": buffer,
+            "factor": source.required("--overlong_penalty_factor"),
+            "capped": True,
+        }
+    truncated = source.value("--stop_properly_penalty_coef")
+    if truncated is not None:
+        fields["reward.shaping.truncated"] = {"scale" if truncated >= 0 else "value": truncated}
+    return fields
+
+
+OPENRLHF: System = make_system(
+    "openrlhf",
+    (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
+    rules=(
+        model, data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss,
+        learning.kl, rewards, evaluation, tracking,
+    ),
+)  # fmt: skip
+
+
+def read_openrlhf(words: Sequence[str], *, where: str = "command line") -> list[Given]:
+    """Read a command line: ``--flag``, ``--flag value ...``, ``--flag=value``.
+
+    Raises:
+        InvalidSpec: there is a value without a flag.
+    """
+    given: dict[str, list[str]] = {}
+    current: str | None = None
+    for word in _from_first_flag(words):
+        if word.startswith("--") and len(word) > 2:
+            current, equals, value = word.partition("=")
+            given[current] = [value] if equals else []
+        elif current is None:
+            raise problem(where, word, "a command line of OpenRLHF consists of flags and their values")
+        else:
+            given[current].append(word)
+    return [Given(_value(values), name, where) for name, values in given.items()]
+
+
+def read_openrlhf_script(text: str, *, source: str) -> list[Given]:
+    """Read the flags that a launch script gives to OpenRLHF.
+
+    Raises:
+        InvalidSpec: the script cannot be followed, or starts OpenRLHF not once.
+    """
+    script: Script = read_script(text, {}, source=source)
+    found = [command for command in script.commands if any("train_ppo" in word for word in command.words)]
+    if len(found) != 1:
+        raise problem(source, len(found), "the script must start openrlhf.cli.train_ppo_ray exactly once")
+    if found[0].problem is not None:
+        raise found[0].problem
+    return read_openrlhf(found[0].words, where="script")
+
+
+def _from_first_flag(words: Sequence[str]) -> Sequence[str]:
+    """Drop what starts the trainer: a launcher with options of its own, and the module."""
+    last = max((number for number, word in enumerate(words) if "train_ppo" in word), default=-1)
+    return words[last + 1 :]
+
+
+def _value(values: Sequence[str]) -> Any:
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else list(values)

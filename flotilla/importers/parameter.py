@@ -1,0 +1,195 @@
+"""What becomes of one parameter of another system: a row of a table, and a table of rows.
+
+No row reads a file or knows of another row: what depends on several parameters is a rule of the system.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from flotilla.importers.values import Convert, unchanged
+
+if TYPE_CHECKING:
+    from flotilla.importers.source import Source
+
+Rule = Callable[["Source"], Mapping[str, Any]]
+"""Makes spec fields, by dotted path, of several parameters."""
+
+
+class Unset(Enum):
+    """The absence of a value, where null is one."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+
+
+class Verdict(StrEnum):
+    """What becomes of a parameter."""
+
+    APPLIED = "applied"
+    """The spec has the same setting, and takes the value as it is."""
+    TRANSLATED = "translated"
+    """It becomes a setting of another form, alone or with others."""
+    IGNORED = "ignored"
+    """It cannot matter here."""
+    REFUSED = "refused"
+    """The fleet does not do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """A default that is another parameter's value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of another system.
+
+    Attributes:
+        name: as the system's users write it.
+        verdict: what becomes of it.
+        reason: one line: what it becomes; why it cannot matter; or why it is refused, and what to do instead.
+        targets: the spec fields that it sets, dotted.
+        default: the system's; UNSET where silence leaves our default in place.
+        convert: reads its value.
+        translate: makes the value of its only target; None where a rule does.
+        example: a value other than the default that changes every target.
+        context: further parameters under which the example shows.
+        harmless: values of a refused parameter that ask for nothing, besides the default.
+        is_judged: whether a rule alone says when a refused parameter asks for something.
+        is_tree: whether names below it (``name.anything``) belong to it.
+        is_secret: whether its value must never be shown.
+        aliases: other spellings.
+    """
+
+    name: str
+    verdict: Verdict
+    reason: str
+    targets: tuple[str, ...] = ()
+    default: Any = UNSET
+    convert: Convert = unchanged
+    translate: Callable[[Any], Any] | None = None
+    example: Any = UNSET
+    context: Mapping[str, Any] = field(default_factory=dict)
+    harmless: tuple[Any, ...] = ()
+    is_judged: bool = False
+    is_tree: bool = False
+    is_secret: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+def applied(
+    name: str, target: str, convert: Convert, reason: str, *, example: Any, default: Any = UNSET, **more: Any
+) -> Parameter:
+    """Make a row whose value is taken as it is; with ``context`` a rule decides whether."""
+    translate = None if "context" in more else (lambda value: value)
+    return Parameter(
+        name=name,
+        verdict=Verdict.APPLIED,
+        reason=reason,
+        targets=(target,),
+        convert=convert,
+        default=default,
+        example=example,
+        translate=translate,
+        **more,
+    )
+
+
+def translated(
+    name: str,
+    targets: str | tuple[str, ...],
+    convert: Convert,
+    reason: str,
+    *,
+    example: Any,
+    default: Any = UNSET,
+    **more: Any,
+) -> Parameter:
+    """Make a row whose value takes another form, by ``translate`` or by a rule."""
+    return Parameter(
+        name=name,
+        verdict=Verdict.TRANSLATED,
+        reason=reason,
+        targets=(targets,) if isinstance(targets, str) else targets,
+        convert=convert,
+        default=default,
+        example=example,
+        **more,
+    )
+
+
+def ignored(reason: str, *names: str, is_tree: bool = False, is_secret: bool = False) -> tuple[Parameter, ...]:
+    """Make rows that cannot matter here, for one and the same reason."""
+    return tuple(
+        Parameter(name=name, verdict=Verdict.IGNORED, reason=reason, is_tree=is_tree, is_secret=is_secret)
+        for name in names
+    )
+
+
+def refused(name: str, reason: str, *, default: Any = UNSET, harmless: tuple[Any, ...] = (), **more: Any) -> Parameter:
+    """Make a row that is refused unless its value is the default or harmless."""
+    return Parameter(name=name, verdict=Verdict.REFUSED, reason=reason, default=default, harmless=harmless, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system that launch files are imported from.
+
+    Attributes:
+        name: its own.
+        parameters: every one that is known, by name.
+        spellings: other names of a parameter, with the name in ``parameters``.
+        rules: what is made of several parameters, in this order; a later one may replace a field.
+    """
+
+    name: str
+    parameters: Mapping[str, Parameter]
+    spellings: Mapping[str, str]
+    rules: tuple[Rule, ...]
+
+    def find(self, name: str) -> Parameter | None:
+        """Find the parameter that a written name belongs to."""
+        canonical = self.spellings.get(name, name)
+        last = canonical.rpartition(".")[2]
+        # Markers such as _target_ stand in any section.
+        found = self.parameters.get(last if last.startswith("_") else canonical)
+        while found is None and "." in canonical:
+            canonical = canonical.rpartition(".")[0]
+            above = self.parameters.get(self.spellings.get(canonical, canonical))
+            found = above if above is not None and above.is_tree else None
+        return found
+
+    def is_section(self, name: str) -> bool:
+        """Whether a name begins as parameters of the system do: then a typing error is likelier than a variable."""
+        first, dot, _ = name.partition(".")
+        return bool(dot) and any(each.startswith(f"{first}.") for each in self.parameters)
+
+
+def make_system(
+    name: str,
+    tables: Iterable[Iterable[Parameter]],
+    rules: tuple[Rule, ...],
+    spellings: Mapping[str, str] | None = None,
+) -> System:
+    """Join the tables of a system.
+
+    Raises:
+        ValueError: a name stands in two rows, or a spelling leads nowhere.
+    """
+    parameters: dict[str, Parameter] = {}
+    all_spellings = dict(spellings or {})
+    for row in (row for table in tables for row in table):
+        if row.name in parameters:
+            raise ValueError(f"{name}: two rows are called {row.name}")
+        parameters[row.name] = row
+        all_spellings |= dict.fromkeys(row.aliases, row.name)
+    for spelling, canonical in all_spellings.items():
+        if canonical not in parameters or spelling in parameters:
+            raise ValueError(f"{name}: the spelling {spelling} of {canonical} leads nowhere")
+    return System(name, parameters, all_spellings, rules)

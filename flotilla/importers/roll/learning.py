@@ -1,0 +1,318 @@
+"""Rows of ROLL's algorithm parameters, and what they mean together."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from flotilla.importers.roll.filtering import FILTERS, rejections
+from flotilla.importers.source import Source
+from flotilla.importers.values import count, flag, integer, number, text, unchanged
+
+Fields = dict[str, Any]
+Section = dict[str, Any]
+
+GAE = {"adv_estimator": "gae"}
+REINFORCE = {"adv_estimator": "reinforce"}
+KL = {"add_token_level_kl": True}
+NORMED = {**REINFORCE, "reward_norm": "group"}
+STATE = {**REINFORCE, "reward_normalization.grouping": "state"}
+DEAD = "no release of ROLL that is still in use reads it"
+INFER = "train_infer_correction.is_weight"
+
+ROWS: tuple[Parameter, ...] = (
+    translated("adv_estimator", "algorithm.advantage.kind", text,
+               "grpo is reinforce on rewards normalised in their group; agentic_reinforce is turn_reinforce",
+               example="reinforce", default="gae"),
+    applied("gamma", "algorithm.advantage.gamma", number, "discount", example=0.99, default=1.0, context={}),
+    applied("lambd", "algorithm.advantage.lam", number, "lambda of gae", example=0.9, default=0.95, context=GAE),
+    translated("whiten_advantages", "algorithm.advantage.whiten", flag, "over the sampled tokens of the batch",
+               example=True, default=False),
+    applied("advantage_clip", "algorithm.advantage.clip", number, "bounds advantages, last", example=2.0,
+            default=None, context={}),
+    applied("critic_warmup", "algorithm.value_loss.warmup_steps", integer, "steps of the critic alone", example=5,
+            default=0, context=GAE),
+    applied("critic.training_args.learning_rate", "algorithm.value_loss.learning_rate", number,
+            "peak learning rate of the critic", example=1e-5, default=5e-5, context=GAE),
+    applied("value_clip", "algorithm.value_loss.clip", number, "how far a value may move", example=0.2, default=None,
+            context=GAE),
+    refused("whiten_rewards", "token rewards are not whitened: use whiten_advantages, or reward_norm group",
+            default=False),
+    translated("add_token_level_kl", "algorithm.kl.placement", flag, "true takes the KL off the reward of each token",
+               example=True, default=False),
+    translated("kl_penalty", "algorithm.kl.estimator", text, "kl is k1, mse is k2; full is refused", example="mse",
+               default="kl", context=KL),
+    applied("init_kl_coef", "algorithm.kl.coefficient", number, "its weight", example=0.05, default=0.2, context=KL),
+    applied("target_kl", "algorithm.kl.target", number, "steers the weight so that the KL approaches it",
+            example=0.05, default=None, context=KL),
+    applied("kl_horizon", "algorithm.kl.horizon", count, "slowness of that", example=5000, default=10_000,
+            context={**KL, "target_kl": 0.1}),
+    translated("use_kl_loss", "algorithm.kl.placement", flag, "true makes the KL, by k3, a term of the loss",
+               example=True, default=False, context={"kl_loss_coef": 0.01}),
+    applied("kl_loss_coef", "algorithm.kl.coefficient", number, "its weight; 0 is none", example=0.02, default=0.0,
+            context={"use_kl_loss": True}),
+    applied("entropy_loss_coef", "algorithm.entropy_coefficient", number, "weight of the entropy bonus", example=0.01,
+            default=0.0),
+    applied("sft_loss_coef", "algorithm.supervised.coefficient", number,
+            "likelihood of the answers with a positive reward; 0 is none", example=0.1, default=0.0, context={}),
+    refused("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse", default=1.0),
+    translated("difficulty_loss_weight", "algorithm.sequence_weights.difficulty", flag,
+               "sequences weigh 0.5 to 2 by the column difficulty", example=True, default=False),
+    translated("length_loss_weight", "algorithm.sequence_weights.length", flag,
+               "sequences weigh 1.5 to 0.5 by their length, over the whole step", example=True, default=False),
+)  # fmt: skip
+
+LOSS_ROWS: tuple[Parameter, ...] = (
+    translated("use_topr_loss", "algorithm.policy_loss.kind", flag, "true is topr (pg_variant in new releases)",
+               example=True, default=False),
+    translated("pg_variant", "algorithm.policy_loss.kind", text,
+               "vanilla is policy_gradient, tis is cispo within [0, 1], kimi15 is dro", example="topr", default="ppo",
+               aliases=("actor_train.pg_variant",)),
+    translated("importance_sampling", "algorithm.policy_loss.kind", text, "seq is gspo", example="seq",
+               default="token"),
+    translated("pg_clip", ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"), number, "both widths",
+               example=0.1, default=0.2),
+    applied("pg_clip_low", "algorithm.policy_loss.clip_low", number, "width below 1", example=0.1,
+            default=Inherit("pg_clip"), context={"use_pg_clip_range": True}),
+    applied("pg_clip_high", "algorithm.policy_loss.clip_high", number, "width above 1", example=0.28,
+            default=Inherit("pg_clip"), context={"use_pg_clip_range": True}),
+    translated("use_pg_clip_range", "algorithm.policy_loss.clip_high", flag, "chooses pg_clip_low and pg_clip_high",
+               example=True, default=False, context={"pg_clip_high": 0.28}),
+    translated("dual_clip_loss", "algorithm.policy_loss.dual_clip", flag, "1 + 2 pg_clip", example=True,
+               default=False),
+    translated("loss_agg_mode", "algorithm.aggregation.mode", text,
+               "by itself seq-mean-token-mean; seq-mean-token-sum-norm is token-sum-norm over the response length",
+               example="token-mean", default="seq-mean-token-mean"),
+    translated(f"{INFER}.enabled", "algorithm.correction.weight.upper", flag, "weights bounded above", example=True,
+               default=False),
+    translated(f"{INFER}.weight_type", "algorithm.correction.weight.level", text,
+               "token, segment, geometric or sequence", example="sequence", default="token",
+               context={f"{INFER}.enabled": True}),
+    applied(f"{INFER}.upper_bound", "algorithm.correction.weight.upper", number, "largest weight", example=2.0,
+            default=1.2, context={f"{INFER}.enabled": True}),
+    translated(FILTERS, "algorithm.correction", unchanged,
+               "tests on ratio and probability; agg_type says what leaves together",
+               example=[{"agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.5}], default=None),
+    refused("l2", f"{DEAD}: use training_args.weight_decay", default=0.0),
+    *ignored("old log-probabilities are always those of the trainer before the step",
+             "enable_old_logprobs_recompute"),
+)  # fmt: skip
+
+REWARD_ROWS: tuple[Parameter, ...] = (
+    translated("reward_norm", "reward.shaping.normalisation", text,
+               "group; with reward_shift the mean alone, with reward_scale the deviation alone", example="group",
+               default=None, context=REINFORCE),
+    translated("reward_shift", "reward.shaping.normalisation.std", flag, "subtract the mean only", example=True,
+               default=False, context=NORMED),
+    translated("reward_scale", "reward.shaping.normalisation.mean", flag, "divide by the deviation only",
+               example=True, default=False, context=NORMED),
+    translated("norm_mean_type", "reward.shaping.normalisation.mean", text, "group; batch and running are refused",
+               example="group", default=None, context=REINFORCE),
+    translated("norm_std_type", "reward.shaping.normalisation.std", text, "group; batch and running are refused",
+               example="group", default=None, context=REINFORCE),
+    applied("reward_clip", "reward.shaping.clip", number, "bounds rewards after their normalisation", example=10.0,
+            default=None),
+    translated("reward_normalization.grouping", "reward.shaping.normalisation", text,
+               "state (traj_group_id) is our group; batch and inductive are refused", example="state",
+               default="batch", context={**REINFORCE, "reward_normalization.method": "mean_std"}),
+    translated("reward_normalization.method", "reward.shaping.normalisation", text,
+               "mean, mean_std; asym_clip also bounds to [-1, 3]", example="mean_std", default="identity",
+               context=STATE),
+    refused("use_reward_scaling", f"{DEAD}: use reward_norm group with reward_scale", default=False),
+    refused("use_reward_norm", f"{DEAD}: use reward_norm group", default=False),
+    refused("add_len_reward", f"{DEAD}: use reward.shaping.length", default=False),
+    translated("max_len_mask", "reward.sample_mask.truncated", flag, "answers of response_length tokens are left out",
+               example=True, default=False),
+    translated("difficulty_mask", "reward.sample_mask.difficulty", flag,
+               "groups whose mean is not between the two thresholds are left out", example=True, default=False),
+    translated("difficulty_low_threshold", "reward.sample_mask.difficulty", number, "the mean must be above",
+               example=0.1, default=0.0, context={"difficulty_mask": True}),
+    translated("difficulty_high_threshold", "reward.sample_mask.difficulty", number, "the mean must be below",
+               example=0.9, default=1.0, context={"difficulty_mask": True}),
+    translated("error_max_len_clip", "reward.sample_mask.wrong_up_to_length", flag,
+               "of the wrong answers only those shorter than error_max_len_threshold are kept", example=True,
+               default=False, context={"error_max_len_threshold": 512}),
+    applied("error_max_len_threshold", "reward.sample_mask.wrong_up_to_length", integer, "tokens", example=256,
+            default=9_999_999_999, context={"error_max_len_clip": True}),
+)  # fmt: skip
+
+
+def _turns(source: Source) -> Section:
+    return {"gamma": source.required("gamma")}
+
+
+ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
+    "gae": ("gae", lambda s: {"gamma": s.required("gamma"), "lam": s.required("lambd")}),
+    "reinforce": ("reinforce", _turns),
+    "grpo": ("reinforce", _turns),
+    "agentic_reinforce": ("turn_reinforce", _turns),
+}
+
+
+def advantage(source: Source) -> Fields:
+    """Make the estimator, and the critic's loss where it has a critic."""
+    written = source.value("adv_estimator")
+    if written in {"gigpo", "step_reinforce"}:
+        source.refuse("adv_estimator", f"{written} needs the steps of an environment: use grpo")
+        return {}
+    found = source.choose("adv_estimator", ESTIMATORS)
+    if found is None:
+        return {}
+    whiten = {"variance": "unbiased", "floor": "add"} if source.value("whiten_advantages") else None
+    section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": source.value("advantage_clip")}
+    fields: Fields = {"algorithm.advantage": section}
+    if found[0] == "gae":
+        fields["algorithm.value_loss"] = {
+            "clip": source.value("value_clip"),
+            "learning_rate": source.required("critic.training_args.learning_rate"),
+            "warmup_steps": source.required("critic_warmup"),
+            "aggregation": {"mode": "seq-mean-token-mean"},
+        }
+    return fields
+
+
+def _ppo(source: Source) -> Section:
+    low = high = source.required("pg_clip")
+    if source.value("use_pg_clip_range"):
+        low, high = source.required("pg_clip_low"), source.required("pg_clip_high")
+    dual = 1 + 2 * source.required("pg_clip") if source.value("dual_clip_loss") else None
+    kind = source.choose("importance_sampling", {"token": "ppo", "seq": "gspo"}) or "ppo"
+    more = {"gradient": "sequence"} if kind == "gspo" else {}
+    return {"kind": kind, "clip_low": low, "clip_high": high, "dual_clip": dual, "log_ratio_clamp": None, **more}
+
+
+LOSSES: Mapping[str, Callable[[Source], Section]] = {
+    "ppo": _ppo,
+    "vanilla": lambda s: {"kind": "policy_gradient"},
+    "tis": lambda s: {"kind": "cispo", "clip_low": 1.0, "clip_high": 0.0, "log_ratio_clamp": None},
+    "topr": lambda s: {"kind": "topr", "log_ratio_clamp": None},
+    "cispo": lambda s: {"kind": "cispo", "clip_low": 0.1, "clip_high": 0.1, "log_ratio_clamp": None},
+    "kimi15": lambda s: {"kind": "dro", "beta": 0.1},
+}
+MODES = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+
+
+def policy_loss(source: Source) -> Fields:
+    """Make the loss, how it is averaged, the ratio's denominator and the correction."""
+    make = source.choose("pg_variant", LOSSES) or _ppo
+    section = LOSSES["topr"](source) if source.value("use_topr_loss") else make(source)
+    mode = source.choose("loss_agg_mode", {**MODES, "seq-mean-token-sum-norm": "token-sum-norm"})
+    aggregation: Section = {"mode": mode or "seq-mean-token-mean"}
+    if mode == "token-sum-norm":
+        aggregation["fixed_length"] = response_length(source)
+    correction: Section | None = None
+    if source.value(f"{INFER}.enabled"):
+        levels = {name: name for name in ("token", "segment", "geometric", "sequence")}
+        level = source.choose(f"{INFER}.weight_type", levels) or "token"
+        correction = {"weight": {"level": level, "upper": source.required(f"{INFER}.upper_bound")}}
+    tests = rejections(source)
+    if tests:
+        correction = {"weight": None, **(correction or {}), "rejections": tests}
+    is_read = correction is not None or source.value("add_token_level_kl") or section["kind"] != "policy_gradient"
+    fields: Fields = {
+        "algorithm.policy_loss": section,
+        "algorithm.aggregation": aggregation,
+        "algorithm.old_log_probs": "recompute" if is_read else "rollout",
+        "algorithm.correction": correction,
+    }
+    weights = {
+        "length": bool(source.value("length_loss_weight")),
+        "difficulty": "difficulty" if source.value("difficulty_loss_weight") else None,
+    }
+    if any(weights.values()):
+        fields["algorithm.sequence_weights"] = weights
+    weight = source.value("sft_loss_coef")
+    return fields | ({"algorithm.supervised": {"coefficient": weight}} if weight else {})
+
+
+def response_length(source: Source) -> int:
+    """Give the most tokens of an answer."""
+    answer, whole = source.value("response_length"), source.value("sequence_length")
+    if answer is not None:
+        return int(answer)
+    if whole is None:
+        source.lack("rollout.sampling.max_new_tokens: give response_length")
+        return 1
+    return max(int(whole) - int(source.required("prompt_length")), 1)
+
+
+def kl(source: Source) -> Fields:
+    """Make the KL's place, estimator and weight."""
+    in_reward, in_loss = source.value("add_token_level_kl"), source.value("use_kl_loss")
+    if in_reward and in_loss:
+        source.refuse("use_kl_loss", "the KL goes into the loss or off the reward, not both: choose one")
+    if in_reward:
+        estimator = source.choose("kl_penalty", {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"})
+        coefficient = source.required("init_kl_coef")
+        if estimator is None or not coefficient:
+            return {}
+        section: Section = {"placement": "reward", "estimator": estimator, "coefficient": coefficient}
+        if source.value("target_kl") is not None:
+            section |= {"target": source.value("target_kl"), "horizon": source.required("kl_horizon")}
+    elif in_loss and source.value("kl_loss_coef"):
+        section = {"placement": "loss", "estimator": "k3", "coefficient": source.required("kl_loss_coef")}
+    else:
+        return {}
+    clamp = 10.0 if section["estimator"] == "k3" else None
+    bounds = {"log_ratio_bounds": [None, None]} if section["estimator"] == "k3" else {}
+    return {"algorithm.kl": {**section, "value_clamp": clamp, **bounds}}
+
+
+def normalisation(source: Source) -> Fields:
+    """Make the normalisation of rewards, in any of ROLL's three spellings."""
+    method = source.value("reward_normalization.method")
+    if source.value("adv_estimator") == "grpo":
+        statistics: tuple[str | None, str | None] = ("group", "group")
+    elif method not in {None, "identity"}:
+        return _agentic_normalisation(source)
+    else:
+        statistics = _statistics(source)
+    mean, std = statistics
+    if mean is None and std is None:
+        return {}
+    return {"reward.shaping.normalisation": {"mean": mean, "std": std, "epsilon": 1e-6}}
+
+
+def _statistics(source: Source) -> tuple[str | None, str | None]:
+    old = _group(source, "reward_norm")
+    if old is not None:
+        shifts, scales = source.value("reward_shift"), source.value("reward_scale")
+        return (old if shifts or not scales else None), (old if scales or not shifts else None)
+    return _group(source, "norm_mean_type"), _group(source, "norm_std_type")
+
+
+def masks(source: Source) -> Fields:
+    """Make the mask of samples."""
+    section: Section = {}
+    if source.value("max_len_mask"):
+        section |= {"truncated": True, "max_length": response_length(source)}
+    if source.value("difficulty_mask"):
+        names = ("difficulty_low_threshold", "difficulty_high_threshold")
+        section["difficulty"] = [source.required(name) for name in names]
+    if source.value("error_max_len_clip"):
+        section["wrong_up_to_length"] = source.required("error_max_len_threshold")
+    return {"reward.sample_mask": section} if section else {}
+
+
+def _group(source: Source, name: str) -> str | None:
+    if source.value(name) is None:
+        return None
+    if source.value(name) == "group":
+        return "group"
+    source.refuse(name, "groups are graded one at a time: use group, or whiten_advantages for the whole batch")
+    return None
+
+
+def _agentic_normalisation(source: Source) -> Fields:
+    grouping, name = source.value("reward_normalization.grouping"), "reward_normalization.method"
+    if grouping not in {"state", "traj_group_id"}:
+        source.refuse("reward_normalization.grouping", "groups are graded one at a time: use state")
+        return {}
+    method = source.choose(name, {each: each for each in ("mean", "mean_std", "asym_clip")})
+    if method is None:
+        return {}
+    section: Section = {"mean": "group", "std": None, "epsilon": 1e-6}
+    if method != "mean":
+        section |= {"std": "group", "degenerate": "zero"}
+    if method == "asym_clip":
+        section["clip"] = [-1.0, 3.0]
+    return {"reward.shaping.normalisation": section}

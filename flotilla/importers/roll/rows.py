@@ -1,0 +1,237 @@
+"""Rows of ROLL's run, batches, lengths, workers and backends."""
+
+from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated
+from flotilla.importers.spelling import experiment_name
+from flotilla.importers.trackers import KEY
+from flotilla.importers.values import count, integer, number, text, texts, unchanged
+
+DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
+PLACEMENT = "services register themselves; where they run changes speed, not what is computed"
+SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
+ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+CUTTING = "log-probabilities do not depend on how they are cut into batches"
+ENVIRONMENTS = "episodes are single turns: there are no environments here"
+TRAIN = "actor_train"
+INFER = "actor_infer"
+VALIDATION = "validation.generating_args"
+INTERLEAVE = f"{TRAIN}.data_args.domain_interleave_probs"
+VALIDATED = {"validation.data_args.file_name": "heldout.jsonl"}
+
+RUN: tuple[Parameter, ...] = (
+    translated("exp_name", "name", text, "letters, digits, dot, dash and underscore are kept", example="another one",
+               default="roll", translate=experiment_name),
+    translated("seed", "seed", integer, "seeds the order of rows and every sample", example=7, default=42,
+               translate=lambda value: value),
+    translated("max_steps", "optimisation.steps", integer, "steps; -1, no limit, is refused", example=20, default=500),
+    translated("save_steps", "checkpoint.every_steps", integer, "steps between checkpoints", example=4, default=50),
+    translated("eval_steps", "evaluation.every_versions", integer,
+               "steps, in versions (model_update_frequency steps each); where validation names a file", example=5,
+               default=10, context=VALIDATED),
+    translated("validation.data_args.file_name", ("evaluation.path", "evaluation.sets"), texts,
+               "one file of held-out rows is the path, several are sets with series of their own",
+               example=["a.jsonl", "b.jsonl"], default=None, context=VALIDATED),
+    refused("resume_from_checkpoint", "an experiment goes on from its own newest checkpoint by itself; to begin from "
+            "other weights, set pretrain to their directory", default=False),
+    refused("render_save_dir", ENVIRONMENTS, default=None),
+    refused("system_envs", "a service's environment is that of its machine: set the variables there", default={},
+            harmless=(None,), is_tree=True),
+    *ignored("says where models are downloaded from; ours are directories", "system_envs.USE_MODELSCOPE"),
+    translated("track_with", "tracking.trackers", texts,
+               "wandb, tensorboard; stdout is flotilla watch; where it is silent, none is fed", example="wandb"),
+    translated("tracker_kwargs.log_dir", "tracking.trackers", text,
+               "directory of tensorboard, one folder per experiment", example="logs", default=None,
+               context={"track_with": "tensorboard"}),
+    translated("tracker_kwargs.project", "tracking.trackers", text, "project of wandb", example="another",
+               default="flotilla", context={"track_with": "wandb"}),
+    *ignored(KEY, "tracker_kwargs.api_key", is_secret=True),
+    *ignored("a run of wandb bears the experiment's name, exp_name", "tracker_kwargs.name"),
+    refused("tracker_kwargs", "of a tracker's options log_dir and project are offered", default={}, harmless=(None,),
+            is_tree=True, is_secret=True),
+    *ignored(DIRECTORY, "output_dir", "logging_dir"),
+    *ignored(DIRECTORY, "checkpoint_config", is_tree=True),
+    *ignored("every step is recorded", "logging_steps"),
+    *ignored("every call has a deadline of its own kind", "rpc_timeout"),
+    *ignored("only read by the agentic pipeline, which evaluates on environments", "val_batch_size"),
+    *ignored(PLACEMENT, "local_rank", "num_nodes", "num_gpus_per_node"),
+    *ignored("requests are always scheduled one by one", "generate_opt_level", "is_num_return_sequences_expand"),
+    *ignored("Hydra's own: it does not reach the pipeline", "hydra", is_tree=True),
+    *ignored("the files that it names are read with this one; ROLL's own are known", "defaults"),
+    *ignored("names the class that ROLL reads a section into", "_target_"),
+)  # fmt: skip
+
+BATCHES: tuple[Parameter, ...] = (
+    translated("rollout_batch_size", "asynchrony.require_batches", count,
+               "prompts of one step: optimiser batches times require_batches", example=256, default=128),
+    applied("num_return_sequences_in_group", "rollout.group_size", count, "answers per prompt", example=4, default=1),
+    translated("prompt_length", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
+               "longest prompt, others are left out; with response_length the engine's context",
+               example=512, default=1024),
+    translated("response_length", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
+               "most tokens of an answer", example=512, default=None),
+    translated("sequence_length", "rollout.sampling.max_new_tokens", count,
+               "prompt and answer; used where response_length is not given", example=4096, default=None,
+               context={"response_length": None}),
+    translated("max_running_requests", "rollout.engine.slots", count,
+               "answers sampled at a time by one engine; where it is silent, our own default: it is a capacity",
+               example=64, translate=lambda value: value),
+    refused("is_use_additional_prompts", "no more prompts are sampled than are trained: raise async_generation_ratio",
+            default=False),
+    *ignored("only read with is_use_additional_prompts, which is refused", "max_additional_running_prompts"),
+    applied("ppo_epochs", "optimisation.epochs_per_step", count, "passes over a step's groups", example=2, default=1),
+    applied("max_grad_norm", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
+            default=1.0),
+    translated("async_generation_ratio", ("asynchrony.staleness_threshold", "asynchrony.max_lag"), number,
+               "batches that may run ahead; what is older than that, rounded up, is dropped", example=1.5, default=0),
+    translated("model_update_frequency", "asynchrony.trigger_parameter_sync_step", count, "steps between two versions",
+               example=2, default=1, aliases=(f"{TRAIN}.model_update_frequency",),
+               translate=lambda value: value),
+    translated("pretrain", "model.path", text, "a directory: download a hub name first", example="other-model",
+               default=None, aliases=(f"{TRAIN}.model_args.model_name_or_path",)),
+)  # fmt: skip
+
+WORKERS: tuple[Parameter, ...] = (
+    translated(f"{TRAIN}.model_args.dtype", "model.dtype", text,
+               "bf16 is bfloat16, fp32 is float32; fp16 is refused", example="fp32", default="bf16",
+               aliases=("model_args.dtype",)),
+    refused(f"{TRAIN}.model_args.lora_rank", "every weight is trained, there are no adapters", default=None),
+    applied(f"{TRAIN}.training_args.learning_rate", "optimisation.learning_rate", number, "peak learning rate",
+            example=3e-6, default=5e-5, aliases=("training_args.learning_rate",)),
+    applied(f"{TRAIN}.training_args.weight_decay", "optimisation.weight_decay", number, "decoupled weight decay",
+            example=0.1, default=0.0, aliases=("training_args.weight_decay",)),
+    applied(f"{TRAIN}.training_args.warmup_steps", "optimisation.warmup_updates", integer, "updates of warm-up",
+            example=3, default=0, aliases=("training_args.warmup_steps",)),
+    translated(f"{TRAIN}.training_args.lr_scheduler_type", "optimisation.schedule", text, "constant, linear or cosine",
+               example="cosine", default="constant", aliases=("training_args.lr_scheduler_type",)),
+    translated(f"{TRAIN}.training_args.per_device_train_batch_size",
+               ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+               "times gradient_accumulation_steps and the data-parallel devices: samples of one update, in groups",
+               example=2, default=8, aliases=("training_args.per_device_train_batch_size",)),
+    translated(f"{TRAIN}.training_args.gradient_accumulation_steps",
+               ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+               "see per_device_train_batch_size", example=4, default=1,
+               aliases=("training_args.gradient_accumulation_steps",)),
+    translated(f"{TRAIN}.device_mapping", ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"),
+               unchanged, "the number of devices multiplies the batch: see per_device_train_batch_size",
+               example="list(range(0,4))", default=None, aliases=("device_mapping",)),
+    *(translated(f"{TRAIN}.strategy_args.strategy_config.{kind}_model_parallel_size",
+                 ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+                 "divides the data-parallel devices: see per_device_train_batch_size", example=2, default=1,
+                 aliases=(f"strategy_config.{kind}_model_parallel_size",),
+                 context={f"{TRAIN}.device_mapping": "list(range(0,2))"})
+      for kind in ("tensor", "pipeline")),
+    translated(f"{TRAIN}.strategy_args.strategy_config.context_parallel_size",
+               ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+               "divides the data-parallel devices: see per_device_train_batch_size", example=2, default=1,
+               aliases=("strategy_config.context_parallel_size",),
+               context={f"{TRAIN}.device_mapping": "list(range(0,2))"}),
+    translated(f"{TRAIN}.data_args.file_name", ("data.path", "data.sources"), texts,
+               "one file of training rows is the path, several are sources that are joined",
+               example=["a.jsonl", "b.jsonl"], default=None, aliases=("data_args.file_name",)),
+    applied(f"{TRAIN}.data_args.messages", "data.prompt_column", text, "column with the chat messages",
+            example="chat", default=None, context={}, aliases=("data_args.messages",)),
+    translated(f"{TRAIN}.data_args.prompt", ("data.prompt_column", "data.input_template"), text,
+               "this column's text without a chat template, which is {} here; without effect beside messages",
+               example="text", default=None, context={f"{TRAIN}.data_args.messages": None},
+               aliases=("data_args.prompt",)),
+    refused(f"{TRAIN}.data_args.template", "the chat template is the tokenizer's own: use native", default="native",
+            aliases=("data_args.template",)),
+    translated(f"{TRAIN}.data_args.preprocessing_num_workers", "data.overlong.workers", count,
+               "processes that look for prompts that are too long", example=4, default=1),
+    *ignored("only max_steps says how long a run is", f"{TRAIN}.training_args.num_train_epochs"),
+    *ignored("what a model is, its config.json says", f"{TRAIN}.model_args.model_type"),
+    *ignored("file_name is a path of its own, and domain_interleave_probs says what is mixed",
+             f"{TRAIN}.data_args.dataset_dir", f"{TRAIN}.data_args.interleave_probs"),
+    *ignored("prompts are rendered once, with the template of the policy's tokenizer", f"{INFER}.data_args",
+             is_tree=True),
+    Parameter(name=INTERLEAVE, verdict=Verdict.TRANSLATED, targets=("data.sources",), is_tree=True,
+              reason="weights of the domains, each a source with the rows of its tag_included"),
+    applied(f"{INFER}.generating_args.temperature", "rollout.sampling.temperature", number,
+            "softmax temperature, by which the trainer divides its logits, too", example=0.7, default=0.95,
+            aliases=("generating_args.temperature",)),
+    applied(f"{INFER}.generating_args.top_p", "rollout.sampling.top_p", number,
+            "smallest set of tokens of this probability (by itself 0.7 in ROLL)", example=0.9, default=0.7,
+            aliases=("generating_args.top_p",)),
+    translated(f"{INFER}.generating_args.top_k", "rollout.sampling.top_k", integer,
+               "-1, all tokens, is 0 here (by itself 50 in ROLL)", example=20, default=50,
+               translate=lambda value: max(value or 0, 0), aliases=("generating_args.top_k",)),
+    refused(f"{INFER}.generating_args.max_new_tokens", "ROLL replaces it by response_length: give that",
+            default=Inherit("response_length"), is_judged=True, aliases=("generating_args.max_new_tokens",)),
+    refused(f"{INFER}.generating_args.num_return_sequences", "give num_return_sequences_in_group",
+            default=Inherit("num_return_sequences_in_group")),
+    refused(f"{INFER}.generating_args.num_beams", "answers are sampled", default=1),
+    refused(f"{INFER}.generating_args.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+)  # fmt: skip
+
+GENERATED = {**VALIDATED, f"{VALIDATION}.top_p": 0.8}
+
+EVALUATION: tuple[Parameter, ...] = (
+    translated(f"{VALIDATION}.temperature", ("evaluation.temperature", "evaluation.greedy"), number,
+               "softmax temperature; 0 is greedy", example=0.6, default=0.95, context=VALIDATED),
+    applied(f"{VALIDATION}.top_p", "evaluation.top_p", number,
+            "smallest set of tokens of this probability (by itself 0.7 in ROLL)", example=0.6, default=0.7,
+            context=VALIDATED),
+    translated(f"{VALIDATION}.top_k", "evaluation.top_k", integer,
+               "-1, all tokens, is 0 here (by itself 50 in ROLL)", example=20, default=50, context=GENERATED),
+    applied(f"{VALIDATION}.num_return_sequences", "evaluation.group_size", count, "answers per held-out prompt",
+            example=4, default=1, context=GENERATED),
+    refused(f"{VALIDATION}.num_beams", "answers are sampled", default=1),
+    refused(f"{VALIDATION}.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+    *ignored("ROLL replaces it by its own lengths; a held-out answer is as long as a trained one: for another bound "
+             "set evaluation.max_new_tokens", f"{VALIDATION}.max_new_tokens"),
+)  # fmt: skip
+
+CONFIG = "strategy_args.strategy_config"
+BACKEND = (
+    "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", "recompute_granularity",
+    "moe_layer_recompute", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap",
+    "overlap_grad_reduce",
+)  # fmt: skip
+SERVING = ("gpu_memory_utilization", "block_size", "max_model_len", "load_format", "mem_fraction_static")
+
+BACKENDS: tuple[Parameter, ...] = (
+    *ignored(SHARDING, *(f"{TRAIN}.{CONFIG}.{name}" for name in BACKEND), f"{TRAIN}.strategy_args.strategy_name",
+             f"{TRAIN}.model_args.disable_gradient_checkpointing", f"{TRAIN}.model_args.attn_implementation",
+             f"{TRAIN}.training_args.dataloader_num_workers"),
+    *ignored(SHARDING, f"{TRAIN}.strategy_args", f"{TRAIN}.{CONFIG}", "offload_nccl", is_tree=True),
+    *ignored(ENGINE, *(f"{INFER}.{CONFIG}.{name}" for name in SERVING), f"{INFER}.strategy_args.strategy_name"),
+    *ignored(ENGINE, f"{INFER}.strategy_args", f"{INFER}.{CONFIG}", is_tree=True),
+    *ignored("the engine's model is the trainer's: its weights arrive from there", f"{INFER}.model_args",
+             is_tree=True),
+    refused("reference.model_args.model_name_or_path", "the reference is the policy before its first step: leave it "
+            "out", default=Inherit("pretrain")),
+    refused("reference.model_args.dtype", "the reference computes in the policy's element type: give it the same",
+            default=Inherit(f"{TRAIN}.model_args.dtype")),
+    *ignored("the reference is the policy before its first step, in the same element type", "reference.model_args",
+             is_tree=True),
+    *ignored(CUTTING, f"{TRAIN}.infer_batch_size", f"{INFER}.infer_batch_size", "reference.infer_batch_size",
+             "critic.infer_batch_size"),
+    *ignored(PLACEMENT, f"{INFER}.device_mapping", f"{INFER}.num_gpus_per_worker", f"{INFER}.world_size",
+             f"{TRAIN}.world_size", f"{TRAIN}.num_gpus_per_worker", "reference.device_mapping",
+             "reference.strategy_args.strategy_name", "reference.world_size", "critic.device_mapping"),
+    *ignored(SHARDING, "reference.strategy_args", f"reference.{CONFIG}", "critic.strategy_args", is_tree=True),
+    *ignored(SHARDING, f"reference.{CONFIG}.tensor_model_parallel_size"),
+    *ignored("the order of messages in the template is the tokenizer's own", "reference.data_args", is_tree=True),
+    *ignored("the validation worker is the reward service", "validation.data_args.template"),
+)  # fmt: skip
+
+AGENTIC: tuple[Parameter, ...] = (
+    *(refused(f"env_manager.{name}", ENVIRONMENTS, aliases=(f"train_env_manager.{name}",))
+      for name in ("env_groups", "group_size", "tags", "n_groups", "max_traj_per_env", "format_penalty")),
+    refused("env_manager.num_env_groups", ENVIRONMENTS, aliases=("train_env_manager.num_env_groups",)),
+    refused("env_manager.num_groups_partition", ENVIRONMENTS, aliases=("train_env_manager.num_groups_partition",)),
+    *ignored("names the class of a worker that the refused environments would run in", "env_manager.worker_cls"),
+    *(refused(name, ENVIRONMENTS, is_tree=True)
+      for name in ("env_manager", "train_env_manager", "val_env_manager", "custom_envs")),
+)  # fmt: skip
+
+GENERIC = {
+    **{f"{CONFIG.rpartition('.')[2]}.{name}": f"{TRAIN}.{CONFIG}.{name}" for name in BACKEND},
+    **{f"{CONFIG.rpartition('.')[2]}.{name}": f"{INFER}.{CONFIG}.{name}" for name in SERVING},
+    CONFIG: f"{TRAIN}.{CONFIG}",
+    "strategy_args.strategy_name": f"{TRAIN}.strategy_args.strategy_name",
+    "infer_batch_size": f"{TRAIN}.infer_batch_size",
+    "world_size": f"{TRAIN}.world_size",
+    "num_gpus_per_worker": f"{INFER}.num_gpus_per_worker",
+    "model_args.disable_gradient_checkpointing": f"{TRAIN}.model_args.disable_gradient_checkpointing",
+}
+"""Names as ROLL's guide writes them, without the worker; each stands for the worker that it is written for."""

@@ -1,0 +1,304 @@
+"""ROLL as a system to import from: how its YAML is read, and what its parameters mean together."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flotilla.importers.composition import Beside, Composition
+from flotilla.importers.datasets import FILES, held_out, training
+from flotilla.importers.hydra import apply_hydra_overrides, as_given
+from flotilla.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
+from flotilla.importers.roll import learning, rows
+from flotilla.importers.roll.filtering import group_filter
+from flotilla.importers.roll.learning import response_length
+from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
+from flotilla.importers.source import Given, Source
+from flotilla.importers.trackers import chosen
+from flotilla.importers.values import number, same, wrong
+from shared.config.data import PLACE, is_data_file
+
+Fields = dict[str, Any]
+
+BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero3", "zero3_cpuoffload"))
+OWN = frozenset({*BACKENDS, "traj_envs"})
+"""ROLL's own files: of how trainers shard, which does not matter here, and of environments, which there are none of."""
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+GRADERS = {
+    "MathRuleRewardWorker": {"kind": "math"},
+    "CodeSandboxRewardWorker": {"kind": "code", "reward": "all"},
+}
+"""Reward workers of ROLL that are ours under another name."""
+DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
+PLACED = frozenset(
+    {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args",
+     "data_args", "use_local"}
+)  # fmt: skip
+"""What of a domain's worker only says where and how it runs."""
+
+REWARD_ROWS: tuple[Parameter, ...] = (
+    Parameter(
+        name="rewards",
+        verdict=Verdict.TRANSLATED,
+        reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker kind code; tag_included names "
+        "its data sources, query_filter_config is reward.group_filter; where the worker runs does not matter",
+        targets=("reward.components",),
+        is_tree=True,
+    ),
+)
+
+
+def devices(source: Source) -> int:
+    """Count the devices that hold a share of the batch.
+
+    Raises:
+        InvalidSpec: the mapping is no list of devices.
+    """
+    name = f"{TRAIN}.device_mapping"
+    written = source.value(name)
+    if written is None:
+        total = 1
+    elif isinstance(written, list):
+        total = len(written)
+    else:
+        spans = RANGE.findall(str(written))
+        rest = RANGE.sub("", str(written)).replace("+", "").strip()
+        if not spans or rest:
+            raise wrong(name, written, "of the form list(range(0,8)), or a list of devices")
+        total = sum(max(int(end) - int(start), 0) for start, end in spans)
+    config = f"{TRAIN}.{rows.CONFIG}"
+    split = math.prod(
+        source.required(f"{config}.{kind}_size")
+        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    )
+    return max(int(total // split), 1)
+
+
+def _groups_per_update(source: Source) -> int:
+    samples = (
+        source.required(f"{TRAIN}.training_args.per_device_train_batch_size")
+        * source.required(f"{TRAIN}.training_args.gradient_accumulation_steps")
+        * devices(source)
+    )
+    size = source.required("num_return_sequences_in_group")
+    if samples % size:
+        source.refuse(
+            f"{TRAIN}.training_args.gradient_accumulation_steps",
+            f"{samples} samples of an update are no whole number of groups of {size}: make it one",
+        )
+    return max(int(samples) // int(size), 1)
+
+
+def batches(source: Source) -> Fields:
+    """Make the sizes of mini-batch and step, and the asynchrony."""
+    groups, prompts = _groups_per_update(source), source.required("rollout_batch_size")
+    number = max(prompts // groups, 1)
+    if groups * number != prompts:
+        source.refuse(
+            "rollout_batch_size",
+            f"{prompts} prompts are no whole number of updates of {groups} groups (per_device_train_batch_size, "
+            "gradient_accumulation_steps and device_mapping over the group size): make it one",
+        )
+    fields: Fields = {"optimisation.groups_per_mini_batch": groups, "asynchrony.require_batches": number}
+    ratio = source.required("async_generation_ratio")
+    if ratio:
+        fields |= {
+            "asynchrony.staleness_threshold": ratio,
+            "asynchrony.max_lag": math.ceil(ratio),
+            "asynchrony.on_max_lag": "drop",
+            "asynchrony.on_weight_update": "interrupt",
+        }
+    return fields
+
+
+def run(source: Source) -> Fields:
+    """Make steps, schedule, checkpoints and evaluation."""
+    total, save = source.required("max_steps"), source.required("save_steps")
+    if total < 1:
+        source.refuse("max_steps", "a run has a number of steps: give one")
+        total = 1
+    fields: Fields = {
+        "optimisation.steps": total,
+        "optimisation.schedule": source.choose(f"{TRAIN}.training_args.lr_scheduler_type", SCHEDULES) or "constant",
+        "optimisation.betas": [0.9, 0.999],
+        "checkpoint.every_steps": total if save < 1 else min(save, total),
+        "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+    }
+    files = source.value("validation.data_args.file_name")
+    if files:
+        _check_files(source, "validation.data_args.file_name", files)
+        every, period = source.required("eval_steps"), source.required("model_update_frequency")
+        if every > 0 and every % period:
+            source.refuse("eval_steps", f"must be a multiple of model_update_frequency {period}")
+        versions = max(every // period, 1) if every > 0 else None
+        fields |= held_out([{"path": file} for file in files]) | _evaluation_sampling(source)
+        fields["evaluation.every_versions"] = versions
+    return fields
+
+
+def _evaluation_sampling(source: Source) -> Fields:
+    """Make how held-out rows are answered, where that is written; what is silent is as ROLL has it."""
+    names = [f"{VALIDATION}.{name}" for name in ("temperature", "top_p", "top_k", "num_return_sequences")]
+    if all(name not in source.given for name in names):
+        return {}
+    temperature, top_p, top_k, answers = (source.required(name) for name in names)
+    fields: Fields = {"evaluation.greedy": not temperature}
+    if temperature:
+        fields |= {
+            "evaluation.group_size": answers,
+            "evaluation.temperature": temperature,
+            "evaluation.top_p": top_p,
+            "evaluation.top_k": max(top_k, 0),
+        }
+    return fields
+
+
+def lengths(source: Source) -> Fields:
+    """Make the longest prompt, the longest answer and the engine's context."""
+    answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
+    if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
+        source.refuse(name, "ROLL replaces it by response_length: give that")
+    context = source.required("prompt_length") + answer
+    workers = source.value(f"{TRAIN}.data_args.preprocessing_num_workers")
+    return {
+        "data.max_prompt_tokens": context - answer,
+        "data.overlong": {"kind": "filter", **({} if workers in {None, 1} else {"workers": workers})},
+        "rollout.sampling.max_new_tokens": answer,
+        "rollout.engine.context_tokens": context,
+    }
+
+
+def data(source: Source) -> Fields:
+    """Make model and dataset."""
+    fields: Fields = {"data.label_column": "ground_truth", "data.data_source_column": "tag"}
+    model = source.value("pretrain")
+    if model is None:
+        source.lack("model.path: give pretrain, or actor_train.model_args.model_name_or_path")
+    else:
+        fields["model.path"] = model
+    name = f"{TRAIN}.data_args.file_name"
+    files = source.value(name)
+    if not files:
+        source.lack(f"data.path: give {name}")
+    else:
+        _check_files(source, name, files)
+        fields |= training(_domains(source, files) or [{"path": file} for file in files])
+    column, prompt = source.value(f"{TRAIN}.data_args.messages"), f"{TRAIN}.data_args.prompt"
+    if column is not None:
+        return fields | {"data.prompt_column": column}
+    if source.value(prompt) is not None:
+        fields |= {"data.prompt_column": source.value(prompt), "data.input_template": PLACE}
+    return fields
+
+
+def _check_files(source: Source, name: str, files: Sequence[str]) -> None:
+    if not all(is_data_file(file) for file in files):
+        source.refuse(name, f"must be {FILES}")
+
+
+def _domains(source: Source, files: Sequence[str]) -> list[Fields]:
+    """Make a source of each domain, where they are mixed by probabilities."""
+    made: list[Fields] = []
+    for spelling, share in _below(source, rows.INTERLEAVE).items():
+        domain = spelling.rpartition(".")[2]
+        weight = number(spelling, share)
+        tags = source.trees.get("rewards", {}).get(f"rewards.{domain}.tag_included")
+        if len(files) != 1:
+            source.refuse_written(spelling, "domains are taken from one file: join the files into one")
+        elif not isinstance(tags, list) or not tags:
+            source.refuse_written(spelling, f"rewards.{domain}.tag_included must list the tags of this domain's rows")
+        elif weight:
+            made.append({"path": files[0], "only_data_sources": [str(tag) for tag in tags], "weight": weight})
+    if len(made) == 1:
+        del made[0]["weight"]
+    return made
+
+
+def _below(source: Source, tree: str) -> dict[str, Any]:
+    """Give what was written below the name of a tree, be it as one mapping."""
+    found: dict[str, Any] = {}
+    for spelling, value in source.trees.get(tree, {}).items():
+        found |= {f"{spelling}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+        found |= {} if isinstance(value, dict) or value is None else {spelling: value}
+    return found
+
+
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are written."""
+    if not source.has("track_with"):
+        return {}
+    written = source.value("track_with") or []
+    options: dict[str, dict[str, Any]] = {}
+    if "tensorboard" in written:
+        options["tensorboard"] = {"directory": source.value("tracker_kwargs.log_dir")}
+    if "wandb" in written:
+        options["wandb"] = {"project": source.required("tracker_kwargs.project")}
+    return chosen(source, "track_with", written, **options)
+
+
+def rewards(source: Source) -> Fields:
+    """Make one component per domain."""
+    workers: dict[str, dict[str, Any]] = {}
+    for spelling, value in source.trees.get("rewards", {}).items():
+        match = DOMAIN.match(spelling)
+        domain, option = (match[1], match[2]) if match else ("", "")
+        if option in {"worker_cls", "tag_included"}:
+            workers.setdefault(domain, {})[option] = value
+        elif option.partition(".")[0] not in PLACED | {"query_filter_config"}:
+            source.refuse_written(
+                spelling, "of a domain only worker_cls, tag_included and query_filter_config are offered"
+            )
+    components: list[dict[str, Any]] = []
+    for domain, options in workers.items():
+        kind = str(options.get("worker_cls", "")).rpartition(".")[2]
+        if kind not in GRADERS:
+            offered = f"{kind or 'none'} is not offered: use {', '.join(sorted(GRADERS))}, or --set"
+            source.refuse_written(f"rewards.{domain}.worker_cls", offered)
+            continue
+        tags = options.get("tag_included")
+        more = {"data_sources": [str(tag) for tag in tags]} if isinstance(tags, list) and tags else {}
+        components.append({"name": domain, **GRADERS[kind], **more})
+    if not components:
+        source.lack(
+            "reward.components: no domain under rewards is offered here: --set 'reward.components=[{kind: math}]'"
+        )
+        return {}
+    return {"reward.components": components, **group_filter(source)}
+
+
+ROLL: System = make_system(
+    "roll",
+    (
+        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, rows.EVALUATION, learning.ROWS,
+        learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
+    ),
+    rules=(
+        data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
+        learning.masks, rewards, tracking,
+    ),
+    spellings=rows.GENERIC,
+)  # fmt: skip
+
+
+def read_roll(
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, beside: Beside
+) -> list[Given]:
+    """Read ROLL's YAML, with ``KEY=VALUE`` from the command line.
+
+    Raises:
+        InvalidSpec: something cannot be read; ``errors`` has its place.
+    """
+    flat, touched = apply_hydra_overrides(Composition(beside, OWN).read(text, source=source), overrides)
+    return as_given(flat, touched, default_of, environment)
+
+
+def default_of(name: str) -> object:
+    """Give ROLL's default of a parameter, for interpolations; UNSET if it has none."""
+    if name in BACKENDS:
+        return {}
+    row = ROLL.parameters.get(name)
+    if row is None:
+        return UNSET
+    return default_of(row.default.name) if isinstance(row.default, Inherit) else row.default

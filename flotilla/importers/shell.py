@@ -1,0 +1,345 @@
+"""Read a launch script: assignments, and the words of its commands after expansion. Nothing is run.
+
+A condition on values that are known is followed. What would need running the script (other conditions, loops,
+``$(...)``) makes a value unknown, which is refused, with its line, where a parameter uses it.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flotilla.importers.hydra import problem
+from flotilla.importers.shell_flow import Flow
+from shared.errors import InvalidSpec
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=")
+CONTROL = frozenset({"function", "[", "[[", "test", "eval"})
+UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+             ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}  # fmt: skip
+MAX_EXPANSION = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a script.
+
+    Attributes:
+        words: after expansion; as written where that is not known.
+        problem: why some of them, or whether it runs at all, is not known.
+    """
+
+    words: list[str]
+    problem: InvalidSpec | None = None
+
+
+@dataclass(slots=True)
+class Script:
+    """What a script says.
+
+    Attributes:
+        variables: final values of what it assigns.
+        arrays: of what it assigns lists to.
+        unknown: why the value of a name is not known; said when something uses it.
+        commands: those that run, or may.
+    """
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    unknown: dict[str, InvalidSpec] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+
+
+def read_script(text: str, fixed: Mapping[str, str], *, source: str) -> Script:
+    """Read a script.
+
+    Args:
+        text: the script.
+        fixed: variables given from outside, which its own assignments do not change.
+        source: its name, for messages.
+
+    Raises:
+        InvalidSpec: it holds what cannot be followed; ``errors`` has the line.
+    """
+    script, flow = Script(dict(fixed)), Flow()
+    for number, words in _commands(text, source):
+        where = f"{source}:{number}"
+        rest = flow.step(words, lambda word, where=where: _unquoted(word, script, where), where)  # type: ignore[misc]
+        if rest and flow.runs is not False:
+            _run(rest, script, fixed, where, is_certain=bool(flow.runs))
+    if flow.frames:
+        raise problem(source, flow.frames[-1].opening, "a condition or loop needs its end")
+    return script
+
+
+def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
+    if words[0] in {"export", "declare", "local", "readonly"}:
+        words = [word for word in words[1:] if not word.startswith("-")]
+        if not all(ASSIGNMENT.match(word) for word in words):
+            words = [word for word in words if ASSIGNMENT.match(word)]
+    while words and (match := ASSIGNMENT.match(words[0])):
+        word, name = words.pop(0), match[1]
+        if name in fixed:
+            continue
+        try:
+            if not is_certain:
+                raise problem(where, word, UNCERTAIN)
+            _assign(match, word, script, where)
+            script.unknown.pop(name, None)
+        except InvalidSpec as error:
+            script.unknown[name] = error
+    if not words:
+        return
+    if words[0] in CONTROL:
+        raise problem(where, words[0], "this part of a script is not followed: give the final values")
+    if words[0] == "read" and len(words) >= 3 and words[-2] == "<<":
+        name, body = words[-3], words[-1]
+        try:
+            script.variables[name] = _expand(body, script, where, is_quoted=True)
+        except InvalidSpec as error:
+            script.unknown[name] = error
+        return
+    try:
+        if not is_certain:
+            raise problem(where, words[0], UNCERTAIN)
+        script.commands.append(Command([each for word in words for each in _words_of(word, script, where)]))
+    except InvalidSpec as error:
+        script.commands.append(Command(words, error))
+
+
+def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> None:
+    name, right = match[1], word[match.end() :]
+    if match[2] and name in script.unknown:
+        raise script.unknown[name]
+    if right.startswith("(") and right.endswith(")"):
+        items = [each for _, line in _commands(right[1:-1], where) for each in line]
+        values = [each for item in items for each in _words_of(item, script, where)]
+        script.arrays[name] = [*script.arrays.get(name, []), *values] if match[2] else values
+        return
+    value = _unquoted(right, script, where)
+    script.variables[name] = script.variables.get(name, "") + value if match[2] else value
+
+
+def _words_of(word: str, script: Script, where: str) -> list[str]:
+    bare = word.strip('"')
+    if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", bare):
+        if array[1] in script.unknown:
+            raise script.unknown[array[1]]
+        return list(script.arrays.get(array[1], []))
+    if bare in {"$@", "$*", "${@}"}:
+        return []
+    value = _unquoted(word, script, where)
+    is_plain_variable = word.startswith("$") and not word.startswith("$((")
+    return value.split() if is_plain_variable else [value]
+
+
+def _unquoted(word: str, script: Script, where: str) -> str:
+    """Take the quotes off, expanding what is not within single ones."""
+    parts: list[str] = []
+    plain: list[str] = []
+    position, quote = 0, ""
+
+    def flush() -> None:
+        if plain:
+            parts.append(_expand("".join(plain), script, where, is_quoted=quote == '"'))
+            plain.clear()
+
+    while position < len(word):
+        letter = word[position]
+        if letter == "\\" and quote != "'" and position + 1 < len(word):
+            flush()
+            parts.append(word[position + 1])
+            position += 2
+            continue
+        if letter == "$" and quote != "'" and word[position + 1 : position + 2] in {"{", "("}:
+            end = _atom(word, position, where, in_assignment=False)  # quotes within belong to it
+            plain.append(word[position:end])
+            position = end
+            continue
+        if (not quote and letter in "'\"") or letter == quote:
+            flush()
+            quote = "" if quote else letter
+        elif quote == "'":
+            parts.append(letter)
+        else:
+            plain.append(letter)
+        position += 1
+    flush()
+    value = "".join(parts)
+    if len(value) > MAX_EXPANSION:
+        raise problem(where, word, "the value grows too long")
+    return value
+
+
+def _expand(text: str, script: Script, where: str, *, is_quoted: bool) -> str:
+    parts: list[str] = []
+    position = 0
+    while position < len(text):
+        if text[position] == "`":
+            raise problem(where, text, "what a command prints is not known here: write the value")
+        if text[position] != "$" or position + 1 == len(text):
+            parts.append(text[position])
+            position += 1
+            continue
+        value, position = _expansion(text, position, script, where)
+        parts.append(value)
+    return "".join(parts)
+
+
+def _expansion(text: str, start: int, script: Script, where: str) -> tuple[str, int]:
+    if text.startswith("$((", start):
+        end = _matching(text, start + 1, "(", ")", where)
+        return str(_arithmetic(text[start + 3 : end - 1], script, where)), end + 1
+    if text.startswith("$(", start):
+        raise problem(where, text, "what a command prints is not known here: write the value")
+    if text.startswith("${", start):
+        end = _matching(text, start + 1, "{", "}", where)
+        return _braced(text[start + 2 : end], script, where), end + 1
+    name = NAME.match(text, start + 1)
+    if name is None:
+        skipped = 2 if text[start + 1] in "0123456789@*#?" else 1
+        return ("" if skipped == 2 else "$"), start + skipped
+    return _variable(name[0], script, where), name.end()
+
+
+def _braced(inner: str, script: Script, where: str) -> str:
+    match = re.fullmatch(r"(\w+)(?:(:?[-=])(.*))?", inner, re.DOTALL)
+    if match is None:
+        raise problem(where, f"${{{inner}}}", "only ${NAME} and ${NAME:-default} are expanded here: write the value")
+    name, sign, default = match.groups()
+    if name in script.unknown:
+        raise script.unknown[name]
+    if sign is None:
+        return _variable(name, script, where)
+    if script.variables.get(name) or (name in script.variables and ":" not in sign):
+        return script.variables[name]
+    return _unquoted(default, script, where)
+
+
+def _variable(name: str, script: Script, where: str) -> str:
+    if name in script.unknown:
+        raise script.unknown[name]
+    if name in script.variables:
+        return script.variables[name]
+    if name == "HOME":
+        return "~"
+    if name.isdigit():
+        return ""
+    raise problem(where, f"${name}", f"{name} is not set in the script: give {name}=VALUE")
+
+
+def _matching(text: str, start: int, opening: str, closing: str, where: str) -> int:
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] == opening) - (text[position] == closing)
+        if depth == 0:
+            return position
+    raise problem(where, text, f"a {opening} needs its {closing}")
+
+
+def _arithmetic(text: str, script: Script, where: str) -> int:
+    try:
+        tree = ast.parse(text.replace("$", "").strip(), mode="eval").body
+        return _number(tree, script, where)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        raise problem(where, text, "this arithmetic cannot be followed: write the value") from None
+
+
+def _number(node: ast.expr, script: Script, where: str) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return int(_variable(node.id, script, where))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return int(OPERATORS[type(node.op)](_number(node.left, script, where), _number(node.right, script, where)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand, script, where)
+    raise ValueError("unknown arithmetic")
+
+
+def _commands(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
+    """Cut a script into commands of raw words, with the line where each begins."""
+    words: list[str] = []
+    word = ""
+    position, number, first = 0, 1, 1
+    while position <= len(text):
+        letter = text[position : position + 1]
+        if letter == "\\" and text[position + 1 : position + 2] == "\n":
+            letter, position, number = " ", position + 1, number + 1
+        if (letter and letter in "'\"$(`") or (letter == "\\" and position + 1 < len(text)):
+            end = _atom(text, position, f"{source}:{number}", in_assignment=bool(ASSIGNMENT.match(word)))
+            word, number = word + text[position:end], number + text.count("\n", position, end)
+            position = end
+            continue
+        if letter == "#" and not word:
+            position = _end_of_line(text, position)
+            continue
+        if text.startswith("<<", position) and not text.startswith("<<<", position):
+            body, position, number = _heredoc(text, position, number, source)
+            words += ["<<", body]
+            continue
+        is_end = not letter or letter in "\n;|&<>"
+        if is_end or letter.isspace():
+            if word and (first := first if words else number):
+                words.append(word)
+            word = ""
+        else:
+            word += letter
+        if letter and letter in "<>":
+            if words and words[-1].isdigit() and text[position - 1].isdigit():
+                words.pop()  # the descriptor of 2>&1
+            position = _redirection(text, position)
+        elif is_end:
+            if words:
+                yield first, words
+            words = []
+        number += letter == "\n"
+        position += 1
+
+
+def _end_of_line(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+def _redirection(text: str, position: int) -> int:
+    """Skip ``> file``, ``>> file``, ``>&1``; gives the last position of it."""
+    match = re.compile(r"[<>]+&?[ \t]*[^\s;|&]*").match(text, position)
+    assert match is not None
+    return match.end() - 1
+
+
+def _heredoc(text: str, position: int, number: int, source: str) -> tuple[str, int, int]:
+    match = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n").match(text, position)
+    if match is None:
+        raise problem(f"{source}:{number}", "<<", "a here-document needs its word")
+    end = re.compile(rf"^[ \t]*{match[1]}[ \t]*$", re.MULTILINE).search(text, match.end())
+    if end is None:
+        raise problem(f"{source}:{number}", match[1], "a here-document needs its end")
+    body = text[match.end() : end.start()].replace("\\\n", " ")
+    return body, end.end(), number + text.count("\n", position, end.end())
+
+
+def _atom(text: str, position: int, where: str, *, in_assignment: bool) -> int:
+    """Find the end of a quoted or bracketed piece that starts here."""
+    letter = text[position]
+    if letter == "\\":
+        return position + 2
+    if letter == "$":
+        follows = text[position + 1 : position + 2]
+        if follows in {"(", "{"}:
+            return _matching(text, position + 1, follows, {"(": ")", "{": "}"}[follows], where) + 1
+        return position + 1
+    if letter == "(":
+        if not in_assignment:
+            raise problem(where, "(", "functions and subshells are not followed: give the final values")
+        return _matching(text, position, "(", ")", where) + 1
+    end = position + 1
+    while end < len(text) and text[end] != letter:
+        end += 2 if text[end] == "\\" and letter == '"' else 1
+    if end >= len(text):
+        raise problem(where, text[position : position + 20], f"a {letter} needs its end")
+    return end + 1

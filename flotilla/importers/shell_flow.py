@@ -1,0 +1,131 @@
+"""Which commands of a script run: conditions on known values are followed; of others and of loops nothing is known."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flotilla.importers.hydra import problem
+from shared.errors import InvalidSpec
+
+Expand = Callable[[str], str]
+"""Gives the value of a word, or raises ``InvalidSpec`` where it is not known."""
+
+LOOPS = frozenset({"for", "while", "until", "select"})
+ENDS = {"if": "fi", "case": "esac", **dict.fromkeys(LOOPS, "done")}
+PATTERN = frozenset("*?[~")
+TEXTS: Mapping[str, Callable[[str, str], bool]] = {
+    "=": lambda left, right: left == right,
+    "==": lambda left, right: left == right,
+    "!=": lambda left, right: left != right,
+}
+NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": lambda left, right: left == right,
+    "-ne": lambda left, right: left != right,
+    "-lt": lambda left, right: left < right,
+    "-le": lambda left, right: left <= right,
+    "-gt": lambda left, right: left > right,
+    "-ge": lambda left, right: left >= right,
+}
+
+
+@dataclass(slots=True)
+class Frame:
+    """A condition or loop that has begun.
+
+    Attributes:
+        opening: its first word.
+        runs: whether its commands run now; None where that is not known.
+        has_run: whether an earlier branch of it has run.
+        is_header: whether its condition is still being read.
+    """
+
+    opening: str
+    runs: bool | None
+    has_run: bool | None = False
+    is_header: bool = True
+
+
+@dataclass(slots=True)
+class Flow:
+    """Follows a script command by command."""
+
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether the command at hand runs; None where that is not known."""
+        states = [frame.runs for frame in self.frames]
+        return False if False in states else None if None in states else True
+
+    def step(self, words: Sequence[str], expand: Expand, where: str) -> list[str]:
+        """Take the words that say what runs off a command; gives the rest.
+
+        Raises:
+            InvalidSpec: a word stands where nothing has begun that it could belong to.
+        """
+        head, rest = words[0], list(words[1:])
+        if head in ENDS:
+            self.frames.append(Frame(head, _holds(rest, expand) if head == "if" and self.runs else None))
+            self.frames[-1].is_header = head != "case"
+            return []
+        if head in ENDS.values():
+            if ENDS[self._innermost(head, where).opening] != head:
+                raise problem(where, head, f"{self.frames[-1].opening} stands open and ends with another word")
+            self.frames.pop()
+            return []
+        if head in {"elif", "else"}:
+            self._next_branch(head, rest, expand, where)
+            return [] if head == "elif" else self.step(rest, expand, where) if rest else []
+        if head in {"then", "do"}:
+            self._innermost(head, where).is_header = False
+            return self.step(rest, expand, where) if rest else []
+        if self.frames and self.frames[-1].is_header:  # a second command of the condition
+            self.frames[-1].runs = None
+            return []
+        return list(words)
+
+    def _innermost(self, word: str, where: str) -> Frame:
+        if not self.frames:
+            raise problem(where, word, "stands where no condition or loop has begun")
+        return self.frames[-1]
+
+    def _next_branch(self, head: str, condition: Sequence[str], expand: Expand, where: str) -> None:
+        frame = self._innermost(head, where)
+        frame.has_run = True if frame.runs or frame.has_run else None if None in {frame.runs, frame.has_run} else False
+        if frame.has_run:
+            frame.runs = False
+        else:
+            holds = True if head == "else" else _holds(condition, expand)
+            frame.runs = None if frame.has_run is None and holds is not False else holds
+        frame.is_header = head == "elif"
+
+
+def _holds(words: Sequence[str], expand: Expand) -> bool | None:
+    """Evaluate ``[ A = B ]`` and its like; None where it is something else, or of values that are not known."""
+    inner = list(words)
+    for opening, closing in (("[", "]"), ("[[", "]]"), ("test", None)):
+        if inner[:1] == [opening] and (closing is None or inner[-1:] == [closing]):
+            inner = inner[1:] if closing is None else inner[1:-1]
+            break
+    else:
+        return None
+    is_negated = inner[:1] == ["!"]
+    try:
+        found = _compared(inner[1:] if is_negated else inner, expand)
+    except (InvalidSpec, ValueError):
+        return None
+    return None if found is None else found != is_negated
+
+
+def _compared(words: Sequence[str], expand: Expand) -> bool | None:
+    if len(words) == 1 and not words[0].startswith("-"):
+        return bool(expand(words[0]))
+    if len(words) == 2 and words[0] in {"-z", "-n"}:
+        return (words[0] == "-n") == bool(expand(words[1]))
+    if len(words) != 3:
+        return None
+    left, operator, right = words
+    if operator in NUMBERS:
+        return NUMBERS[operator](int(expand(left)), int(expand(right)))
+    if operator not in TEXTS or PATTERN & set(right):
+        return None
+    return TEXTS[operator](expand(left), expand(right))

@@ -1,0 +1,106 @@
+"""The parameters of one launch file, as the rules see them: what was given, else what the system takes by itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flotilla.importers.parameter import UNSET, Inherit, System
+from shared.errors import InvalidSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A parameter that a launch file holds.
+
+    Attributes:
+        value: what was written.
+        spelling: the name as it was written.
+        where: file, override, script or command line.
+        is_variable: whether other parameters refer to it.
+    """
+
+    value: Any
+    spelling: str
+    where: str
+    is_variable: bool = False
+
+
+class Source:
+    """Gives values to rules, and remembers which were read, refused, or found missing.
+
+    Args:
+        system: whose parameters these are.
+        given: by the name in the system's table.
+        trees: values by the name as written, for each parameter that names below it belong to.
+        rows: rows of the training data, where that is known.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        given: Mapping[str, Given],
+        trees: Mapping[str, Mapping[str, Any]],
+        rows: int | None = None,
+    ) -> None:
+        self.system = system
+        self.trees = trees
+        self.given = given
+        self.rows = rows
+        self.read: set[str] = set()
+        self.refusals: dict[str, str] = {}
+        self.missing: list[str] = []
+        self.files: dict[str, str] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the launch file holds the parameter, be it with the system's default."""
+        assert name in self.system.parameters, name
+        if name in self.given:
+            self.read.add(name)
+        return name in self.given
+
+    def value(self, name: str) -> Any:
+        """Give a parameter's value, else the system's default; UNSET where it has none.
+
+        Raises:
+            InvalidSpec: the value is of the wrong type.
+        """
+        row = self.system.parameters[name]
+        self.read.add(name)
+        if name in self.given:
+            return row.convert(self.given[name].spelling, self.given[name].value)
+        if isinstance(row.default, Inherit):
+            return self.value(row.default.name)
+        return UNSET if row.default is UNSET else row.convert(name, row.default)
+
+    def required(self, name: str) -> Any:
+        """Give a value that must not be null.
+
+        Raises:
+            InvalidSpec: it is null.
+        """
+        value = self.value(name)
+        if value is None or value is UNSET:
+            raise InvalidSpec(f"{name}: must not be null", errors=[{"path": name, "value": None, "allowed": "a value"}])
+        return value
+
+    def choose(self, name: str, choices: Mapping[str, Any]) -> Any:
+        """Give what a value stands for; an unknown value is refused, and gives None."""
+        value = self.value(name)
+        found = choices.get(str(value), UNSET)
+        if found is UNSET:
+            self.refuse(name, f"{value!r} is not offered here: use {', '.join(sorted(choices))}")
+            return None
+        return found
+
+    def refuse(self, name: str, why: str) -> None:
+        """Refuse the value that a parameter has here, given or by default."""
+        assert name in self.system.parameters, name
+        self.refusals.setdefault(name, why)
+
+    def refuse_written(self, spelling: str, why: str) -> None:
+        """Refuse a parameter of a tree, by its name as written."""
+        self.refusals.setdefault(spelling, why)
+
+    def lack(self, what: str) -> None:
+        """Say what must be known and is not."""
+        self.missing.append(what)

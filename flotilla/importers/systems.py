@@ -1,0 +1,65 @@
+"""All systems that launch files are imported from, and one entrance to their readers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flotilla.importers.composition import Beside, beside, nothing_beside
+from flotilla.importers.hydra import problem
+from flotilla.importers.openrlhf.system import OPENRLHF, read_openrlhf, read_openrlhf_script
+from flotilla.importers.parameter import System
+from flotilla.importers.roll.system import ROLL, read_roll
+from flotilla.importers.source import Given
+from flotilla.importers.verl.system import VERL, read_verl
+
+SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
+SCRIPTS = (".sh", ".bash")
+MAX_BYTES = 1_000_000
+
+
+def read_launch_text(path: Path) -> str:
+    """Read a launch file.
+
+    Raises:
+        InvalidSpec: it is missing, too large, or not UTF-8.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise problem(str(path), path.name, f"a launch file has {MAX_BYTES} bytes at most")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise problem(str(path), "bytes that are no UTF-8", "a launch file is text") from None
+    except OSError as error:
+        raise problem(str(path), error.strerror, "the file cannot be read") from None
+
+
+def read(
+    system: str,
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    beside: Beside = nothing_beside,
+) -> list[Given]:
+    """Read the parameters of a launch file.
+
+    Args:
+        system: a name in ``SYSTEMS``.
+        text: what the file holds.
+        overrides: ``KEY=VALUE`` from the command line; OpenRLHF has none.
+        environment: for interpolations that read it.
+        source: the file's name; its suffix tells scripts from YAML.
+        beside: finds the files that YAML names in ``defaults``.
+
+    Raises:
+        InvalidSpec: something cannot be read; ``errors`` has its place.
+    """
+    is_script = source.endswith(SCRIPTS) or text.startswith("#!")
+    if system == "verl":
+        return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)
+    if system == "roll":
+        return read_roll(text, overrides, environment, source=source, beside=beside)
+    return read_openrlhf_script(text, source=source)
+
+
+__all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

@@ -1,0 +1,35 @@
+"""Trackers of metrics, which all three systems have under other names. Where a launch file is silent, none is fed.
+
+What a system would feed by itself is left out: a tracker does not change what is trained, and needs accounts and
+packages where the gateway runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flotilla.importers.source import Source
+
+KINDS: Mapping[str, str | None] = {
+    "wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "file": "jsonl", "console": None,
+    "stdout": None,
+}  # fmt: skip
+"""What a name means here; None: flotilla watch shows it."""
+KEY = "the account's key is not part of a spec: set WANDB_API_KEY where the gateway runs"
+
+
+def chosen(source: Source, parameter: str, written: Sequence[str], **options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the trackers that a list of names asks for; a name that is not offered is refused.
+
+    Args:
+        parameter: that the list was written to.
+        options: further fields by our kind.
+    """
+    kinds: list[str] = []
+    for name in written:
+        if name not in KINDS:
+            source.refuse(parameter, f"{name} is not offered here: use {', '.join(sorted(KINDS))}")
+            continue
+        kind = KINDS[name]
+        if kind is not None and kind not in kinds:
+            kinds.append(kind)
+    return {"tracking.trackers": [{"kind": kind, **options.get(kind, {})} for kind in kinds]} if kinds else {}

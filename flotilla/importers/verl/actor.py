@@ -1,0 +1,218 @@
+"""Rows of verl's model, actor, reference and critic sections."""
+
+from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from flotilla.importers.values import count, flag, integer, number, share, text
+
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+OPTIM = f"{ACTOR}.optim"
+
+SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
+KERNELS = "which kernel computes it changes speed and memory, not what is computed"
+MICRO = "denominators are those of the whole mini-batch, so that micro-batches do not change the loss"
+PROFILING = "read by a profiler that trainer.profile_steps, which is refused, would start"
+WITH_GAE = {"algorithm.adv_estimator": "gae"}
+DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
+CLIP_COV = {f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}
+KL_COV = {f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}
+SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
+WITH_KL = {f"{ACTOR}.use_kl_loss": True}
+
+MODEL_ROWS: tuple[Parameter, ...] = (
+    applied(f"{MODEL}.path", "model.path", text, "a directory: download a hub name first", example="other-model",
+            default="~/models/deepseek-llm-7b-chat"),
+    refused(f"{MODEL}.external_lib", "no module is imported for the model: use one that transformers has",
+            default=None),
+    refused(f"{MODEL}.override_config.model_config", "the model is what its config.json says: change it there",
+            default={}, is_tree=True),
+    refused(f"{MODEL}.override_config.moe_config.freeze_moe_router", "every weight is trained", default=False),
+    refused(f"{MODEL}.override_config", "the model is what its config.json says: change it there", default={},
+            is_tree=True),
+    refused(f"{MODEL}.trust_remote_code", "code from a model directory is never run: use a model that transformers has",
+            default=False),
+    refused(f"{MODEL}.lora_rank", "every weight is trained, there are no adapters", default=0),
+    refused(f"{MODEL}.custom_chat_template", "the chat template is the tokenizer's: put it into the model's directory",
+            default=None),
+    *ignored("only read with lora_rank, which is refused", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
+    *ignored(KERNELS, f"{MODEL}.override_config.attn_implementation", f"{MODEL}.enable_gradient_checkpointing",
+             f"{MODEL}.enable_activation_offload", f"{MODEL}.use_remove_padding", f"{MODEL}.use_liger",
+             f"{MODEL}.use_fused_kernels", f"{MODEL}.fused_kernel_options.impl_backend"),
+    *ignored("how the model's files are read does not change them", f"{MODEL}.use_shm"),
+    *ignored("trainer and rollouts are always separate here; what is computed is the same",
+             "actor_rollout_ref.hybrid_engine"),
+)  # fmt: skip
+
+COMPUTED_IN = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")
+
+ACTOR_ROWS: tuple[Parameter, ...] = (
+    translated(f"{ACTOR}.ppo_mini_batch_size",
+               ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
+               "prompts of one optimiser update; train_batch_size holds require_batches of them",
+               example=128, default=256),
+    translated(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "optimisation.micro_batch_tokens", count,
+               "this many rows of full length make the token budget of a forward pass", example=4, default=None),
+    translated(f"{ACTOR}.ppo_max_token_len_per_gpu", "optimisation.micro_batch_tokens", count,
+               "token budget of a forward pass", example=4096, default=16384, context=DYNAMIC),
+    translated(f"{ACTOR}.use_dynamic_bsz", "optimisation.micro_batch_tokens", flag,
+               "chooses whether tokens or rows bound a forward pass", example=True, default=False,
+               context={f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}),
+    translated(f"{ACTOR}.ulysses_sequence_parallel_size", "optimisation.micro_batch_tokens", count,
+               "multiplies verl's token budget; nothing is split here", example=2, default=1, context=DYNAMIC),
+    applied(f"{ACTOR}.grad_clip", "optimisation.max_grad_norm", number, "bound of the gradient's norm",
+            example=0.5, default=1.0, context={}),
+    translated(f"{ACTOR}.clip_ratio", ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"), number,
+               "both widths, where clip_ratio_low and clip_ratio_high are not written (new releases of verl then let "
+               "their own 0.2 win over what you wrote)", example=0.3, default=0.2),
+    applied(f"{ACTOR}.clip_ratio_low", "algorithm.policy_loss.clip_low", number, "width below 1", example=0.1,
+            default=Inherit(f"{ACTOR}.clip_ratio"), context={}),
+    applied(f"{ACTOR}.clip_ratio_high", "algorithm.policy_loss.clip_high", number, "width above 1", example=0.28,
+            default=Inherit(f"{ACTOR}.clip_ratio"), context={}),
+    applied(f"{ACTOR}.clip_ratio_c", "algorithm.policy_loss.dual_clip", number, "dual clip, always on in verl",
+            example=5.0, default=3.0, context={}),
+    translated(f"{ACTOR}.loss_agg_mode", "algorithm.aggregation.mode", text,
+               "the same names; seq-mean-token-sum-norm divides by the response length, which verl pads to",
+               example="seq-mean-token-mean", default="token-mean"),
+    translated(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation.fixed_length", count,
+               "divisor of seq-mean-token-sum-norm", example=1000, default=None,
+               context={f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    applied(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", number, "weight of the entropy bonus",
+            example=0.01, default=0.0),
+    translated(f"{ACTOR}.use_kl_loss", "algorithm.kl.placement", flag, "true puts the KL into the loss",
+               example=True, default=False),
+    applied(f"{ACTOR}.kl_loss_coef", "algorithm.kl.coefficient", number, "its weight", example=0.01, default=0.001,
+            context=WITH_KL),
+    translated(f"{ACTOR}.kl_loss_type", "algorithm.kl.estimator", text,
+               "kl and k1, abs, mse and k2, low_var_kl and k3; a + takes the gradient of k2", example="mse",
+               default="low_var_kl", context=WITH_KL),
+    applied(f"{ACTOR}.ppo_epochs", "optimisation.epochs_per_step", count, "passes over a step's groups", example=2,
+            default=1),
+    translated(f"{ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss.kind", text,
+               "vanilla is ppo, geo_mean is gmpo, dppo_tv and dppo_kl are dppo, gpg is policy_gradient",
+               example="gspo", default="vanilla"),
+    applied(f"{ACTOR}.shuffle", "optimisation.shuffle", flag,
+            "each pass draws which samples a mini-batch holds; without effect where a step has one", example=True,
+            default=False, context={}),
+    applied(f"{ACTOR}.policy_loss.clip_cov_ratio", "algorithm.policy_loss.fraction", number, "share of tokens dropped",
+            example=0.001, default=0.0002, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.clip_cov_lb", "algorithm.policy_loss.lower", number, "least covariance of those",
+            example=0.5, default=1.0, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.clip_cov_ub", "algorithm.policy_loss.upper", number, "largest covariance of those",
+            example=10.0, default=5.0, context=CLIP_COV),
+    applied(f"{ACTOR}.policy_loss.kl_cov_ratio", "algorithm.policy_loss.fraction", number, "share of tokens penalised",
+            example=0.001, default=0.0002, context=KL_COV),
+    applied(f"{ACTOR}.policy_loss.ppo_kl_coef", "algorithm.policy_loss.coefficient", number, "strength of the penalty",
+            example=0.5, default=0.1, context=KL_COV),
+    applied(f"{ACTOR}.policy_loss.dro_beta", "algorithm.policy_loss.beta", number, "pull of dro to the old policy",
+            example=0.5, default=None, context={f"{ACTOR}.policy_loss.loss_mode": "dro",
+                                                f"{ACTOR}.policy_loss.dro_beta": 0.2}),
+    applied(f"{ACTOR}.tau_pos", "algorithm.policy_loss.tau_positive", number, "temperature of sapo's gate, A > 0",
+            example=2.0, default=1.0, context=SAPO),
+    applied(f"{ACTOR}.tau_neg", "algorithm.policy_loss.tau_negative", number, "temperature of sapo's gate elsewhere",
+            example=2.0, default=1.05, context=SAPO),
+    refused(f"{ACTOR}.policy_loss", "of the policy loss loss_mode and the options of clip_cov, kl_cov and dro are "
+            "offered", is_tree=True),
+    *ignored("what shuffle draws depends on the experiment's seed and the step", f"{ACTOR}.data_loader_seed"),
+    *ignored(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
+    *ignored(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
+             f"{ACTOR}.entropy_checkpointing"),
+    *ignored(SHARDING, f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
+             f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload",
+             f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
+             f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.fsdp_config.forward_prefetch"),
+    refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
+            "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
+    *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",
+              default=Inherit("actor_rollout_ref.rollout.dtype"), is_judged=True) for name in COMPUTED_IN),
+    *ignored(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True),
+    *ignored("a checkpoint always holds the model in Hugging Face format, the optimiser, and all it takes to go on",
+             f"{ACTOR}.checkpoint.save_contents", f"{ACTOR}.checkpoint.load_contents"),
+    *ignored(PROFILING, f"{ACTOR}.profiler.discrete", f"{ACTOR}.profiler.all_ranks", f"{ACTOR}.profiler.ranks"),
+)  # fmt: skip
+
+REFERENCE_ROWS: tuple[Parameter, ...] = (
+    *ignored(SHARDING, f"{REF}.strategy", f"{REF}.fsdp_config.param_offload",
+             f"{REF}.fsdp_config.reshard_after_forward", f"{REF}.fsdp_config.forward_prefetch",
+             f"{REF}.fsdp_config.wrap_policy.min_num_params", f"{REF}.ulysses_sequence_parallel_size"),
+    *ignored(SHARDING, f"{REF}.fsdp_config", is_tree=True),
+    *ignored("log-probabilities do not depend on how they are cut into batches", f"{REF}.log_prob_micro_batch_size",
+             f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_use_dynamic_bsz",
+             f"{REF}.log_prob_max_token_len_per_gpu"),
+    *ignored(PROFILING, f"{REF}.profiler.discrete", f"{REF}.profiler.all_ranks", f"{REF}.profiler.ranks"),
+)  # fmt: skip
+
+CRITIC_ROWS: tuple[Parameter, ...] = (
+    applied("critic.optim.lr", "algorithm.value_loss.learning_rate", number, "peak learning rate of the critic",
+            example=2e-5, default=1e-5, context=WITH_GAE),
+    applied("critic.cliprange_value", "algorithm.value_loss.clip", number, "how far a value may move", example=0.2,
+            default=0.5, context=WITH_GAE),
+    translated("critic.loss_agg_mode", "algorithm.value_loss.aggregation.mode", text, "as for the actor",
+               example="seq-mean-token-mean", default=Inherit(f"{ACTOR}.loss_agg_mode"), context=WITH_GAE),
+    refused("critic.ppo_mini_batch_size", "critic and policy learn from the same mini-batches: leave it out",
+            default=Inherit(f"{ACTOR}.ppo_mini_batch_size")),
+    refused("critic.ppo_epochs", "the critic makes as many passes as the policy: leave it out",
+            default=Inherit(f"{ACTOR}.ppo_epochs")),
+    refused("critic.model.path", "the critic is the policy's body with a head for values: leave it out",
+            default=Inherit(f"{MODEL}.path")),
+    *ignored(MICRO, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size",
+             "critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu",
+             "critic.forward_micro_batch_size_per_gpu", "critic.forward_micro_batch_size"),
+    *ignored(SHARDING, "critic.strategy", "critic.ulysses_sequence_parallel_size"),
+    *ignored(SHARDING, "critic.model.fsdp_config", "critic.model.enable_gradient_checkpointing",
+             "critic.model.use_remove_padding", "critic.megatron", is_tree=True),
+)  # fmt: skip
+
+OPTIM_ROWS: tuple[Parameter, ...] = (
+    applied(f"{OPTIM}.lr", "optimisation.learning_rate", number, "peak learning rate", example=3e-6, default=1e-6,
+            context={}),
+    translated(f"{OPTIM}.lr_warmup_steps", "optimisation.warmup_updates", integer,
+               "verl's schedule moves once per step, ours once per update: multiplied by the updates of a step",
+               example=5, default=-1),
+    translated(f"{OPTIM}.lr_warmup_steps_ratio", "optimisation.warmup_updates", share,
+               "share of the steps, in updates; lr_warmup_steps above 0 wins", example=0.2, default=0.0),
+    applied(f"{OPTIM}.min_lr_ratio", "optimisation.min_learning_rate_ratio", number, "where cosine ends",
+            example=0.1, default=0.0, context={f"{OPTIM}.lr_scheduler_type": "cosine"}),
+    translated(f"{OPTIM}.lr_scheduler_type", "optimisation.schedule", text, "constant or cosine", example="cosine",
+               default="constant", aliases=(f"{OPTIM}.warmup_style",)),
+    applied(f"{OPTIM}.weight_decay", "optimisation.weight_decay", number, "decoupled weight decay", example=0.1,
+            default=0.01, context={}),
+    translated(f"{OPTIM}.betas", "optimisation.betas", lambda name, value: value, "decay of AdamW's two moments",
+               example=[0.9, 0.95], default=[0.9, 0.999], translate=lambda value: value),
+    refused(f"{OPTIM}.num_cycles", "cosine falls once: leave it at 0.5", default=0.5),
+    refused(f"{OPTIM}.optimizer", "the optimiser is AdamW", default="AdamW", harmless=("adam", "adamw")),
+    refused(f"{OPTIM}.override_optimizer_config", "the optimiser is AdamW with betas, weight_decay and lr",
+            default=None, harmless=({},), is_tree=True),
+    *ignored("the schedule always runs over all steps of the experiment", f"{OPTIM}.total_training_steps"),
+    *ignored("names the module that AdamW comes from", f"{OPTIM}.optimizer_impl"),
+)  # fmt: skip
+
+MEGATRON = "megatron.optim"
+LR = {f"{MEGATRON}.lr": 1e-5, f"{MEGATRON}.lr_decay_style": "cosine"}
+
+MEGATRON_ROWS: tuple[Parameter, ...] = (
+    applied(f"{MEGATRON}.lr", "optimisation.learning_rate", number, "peak learning rate", example=3e-6,
+            default=Inherit(f"{OPTIM}.lr"), context={}),
+    applied(f"{MEGATRON}.clip_grad", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
+            default=Inherit(f"{ACTOR}.grad_clip"), context={}, aliases=(f"{OPTIM}.clip_grad",)),
+    applied(f"{MEGATRON}.weight_decay", "optimisation.weight_decay", number, "decoupled weight decay", example=0.1,
+            default=Inherit(f"{OPTIM}.weight_decay"), context={}),
+    translated(f"{MEGATRON}.lr_warmup_steps", "optimisation.warmup_updates", integer,
+               "in updates: multiplied by the updates of a step", example=5,
+               default=Inherit(f"{OPTIM}.lr_warmup_steps")),
+    translated(f"{MEGATRON}.lr_warmup_steps_ratio", "optimisation.warmup_updates", share,
+               "share of the steps, in updates", example=0.2, default=Inherit(f"{OPTIM}.lr_warmup_steps_ratio")),
+    translated(f"{MEGATRON}.lr_decay_style", "optimisation.schedule", text, "constant, linear or cosine",
+               example="linear", default=Inherit(f"{OPTIM}.lr_scheduler_type"), aliases=(f"{OPTIM}.lr_decay_style",)),
+    translated(f"{MEGATRON}.min_lr", "optimisation.min_learning_rate_ratio", number, "as a share of the peak",
+               example=1e-6, default=None, context=LR, aliases=(f"{OPTIM}.min_lr",)),
+    refused(f"{MEGATRON}.optimizer", "the optimiser is AdamW", default="adam"),
+    refused(f"{MEGATRON}.lr_warmup_init", "warm-up starts at 0", default=0.0, aliases=(f"{OPTIM}.lr_warmup_init",)),
+    refused(f"{MEGATRON}.lr_decay_steps", "the learning rate falls until the last update: leave it null",
+            default=None, aliases=(f"{OPTIM}.lr_decay_steps",)),
+    refused(f"{MEGATRON}.weight_decay_incr_style", "weight decay is constant", default="constant",
+            aliases=(f"{OPTIM}.weight_decay_incr_style",)),
+    *ignored("only read by lr_decay_style WSD, which is refused", f"{MEGATRON}.lr_wsd_decay_style",
+             f"{MEGATRON}.lr_wsd_decay_steps"),
+    *ignored("a checkpoint always brings its schedule back", f"{MEGATRON}.use_checkpoint_opt_param_scheduler"),
+    *ignored("the schedule always runs over all steps of the experiment", f"{MEGATRON}.total_training_steps"),
+)  # fmt: skip

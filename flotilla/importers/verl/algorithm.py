@@ -1,0 +1,148 @@
+"""Rows of verl's ``algorithm`` and reward sections."""
+
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.values import count, flag, number, text, unchanged
+from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
+
+ALGORITHM = "algorithm"
+CORRECTION = f"{ALGORITHM}.rollout_correction"
+IN_REWARD = {f"{ALGORITHM}.use_kl_in_reward": True}
+ADAPTIVE = {**IN_REWARD, f"{ALGORITHM}.kl_ctrl.type": "adaptive"}
+FILTERED = {f"{ALGORITHM}.adv_estimator": "gae", f"{ALGORITHM}.use_pf_ppo": True}
+LEGACY = {f"{ALGORITHM}.rollout_is": True, f"{ALGORITHM}.rollout_is_threshold": 2.0}
+DAPO = {
+    "reward_model.reward_manager": "dapo",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len": 64,
+}
+
+ALGORITHM_ROWS: tuple[Parameter, ...] = (
+    translated(f"{ALGORITHM}.adv_estimator", "algorithm.advantage.kind", text,
+               "the estimator of the same name; *_vectorized are the same, tir_* compares sampled tokens",
+               example="rloo", default="gae"),
+    applied(f"{ALGORITHM}.gamma", "algorithm.advantage.gamma", number, "discount per token", example=0.99,
+            default=1.0, context={f"{ALGORITHM}.adv_estimator": "gae"}),
+    applied(f"{ALGORITHM}.lam", "algorithm.advantage.lam", number, "lambda of gae", example=0.95, default=1.0,
+            context={f"{ALGORITHM}.adv_estimator": "gae"}),
+    applied(f"{ALGORITHM}.norm_adv_by_std_in_grpo", "algorithm.advantage.normalise_by_std", flag,
+            "divide by the group's deviation", example=False, default=True,
+            context={f"{ALGORITHM}.adv_estimator": "grpo"}),
+    translated(f"{ALGORITHM}.use_kl_in_reward", "algorithm.kl.placement", flag, "true takes the KL off the reward",
+               example=True, default=False),
+    translated(f"{ALGORITHM}.kl_penalty", "algorithm.kl.estimator", text,
+               "kl and k1, abs, mse and k2, low_var_kl and k3; full is refused", example="mse", default="kl",
+               context=IN_REWARD),
+    translated(f"{ALGORITHM}.kl_ctrl.type", "algorithm.kl.target", text, "adaptive steers the KL to target_kl",
+               example="adaptive", default="fixed", context=IN_REWARD),
+    applied(f"{ALGORITHM}.kl_ctrl.kl_coef", "algorithm.kl.coefficient", number,
+            "its weight; by itself 0.001 (older guides print 0.005)", example=0.01, default=0.001, context=IN_REWARD),
+    applied(f"{ALGORITHM}.kl_ctrl.horizon", "algorithm.kl.horizon", count, "slowness of the adaptive weight",
+            example=5000, default=10_000, context=ADAPTIVE),
+    applied(f"{ALGORITHM}.kl_ctrl.target_kl", "algorithm.kl.target", number, "what the adaptive weight steers to",
+            example=0.05, default=0.1, context=ADAPTIVE),
+    translated(f"{ALGORITHM}.filter_groups.enable", "reward.filter_zero_spread", flag,
+               "groups of equal rewards are replaced, without end", example=True, default=False),
+    refused(f"{ALGORITHM}.filter_groups.metric", "groups are judged by the reward: use reward", default="reward",
+            harmless=("score",)),
+    refused(f"{ALGORITHM}.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0",
+            default=0),
+    translated(f"{ALGORITHM}.use_pf_ppo", "algorithm.resampling", flag,
+               "sequences are drawn anew by their rewards; verl only does so with gae", example=True, default=False,
+               context={f"{ALGORITHM}.adv_estimator": "gae"}),
+    translated(f"{ALGORITHM}.pf_ppo.reweight_method", "algorithm.resampling.kind", text, "pow, max_min or max_random",
+               example="max_min", default="pow", context=FILTERED),
+    applied(f"{ALGORITHM}.pf_ppo.weight_pow", "algorithm.resampling.power", number, "exponent of pow", example=3.0,
+            default=2.0, context=FILTERED),
+    *ignored("the feeder's admission budget bounds what is in flight",
+             f"{ALGORITHM}.filter_groups.max_inflight_gen_batches"),
+)  # fmt: skip
+
+LEGACY_ROWS: tuple[Parameter, ...] = (
+    translated(f"{ALGORITHM}.rollout_is", "algorithm.correction.weight.upper", flag,
+               "true weights the loss; false only measures, which is always done here", example=True, default=False,
+               context={f"{ALGORITHM}.rollout_is_threshold": 2.0}, aliases=(f"{ACTOR}.rollout_is",)),
+    translated(f"{ALGORITHM}.rollout_is_threshold", "algorithm.correction.weight.upper", number,
+               "largest weight; null turns it all off", example=3.0, default=None, context=LEGACY,
+               aliases=(f"{ACTOR}.rollout_is_threshold",)),
+    translated(f"{ALGORITHM}.rollout_is_threshold_lower", "algorithm.correction.rejections", number,
+               "least ratio that mask mode keeps; by itself 1 / rollout_is_threshold", example=0.25, default=None,
+               context={**LEGACY, f"{ALGORITHM}.rollout_is_mode": "mask"},
+               aliases=(f"{ACTOR}.rollout_is_threshold_lower",)),
+    translated(f"{ALGORITHM}.rollout_is_level", "algorithm.correction.weight.level", text,
+               "token, sequence or geometric", example="sequence", default="token", context=LEGACY,
+               aliases=(f"{ACTOR}.rollout_is_level",)),
+    translated(f"{ALGORITHM}.rollout_is_mode", ("algorithm.correction.weight.upper", "algorithm.correction.rejections"),
+               text, "truncate bounds the weights; mask leaves them, and rejects what lies outside the band",
+               example="mask", default="truncate", context=LEGACY, aliases=(f"{ACTOR}.rollout_is_mode",)),
+    translated(f"{ALGORITHM}.rollout_is_veto_threshold", "algorithm.correction.veto.lower", number,
+               "one token below it removes its sequence", example=1e-4, default=None, context=LEGACY,
+               aliases=(f"{ACTOR}.rollout_is_veto_threshold",)),
+)  # fmt: skip
+
+CORRECTION_ROWS: tuple[Parameter, ...] = (
+    translated(f"{CORRECTION}.rollout_is", "algorithm.correction.weight.level", text, "token or sequence",
+               example="token", default=None),
+    translated(f"{CORRECTION}.rollout_is_threshold", "algorithm.correction.weight.upper", unchanged,
+               "largest weight; lo_hi: weights outside are 0", example=3.0, default=2.0,
+               context={f"{CORRECTION}.rollout_is": "token"}),
+    applied(f"{CORRECTION}.rollout_is_batch_normalize", "algorithm.correction.weight.batch_normalise", flag,
+            "divide by the mean weight", example=True, default=False, context={f"{CORRECTION}.rollout_is": "token"}),
+    translated(f"{CORRECTION}.bypass_mode", "algorithm.old_log_probs", flag,
+               "true takes the sampler's own log-probabilities as old", example=True, default=False),
+    translated(f"{CORRECTION}.rollout_rs", "algorithm.correction.rejections", text,
+               "tests by their names, combined by AND: token_k1 to seq_max_k3; k1 bounds the sampler's ratio to ours",
+               example="token_k3", default=None, context={f"{CORRECTION}.rollout_rs_threshold": 0.02}),
+    translated(f"{CORRECTION}.rollout_rs_threshold", "algorithm.correction.rejections", unchanged,
+               "one bound for all tests, or one for each with commas; k1 also takes lo_hi, and alone means 1/u to u",
+               example=0.5, default=None, context={f"{CORRECTION}.rollout_rs": "token_k2"}),
+    translated(f"{CORRECTION}.loss_type", "algorithm.policy_loss.kind", text,
+               "reinforce, read in bypass mode, is policy_gradient, weighed by rollout_is", example="reinforce",
+               default="ppo_clip", context={f"{CORRECTION}.bypass_mode": True}),
+)  # fmt: skip
+
+RM = "reward_model"
+MODEL_ONLY = "only read with reward_model.enable, which is refused"
+OVERLONG = f"{RM}.reward_kwargs.overlong_buffer_cfg"
+
+REWARD_ROWS: tuple[Parameter, ...] = (
+    translated("custom_reward_function.path", "reward.components", text,
+               "the file's function, called as verl does by an adapter that is written beside the spec",
+               example="other.py", default=None),
+    translated("custom_reward_function.name", "reward.components", text, "name of the function", example="other",
+               default="compute_score", context={"custom_reward_function.path": "grade.py"}),
+    refused("custom_reward_function.reward_kwargs", "the adapter passes no further arguments: give them defaults",
+            default={}, harmless=(None,), is_tree=True),
+    translated(f"{RM}.reward_manager", "reward.shaping.overlong", text,
+               "naive and dapo; dapo alone reads the overlong buffer", example="dapo", default="naive",
+               context={key: value for key, value in DAPO.items() if key != f"{RM}.reward_manager"},
+               aliases=("reward.reward_manager.name",)),
+    translated(f"{OVERLONG}.enable", "reward.shaping.overlong", flag, "penalty near the length limit", example=True,
+               default=False, context={f"{RM}.reward_manager": "dapo", f"{OVERLONG}.len": 64},
+               aliases=("reward.reward_kwargs.overlong_buffer_cfg.enable",)),
+    applied(f"{OVERLONG}.len", "reward.shaping.overlong.buffer", count, "tokens over which it grows", example=128,
+            default=None, context=DAPO, aliases=("reward.reward_kwargs.overlong_buffer_cfg.len",)),
+    applied(f"{OVERLONG}.penalty_factor", "reward.shaping.overlong.factor", number, "penalty at the limit",
+            example=0.5, default=1.0, context=DAPO,
+            aliases=("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",)),
+    applied(f"{RM}.reward_kwargs.max_resp_len", "reward.shaping.overlong.max_length", count,
+            "the limit; by itself data.max_response_length", example=400, default=None, context=DAPO,
+            aliases=("reward.reward_kwargs.max_resp_len",)),
+    refused(f"{RM}.enable", "no reward model is run here: serve it behind a URL, as a component of kind remote",
+            default=False),
+    refused(f"{RM}.sandbox_fusion.url", "the fleet has a sandbox of its own: use a component of kind code, with the "
+            "test cases in a column", default=None),
+    *ignored("only read with sandbox_fusion.url, which is refused", f"{RM}.sandbox_fusion.max_concurrent",
+             f"{RM}.sandbox_fusion.memory_limit_mb"),
+    *ignored("logs the penalty, which is always done", f"{OVERLONG}.log"),
+    *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async",
+             "reward.num_workers"),
+    *ignored(MODEL_ONLY, f"{RM}.model.input_tokenizer", f"{RM}.model.path", f"{RM}.model.external_lib",
+             f"{RM}.model.use_shm", f"{RM}.model.trust_remote_code", f"{RM}.micro_batch_size_per_gpu",
+             f"{RM}.max_length", f"{RM}.use_dynamic_bsz", f"{RM}.forward_max_token_len_per_gpu"),
+    *ignored(SHARDING, f"{RM}.strategy", f"{RM}.model.fsdp_config.wrap_policy.min_num_params",
+             f"{RM}.model.fsdp_config.min_num_params", f"{RM}.model.fsdp_config.param_offload",
+             f"{RM}.model.fsdp_config.reshard_after_forward", f"{RM}.model.fsdp_config.fsdp_size",
+             f"{RM}.model.fsdp_config.forward_prefetch"),
+    *ignored(KERNELS, f"{RM}.model.use_remove_padding", f"{RM}.model.use_fused_kernels"),
+    *ignored(PROFILING, f"{RM}.profiler.discrete"),
+)  # fmt: skip

@@ -1,0 +1,268 @@
+"""What verl's parameters mean together: batches, lengths, schedule, evaluation, checkpoints."""
+
+from typing import Any
+
+from flotilla.importers.adapter import adapter_name, verl_adapter
+from flotilla.importers.parameter import UNSET
+from flotilla.importers.source import Source
+from flotilla.importers.trackers import chosen
+from flotilla.importers.values import same
+from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
+from flotilla.importers.verl.algorithm import OVERLONG, RM
+from flotilla.importers.verl.data import ROLLOUT_NAME
+from flotilla.importers.verl.datasets import held_out_rows
+from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
+from shared.config.publication import MAX_SLICE_MEGABYTES
+
+Fields = dict[str, Any]
+
+ASYNC_ONLY = frozenset(
+    {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n",
+     "rollout.total_epochs"}
+)  # fmt: skip
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+
+
+def is_fully_async(source: Source) -> bool:
+    """Whether the file is of verl's fully asynchronous trainer."""
+    return source.value("data.train_batch_size") == 0 or any(
+        name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY for name in source.given
+    )
+
+
+def mini_batches(source: Source) -> int:
+    """Give require_batches, the mini-batches of one step."""
+    if is_fully_async(source):
+        return int(source.required(f"{ASYNC}.require_batches"))
+    return max(int(source.required("data.train_batch_size")) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
+
+
+def steps(source: Source) -> int | None:
+    """Give the number of steps, if it can be known."""
+    per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
+    if is_fully_async(source):
+        limits = [source.value("rollout.total_rollout_steps")]
+        if source.rows is not None:
+            limits.append(source.rows * source.required("rollout.total_epochs"))
+        known = [limit for limit in limits if limit is not None]
+        return min(known) // per_step if known else None
+    total = source.value("trainer.total_training_steps")
+    if total is not None:
+        return int(total)
+    return None if source.rows is None else source.rows // per_step * int(source.required("trainer.total_epochs"))
+
+
+def batches(source: Source) -> Fields:
+    """Make the sizes of mini-batch and step, and the asynchrony."""
+    mini, number = source.required(f"{ACTOR}.ppo_mini_batch_size"), mini_batches(source)
+    fields: Fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
+    if number > 1 and source.value(f"{ACTOR}.shuffle"):
+        fields["optimisation.shuffle"] = True
+    batch = source.value("data.train_batch_size")
+    if not is_fully_async(source):
+        if batch != mini * number:
+            source.refuse(
+                "data.train_batch_size", f"{batch} is no multiple of {ACTOR}.ppo_mini_batch_size {mini}: make it one"
+            )
+        return fields
+    if source.has("data.train_batch_size") and batch:
+        source.refuse("data.train_batch_size", "in fully asynchronous training it must be 0, or left out")
+    threshold = source.required(f"{ASYNC}.staleness_threshold")
+    fields["asynchrony.trigger_parameter_sync_step"] = source.required(f"{ASYNC}.trigger_parameter_sync_step")
+    fields["asynchrony.staleness_threshold"] = threshold
+    if threshold > 0:
+        fields["asynchrony.on_weight_update"] = "interrupt" if source.value(f"{ASYNC}.partial_rollout") else "drain"
+    return fields
+
+
+def schedule(source: Source) -> Fields:
+    """Make steps, learning rate, warm-up, decay and clip."""
+    total = steps(source)
+    rate = source.required(f"{MEGATRON}.lr")
+    fields: Fields = {
+        "optimisation.learning_rate": rate,
+        "optimisation.weight_decay": source.required(f"{MEGATRON}.weight_decay"),
+        "optimisation.max_grad_norm": source.value(f"{MEGATRON}.clip_grad"),
+        "optimisation.schedule": source.choose(f"{MEGATRON}.lr_decay_style", SCHEDULES) or "constant",
+    }
+    if fields["optimisation.schedule"] != "constant":
+        least = source.value(f"{MEGATRON}.min_lr")
+        fields["optimisation.min_learning_rate_ratio"] = (
+            source.required(f"{OPTIM}.min_lr_ratio") if least is None else least / rate if rate else 0.0
+        )
+    if not total:
+        source.lack(
+            "optimisation.steps: trainer.total_epochs counts passes over the data: give --rows N, the number of "
+            "training rows, or trainer.total_training_steps"
+            if total is None
+            else f"optimisation.steps: the prompts do not make one step: {_way_to_a_step(source)}"
+        )
+        return fields
+    warmup = source.value(f"{MEGATRON}.lr_warmup_steps")
+    if warmup is None or warmup <= 0:
+        warmup = int(source.required(f"{MEGATRON}.lr_warmup_steps_ratio") * total)
+    updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
+    return fields | {"optimisation.steps": total, "optimisation.warmup_updates": warmup * updates}
+
+
+def _way_to_a_step(source: Source) -> str:
+    if is_fully_async(source):
+        return "raise rollout.total_rollout_steps, or lower ppo_mini_batch_size or require_batches"
+    return "lower data.train_batch_size, or give the number of training rows as --rows"
+
+
+def lengths(source: Source) -> Fields:
+    """Make the engine's context, the longest answer, the group and the token budget."""
+    answer = _length(source, f"{ROLLOUT_NAME}.response_length", "data.max_response_length")
+    prompt = _length(source, f"{ROLLOUT_NAME}.prompt_length", "data.max_prompt_length")
+    bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
+    dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
+    for name in COMPUTED_IN:
+        if (
+            source.has(name)
+            and DTYPES.get(str(source.value(name)), dtype if source.value(name) is None else "") != dtype
+        ):
+            source.refuse(name, source.system.parameters[name].reason)
+    context = min(prompt + answer, bound or prompt + answer)
+    fields: Fields = {
+        "data.max_prompt_tokens": max(context - answer, 1),
+        "rollout.sampling.max_new_tokens": answer,
+        "rollout.engine.context_tokens": context,
+        "rollout.group_size": _group_size(source),
+        "model.dtype": dtype or "bfloat16",
+    }
+    if source.value(f"{ACTOR}.use_dynamic_bsz"):
+        budget = source.required(f"{ACTOR}.ppo_max_token_len_per_gpu")
+        split = source.required(f"{ACTOR}.ulysses_sequence_parallel_size")
+        fields["optimisation.micro_batch_tokens"] = budget * split
+    elif (rows := source.value(f"{ACTOR}.ppo_micro_batch_size_per_gpu")) is not None:
+        fields["optimisation.micro_batch_tokens"] = rows * (prompt + answer)
+    return fields
+
+
+def _length(source: Source, own: str, general: str) -> int:
+    """Give the sampler's own length, else the dataset's; where both are the same, both are in force."""
+    value, written = source.value(own), source.given.get(general)
+    if value in {None, UNSET}:
+        return int(source.required(general))
+    if written is not None and same(written.value, value):
+        source.has(general)
+    return int(value)
+
+
+def _group_size(source: Source) -> int:
+    if source.has(f"{ROLLOUT_NAME}.n"):
+        return int(source.required(f"{ROLLOUT_NAME}.n"))
+    return int(source.required("rollout.n")) if is_fully_async(source) else 1
+
+
+def evaluation(source: Source) -> Fields:
+    """Make the evaluation, where there are held-out rows."""
+    fields = held_out_rows(source)
+    if not fields:
+        return {}
+    own = is_fully_async(source) and not source.has("trainer.test_freq")
+    every = source.value("rollout.test_freq" if own else "trainer.test_freq")
+    return fields | {
+        "evaluation.every_versions": every if every and every > 0 else None,
+        **_evaluation_sampling(source),
+    }
+
+
+def _evaluation_sampling(source: Source) -> Fields:
+    options = f"{ROLLOUT_NAME}.val_kwargs"
+    if not source.value(f"{options}.do_sample") or not source.value(f"{options}.temperature"):
+        return {"evaluation.greedy": True}
+    return {
+        "evaluation.greedy": False,
+        "evaluation.group_size": source.required(f"{options}.n"),
+        "evaluation.temperature": source.value(f"{options}.temperature"),
+        "evaluation.top_k": max(source.required(f"{options}.top_k"), 0),
+        "evaluation.top_p": source.required(f"{options}.top_p"),
+    }
+
+
+def checkpoints(source: Source) -> Fields:
+    """Make the period of checkpoints, and how many are kept."""
+    total = steps(source)
+    if not total:
+        return {}
+    every = source.value("trainer.save_freq")
+    if every is None or every <= 0:
+        every = total
+    elif is_fully_async(source):
+        every *= source.required(f"{ASYNC}.trigger_parameter_sync_step")
+    every = min(every, total)
+    keep = source.value("trainer.max_actor_ckpt_to_keep")
+    return {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
+
+
+def placement(source: Source) -> Fields:
+    """Make the devices, where they are written, and the number of engines."""
+    fields: Fields = {}
+    if source.has("trainer.device"):
+        device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
+        if device is not None:
+            fields |= {"parallelism.device": device, "rollout.engine.device": device}
+    if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
+        gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
+        fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
+    return fields
+
+
+def publication(source: Source) -> Fields:
+    """Make the weights' way, where it is written."""
+    fields: Fields = {}
+    if source.has(f"{ROLLOUT_ENGINE}.backend"):
+        backend = source.choose(f"{ROLLOUT_ENGINE}.backend", {"nccl": "auto", "naive": "auto", "gloo": "gloo"})
+        if backend is not None:
+            fields["asynchrony.publication.transport"] = backend
+    names = [f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes"]
+    if is_fully_async(source):
+        names.append(f"{ASYNC}.checkpoint_engine.device_buffer_size_M")
+        overlap = f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume"
+        if source.has(overlap):
+            fields["asynchrony.publication.overlap_load"] = source.value(overlap)
+    for name in names:
+        if source.has(name):
+            fields["asynchrony.publication.slice_megabytes"] = min(max(source.required(name), 1), MAX_SLICE_MEGABYTES)
+    return fields
+
+
+def tracking(source: Source) -> Fields:
+    """Make the trackers, where they are written."""
+    if not source.has("trainer.logger"):
+        return {}
+    written = source.value("trainer.logger") or []
+    options: dict[str, dict[str, str]] = {}
+    if {"wandb", "mlflow"} & set(written):
+        project = source.required("trainer.project_name")
+        options = {"wandb": {"project": project}, "mlflow": {"experiment": project}}
+    return chosen(source, "trainer.logger", written, **options)
+
+
+def rewards(source: Source) -> Fields:
+    """Make the graders, the overlong penalty and the filter."""
+    fields: Fields = {"reward.filter_zero_spread": bool(source.value("algorithm.filter_groups.enable"))}
+    path = source.value("custom_reward_function.path")
+    if path is None:
+        source.lack(
+            "reward.components: verl's own scorers choose by data_source and are not offered: give "
+            "custom_reward_function.path, or one of ours, such as --set 'reward.components=[{kind: math}]'"
+        )
+    else:
+        function = source.required("custom_reward_function.name")
+        file = adapter_name(path, function)
+        source.files[file] = verl_adapter(path, function)
+        fields["reward.components"] = [{"kind": "custom", "path": f"{file}:score"}]
+    manager = source.choose(f"{RM}.reward_manager", {"naive": "naive", "dapo": "dapo"})
+    if manager == "dapo" and source.value(f"{OVERLONG}.enable"):
+        limit = source.value(f"{RM}.reward_kwargs.max_resp_len")
+        fields["reward.shaping.overlong"] = {
+            "max_length": source.required("data.max_response_length") if limit is None else limit,
+            "buffer": source.required(f"{OVERLONG}.len"),
+            "factor": source.required(f"{OVERLONG}.penalty_factor"),
+            "capped": False,
+        }
+    return fields

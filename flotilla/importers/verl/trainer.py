@@ -1,0 +1,173 @@
+"""Rows of verl's ``trainer`` section, its fully asynchronous trainer, Ray, and what is no reinforcement learning."""
+
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.spelling import experiment_name
+from flotilla.importers.values import count, flag, integer, number, text, texts
+from flotilla.importers.verl.actor import ACTOR, PROFILING
+
+ASYNC = "async_training"
+ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
+DEVICES = "batch sizes are global: the number of devices changes speed, not what is computed"
+NSIGHT = "an option of a profiler that trainer.profile_steps, which is refused, would start"
+
+TRAINER_ROWS: tuple[Parameter, ...] = (
+    translated("trainer.total_epochs", "optimisation.steps", integer,
+               "passes over the data: with the number of its rows (--rows) and of a step's prompts, the steps",
+               example=3, default=30, context={"trainer.total_training_steps": None}),
+    translated("trainer.total_training_steps", "optimisation.steps", integer, "steps; wins over total_epochs",
+               example=20, default=None),
+    translated("trainer.experiment_name", "name", text, "letters, digits, dot, dash and underscore are kept",
+               example="another one", default="gsm8k", translate=experiment_name),
+    translated("trainer.save_freq", "checkpoint.every_steps", integer,
+               "steps (in fully asynchronous training versions); -1 is after the last step only", example=4,
+               default=-1),
+    translated("trainer.test_freq", "evaluation.every_versions", integer,
+               "steps, of one version each; -1 is at the start and the end only", example=4, default=-1),
+    translated("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", integer, "newest checkpoints; null keeps all",
+               example=3, default=None, context={"trainer.save_freq": 2}),
+    applied("trainer.critic_warmup", "algorithm.value_loss.warmup_steps", integer, "steps of the critic alone",
+            example=5, default=0, context={"algorithm.adv_estimator": "gae"}),
+    translated("trainer.device", ("parallelism.device", "rollout.engine.device"), text,
+               "cuda is cuda:0, npu is refused; where it is silent, our own default: where to run is not what to run",
+               example="cuda"),
+    translated("trainer.logger", "tracking.trackers", texts,
+               "wandb, mlflow, tensorboard; file is jsonl, console is flotilla watch; where it is silent, none is fed",
+               example=["console", "tensorboard"]),
+    translated("trainer.project_name", "tracking.trackers", text, "project of wandb, experiment of mlflow",
+               example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
+    refused("trainer.val_only", "the fleet trains; a run without steps is none", default=False),
+    refused("trainer.resume_from_path", "an experiment goes on from its own checkpoints only: to begin from other "
+            "weights, set model.path to their directory", default=None),
+    refused("trainer.resume_mode", "an experiment goes on from its own newest checkpoint: use auto", default="auto",
+            harmless=("disable",)),
+    refused("trainer.profile_steps", "there is no profiler here", default=None),
+    refused("trainer.log_val_generations", "texts of an evaluation are not logged", default=0),
+    refused("trainer.rollout_data_dir", "trajectories are not written to files", default=None),
+    refused("trainer.validation_data_dir", "trajectories are not written to files", default=None),
+    refused("trainer.default_hdfs_dir", "checkpoints are not copied to HDFS: copy the run's directory", default=None),
+    refused("trainer.del_local_ckpt_after_load", "a checkpoint is never deleted for having been read", default=False),
+    *ignored("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train"),
+    *ignored("newest checkpoints are kept as checkpoint.keep says, the critic's with them",
+             "trainer.remove_previous_ckpt_in_save", "trainer.max_critic_ckpt_to_keep"),
+    *ignored("the fleet keeps an experiment's files under its own data directory", "trainer.default_local_dir"),
+    *ignored("one process trains; micro-batches are balanced by themselves", "trainer.balance_batch"),
+    *ignored("there is no Ray here", "trainer.ray_wait_register_center_timeout", "ray_init.num_cpus",
+             "ray_init.timeline_json_file"),
+    *ignored("there is no Ray here", "ray_init", "ray_kwargs", is_tree=True),
+    *ignored(NSIGHT, "trainer.controller_nsight_options.trace",
+             "trainer.controller_nsight_options.cuda-memory-usage",
+             "trainer.controller_nsight_options.cuda-graph-trace", "trainer.worker_nsight_options.trace",
+             "trainer.worker_nsight_options.cuda-memory-usage", "trainer.worker_nsight_options.cuda-graph-trace",
+             "trainer.worker_nsight_options.capture-range", "trainer.worker_nsight_options.capture-range-end",
+             "trainer.worker_nsight_options.kill"),
+    *ignored(PROFILING, "global_profiler", is_tree=True),
+    *ignored("Hydra's own: it does not reach the trainer", "hydra", is_tree=True),
+    *ignored("the files that it names are read with this one; verl's own are known", "defaults"),
+)  # fmt: skip
+
+ENGINES = {**FULLY_ASYNC, "rollout.n_gpus_per_node": 8, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
+
+ASYNC_ROWS: tuple[Parameter, ...] = (
+    applied(f"{ASYNC}.require_batches", "asynchrony.require_batches", count, "mini-batches of one step", example=2,
+            default=1, context=FULLY_ASYNC),
+    applied(f"{ASYNC}.trigger_parameter_sync_step", "asynchrony.trigger_parameter_sync_step", count,
+            "steps between two versions", example=2, default=4, context=FULLY_ASYNC),
+    applied(f"{ASYNC}.staleness_threshold", "asynchrony.staleness_threshold", number,
+            "how far sampling may run ahead, as a share of one version's groups", example=0.5, default=0.1,
+            context=FULLY_ASYNC),
+    translated(f"{ASYNC}.partial_rollout", "asynchrony.on_weight_update", flag,
+               "true interrupts and goes on under the new weights, false drains; nothing is in flight at threshold 0",
+               example=False, default=True, context=FULLY_ASYNC),
+    translated(f"{ASYNC}.use_rollout_log_probs", "algorithm.old_log_probs", flag,
+               "the ratio is taken against the sampler; false: against the trainer's own before the step",
+               example=False, default=True, context=FULLY_ASYNC),
+    translated(f"{ASYNC}.compute_prox_log_prob", "algorithm.old_log_probs", flag,
+               "the ratio is taken against the trainer's own log-probabilities at the version's start", example=True,
+               default=False, context={**FULLY_ASYNC, f"{ASYNC}.trigger_parameter_sync_step": 1}),
+    translated("rollout.total_rollout_steps", "optimisation.steps", integer,
+               "prompts of the whole run, over those of a step (ppo_mini_batch_size times require_batches)",
+               example=20_000, default=100, context=FULLY_ASYNC),
+    translated("rollout.test_freq", "evaluation.every_versions", integer, "versions between two evaluations",
+               example=5, default=1, context=FULLY_ASYNC),
+    translated("rollout.nnodes", "resources.rollouts.min", count, "with the two below: engines that must be there",
+               example=2, default=1, context=ENGINES),
+    translated("rollout.n_gpus_per_node", "resources.rollouts.min", count, "GPUs over those of an engine",
+               example=4, default=8, context=FULLY_ASYNC),
+    translated("actor_rollout_ref.rollout.tensor_model_parallel_size", "resources.rollouts.min", count,
+               "in fully asynchronous training GPUs of an engine; without effect elsewhere", example=4, default=2,
+               context=ENGINES),
+    translated("rollout.total_epochs", "optimisation.steps", integer,
+               "passes over the data at most, where the number of its rows is known (--rows)", example=1, default=10,
+               context={**FULLY_ASYNC, "rollout.total_rollout_steps": 10**9}),
+    translated("rollout.n", "rollout.group_size", count, "trajectories per prompt, as actor_rollout_ref.rollout.n",
+               example=8, default=4, context=FULLY_ASYNC),
+    *ignored(DEVICES, "trainer.nnodes", "trainer.n_gpus_per_node"),
+    translated(f"{ASYNC}.checkpoint_engine.device_buffer_size_M", "asynchrony.publication.slice_megabytes", integer,
+               "size of one broadcast, at most 64: larger ones gain nothing", example=16, context=FULLY_ASYNC),
+    translated(f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes", "asynchrony.publication.slice_megabytes", integer,
+               "size of one broadcast, at most 64: larger ones gain nothing", example=16, context={}),
+    translated(f"{ROLLOUT_ENGINE}.backend", "asynchrony.publication.transport", text,
+               "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={}),
+    applied(f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume", "asynchrony.publication.overlap_load", flag,
+            "the engine reads new weights while it samples; where it is silent, ours, true", example=False,
+            context=FULLY_ASYNC),
+    *ignored("weights always travel in buckets", f"{ASYNC}.checkpoint_engine.enable"),
+    *ignored("an evaluation never stops training here", f"{ASYNC}.use_trainer_do_validate"),
+    *ignored("how the fleet's engines are used is the fleet's own matter",
+             f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),
+)  # fmt: skip
+
+OFFLINE = "scoring answers that were made before is no training: sample the answers anew with the section evaluation"
+SFT = "the fleet trains by reinforcement only: fine-tune first, then set model.path to the result"
+
+OTHER_ROWS: tuple[Parameter, ...] = (
+    *(refused(f"evaluation.{name}", OFFLINE, default=default,
+              aliases=(name,) if name in {"data.path", "data.data_source_key", "data.reward_model_key"} else ())
+      for name, default in (
+        ("data.path", None), ("data.prompt_key", "prompt"), ("data.response_key", "responses"),
+        ("data.data_source_key", "data_source"), ("data.reward_model_key", "reward_model"),
+        ("custom_reward_function.path", None), ("custom_reward_function.name", "compute_score"),
+    )),
+    *(refused(f"sft.{name}", SFT, default=default, aliases=(name,)) for name, default in (
+        ("optim.optimizer", "AdamW"), ("optim.optimizer_impl", "torch.optim"), ("optim.lr", 1e-5),
+        ("optim.weight_decay", 0.01), ("optim.lr_warmup_steps_ratio", 0.1), ("optim.clip_grad", 1.0),
+        ("optim.lr_scheduler", "cosine"), ("optim.override_optimizer_config", None),
+        ("model.partial_pretrain", None), ("model.fsdp_config.model_dtype", "fp32"),
+        ("model.fsdp_config.wrap_policy.min_num_params", 0), ("model.fsdp_config.cpu_offload", False),
+        ("model.fsdp_config.offload_params", False), ("model.external_lib", None),
+        ("model.enable_gradient_checkpointing", False), ("model.trust_remote_code", False), ("model.lora_rank", 0),
+        ("model.lora_alpha", 16), ("model.target_modules", "all-linear"), ("model.use_liger", False),
+    )),
+    refused("data.response_key", "answers that were written before are neither trained on nor scored here: leave it "
+            "out, and sample them", default=None),
+    refused("data.max_length", f"of prompt and written answer together: {SFT}", default=None),
+)  # fmt: skip
+
+LAUNCH_VARIABLES: dict[str, tuple[str, ...]] = {
+    "project_name": ("trainer.project_name",),
+    "exp_name": ("trainer.experiment_name",),
+    "MODEL_PATH": ("actor_rollout_ref.model.path",),
+    "CKPTS_DIR": ("trainer.default_local_dir",),
+    "TRAIN_FILE": ("data.train_files",),
+    "TEST_FILE": ("data.val_files",),
+    "rollout_mode": ("actor_rollout_ref.rollout.mode",),
+    "rollout_name": ("actor_rollout_ref.rollout.name",),
+    "enable_overlong_buffer": ("reward_model.reward_kwargs.overlong_buffer_cfg.enable",),
+    "overlong_buffer_len": ("reward_model.reward_kwargs.overlong_buffer_cfg.len",),
+    "overlong_penalty_facto": ("reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",),
+    "overlong_penalty_factor": ("reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",),
+    "use_dynamic_bsz": (f"{ACTOR}.use_dynamic_bsz",),
+    "actor_ppo_max_token_len": (f"{ACTOR}.ppo_max_token_len_per_gpu",),
+    "infer_ppo_max_token_len": ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",),
+    "offload": (f"{ACTOR}.fsdp_config.param_offload",),
+    "train_ppo_micro_batch_size_per_gpu": (f"{ACTOR}.ppo_micro_batch_size_per_gpu",),
+    "infer_ppo_micro_batch_size_per_gpu": ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",),
+}
+"""Variables of verl's launch scripts, with the parameter that each is written into."""
+
+LAUNCH_ROWS: tuple[Parameter, ...] = (
+    *ignored("a folder that other variables of the script are made of", "RAY_DATA_HOME"),
+    *ignored("Megatron's own way of reading a checkpoint; ours are Hugging Face directories", "USE_MBRIDGE",
+             "USE_DIST_CKPT"),
+)  # fmt: skip

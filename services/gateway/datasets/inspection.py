@@ -1,0 +1,104 @@
+"""Everything that a spec names, opened as the creation of an experiment does, with all that is wrong at once.
+
+For people who want to know before there is a gateway. What creation checks is ``preflight.check``, which stops at the
+first thing; here each of the same checks is made, and what was read is told.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.gateway.datasets import preflight
+from services.gateway.datasets.dataset import Dataset, Part
+from services.gateway.tracking.opening import check_trackers
+from shared.config.data import RowsConfig
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What was read of one source.
+
+    Attributes:
+        field: its section of the spec.
+        name: of a held-out set.
+        place: where its rows are from.
+        num_rows: that would be used.
+        columns: that any of them has, after renaming.
+    """
+
+    field: str
+    name: str | None
+    place: str
+    num_rows: int
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What opening everything gave.
+
+    Attributes:
+        rows: per source that could be read.
+        errors: one entry per thing that is wrong: path, value, what is allowed.
+    """
+
+    rows: tuple[Rows, ...]
+    errors: tuple[dict[str, Scalar], ...]
+
+
+def inspect(spec: ExperimentSpec) -> Inspection:
+    """Open model, graders, trackers' packages and data; blocks, downloads, runs the code of a custom dataset."""
+    rows: list[Rows] = []
+    errors: list[dict[str, Scalar]] = []
+
+    def attempt(field: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except FlotillaError as error:
+            errors.extend(error.errors or [_entry(field, error)])
+
+    def read_training() -> None:
+        rows.extend(_rows_of(preflight.train_dataset(spec), spec.data.all_sources, "data", "sources"))
+
+    def read_held_out() -> None:
+        held_out = preflight.evaluation_dataset(spec)
+        if held_out is not None and spec.evaluation is not None:
+            rows.extend(_rows_of(held_out, spec.evaluation.all_sets, "evaluation", "sets"))
+
+    attempt("", lambda: preflight.check_paths(spec))
+    attempt("model.path", lambda: preflight.check_model(spec))
+    attempt("reward.components", lambda: preflight.check_functions(spec))
+    attempt("tracking.trackers", lambda: check_trackers(spec))
+    attempt("data", read_training)
+    attempt("evaluation", read_held_out)
+    return Inspection(tuple(rows), tuple(errors))
+
+
+def _rows_of(dataset: Dataset, sources: Sequence[RowsConfig], section: str, several: str) -> list[Rows]:
+    # Training rows that ``max_rows`` has cut have no parts any more: they are told as one.
+    parts = dataset.parts or (Part(0, len(dataset.rows)),)
+    if len(parts) != len(sources):
+        place = ", ".join(source.place() for source in sources)
+        return [Rows(section, None, place, len(dataset.rows), _columns(dataset, parts[0]))]
+    is_plain = len(parts) == 1
+    return [
+        Rows(
+            section if is_plain else f"{section}.{several}.{number}",
+            part.name,
+            source.place(),
+            part.num_rows,
+            _columns(dataset, part),
+        )
+        for number, (part, source) in enumerate(zip(parts, sources, strict=True))
+    ]
+
+
+def _columns(dataset: Dataset, part: Part) -> tuple[str, ...]:
+    rows = dataset.rows[part.start : part.start + part.num_rows]
+    return tuple(sorted({str(name) for row in rows for name in row}))
+
+
+def _entry(field: str, error: FlotillaError) -> dict[str, Scalar]:
+    place = error.context.get("field", field)
+    return {"path": place, "value": error.context.get("path"), "allowed": error.detail.removeprefix(f"{place}: ")}

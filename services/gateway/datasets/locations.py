@@ -1,0 +1,155 @@
+"""Files of rows: where they are, and how they are opened. Local paths need nothing; URLs go through fsspec.
+
+What a network does not give is tried again a few times, since a run of days shall not end with one lost connection.
+"""
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final, TypeVar
+
+from services.gateway.datasets.hub_layout import README, files_of_split
+from shared.config.data import DATA_SUFFIXES, RowsConfig, is_data_file, is_url
+from shared.errors import DataError
+
+PAUSES_SECONDS: Final = (1.0, 4.0)
+"""Between tries of what a network did not give."""
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
+Found = TypeVar("Found")
+
+
+def files_of(rows: RowsConfig) -> list[str]:
+    """List the files that a path or a hub name stands for.
+
+    Returns:
+        At least one local path or URL, in a fixed order.
+
+    Raises:
+        DataError: there is none; the detail says where it was looked for.
+    """
+    if rows.hub is not None:
+        return _hub_files(rows)
+    assert rows.path is not None
+    if is_data_file(rows.path):
+        return _matching(rows.path) if "*" in rows.path else [rows.path]
+    if "*" in rows.path:
+        endings = ", ".join(DATA_SUFFIXES)
+        raise DataError(f"the pattern {rows.path} matches files of rows only: end it in {endings}", path=rows.path)
+    names = _names_in(rows.path)
+    readme = _text(f"{rows.path}/{README}") if README in names else None
+    chosen = files_of_split(names, split=rows.split, subset=rows.subset, readme=readme, where=rows.path)
+    return [f"{rows.path.rstrip('/')}/{name}" for name in chosen]
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """Open a local file or a URL for reading.
+
+    Raises:
+        DataError: it is not there, or nothing that is installed reaches it.
+    """
+    if not is_url(path):
+        try:
+            return Path(path).open("rb")
+        except FileNotFoundError:
+            raise DataError(f"there is no file {path}", path=path) from None
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}", path=path) from error
+
+    def fetch() -> IO[bytes]:
+        with _fsspec(path).open(path, "rb") as file:
+            return io.BytesIO(file.read())
+
+    return _reached(path, fetch)
+
+
+def _matching(pattern: str) -> list[str]:
+    if is_url(pattern):
+        found = _reached(pattern, lambda: _glob(pattern))
+    else:
+        anchor = Path(Path(pattern).anchor or ".")
+        found = [str(path) for path in anchor.glob(str(Path(pattern).relative_to(anchor))) if path.is_file()]
+    if not found:
+        raise DataError(f"no file matches {pattern}", path=pattern)
+    return sorted(found)
+
+
+def _names_in(folder: str) -> list[str]:
+    if is_url(folder):
+        return _reached(folder, lambda: _find(folder))
+    root = Path(folder)
+    if root.is_file():
+        endings = ", ".join(DATA_SUFFIXES)
+        raise DataError(f"{folder} is no folder, and no file of rows by its name: end it in {endings}", path=folder)
+    if not root.is_dir():
+        raise DataError(f"there is no file or folder {folder}", path=folder)
+    return sorted(str(PurePosixPath(path.relative_to(root))) for path in root.rglob("*") if path.is_file())
+
+
+def _text(path: str) -> str:
+    with open_bytes(path) as file:
+        return file.read().decode("utf-8", "replace")
+
+
+def _glob(pattern: str) -> list[str]:
+    system, path = _fsspec(pattern).core.url_to_fs(pattern)
+    return [str(system.unstrip_protocol(name)) for name in system.glob(path)]
+
+
+def _find(folder: str) -> list[str]:
+    """List the files below a folder, by their path in it."""
+    system, path = _fsspec(folder).core.url_to_fs(folder)
+    return sorted(str(name)[len(path.rstrip("/")) + 1 :] for name in system.find(path))
+
+
+def _fsspec(url: str) -> Any:
+    try:
+        import fsspec
+    except ImportError:
+        raise DataError(f"{url} is a URL, which needs fsspec: install flotilla[data]", path=url) from None
+    return fsspec
+
+
+def _reached(url: str, fetch: Callable[[], Found]) -> Found:
+    for pause in (*PAUSES_SECONDS, None):
+        try:
+            return fetch()
+        except DataError:
+            raise
+        except FileNotFoundError:
+            raise DataError(f"there is nothing at {url}", path=url) from None
+        except FINAL as error:
+            raise DataError(f"cannot read {url}: {error}", path=url) from error
+        except Exception as error:  # each protocol's package raises errors of its own
+            if pause is None:
+                raise DataError(f"cannot read {url}: {type(error).__name__}: {error}", path=url) from error
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def _hub_files(rows: RowsConfig) -> list[str]:
+    """Download the files of a hub dataset's split into the hub's cache; there already, they are not fetched again."""
+    assert rows.hub is not None
+    where = rows.place()
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError:
+        raise DataError(f"{where} needs the package huggingface_hub: install flotilla[hub]", hub=rows.hub) from None
+    api = HfApi()
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": rows.revision}
+    try:
+        names = _reached(where, lambda: api.list_repo_files(rows.hub, **options))
+        readme = _text(api.hf_hub_download(rows.hub, README, **options)) if README in names else None
+        chosen = files_of_split(names, split=rows.split, subset=rows.subset, readme=readme, where=where)
+        folder = _reached(where, lambda: api.snapshot_download(rows.hub, allow_patterns=chosen, **options))
+    except DataError as error:
+        cause = error.__cause__
+        if isinstance(cause, RevisionNotFoundError):
+            raise DataError(f"{where} has no revision {rows.revision!r}", hub=rows.hub) from cause
+        if isinstance(cause, RepositoryNotFoundError):
+            raise DataError(f"there is no {where}, or it needs a token in HF_TOKEN", hub=rows.hub) from cause
+        if isinstance(cause, HfHubHTTPError):
+            raise DataError(f"the hub refuses {where}: {cause}", hub=rows.hub) from cause
+        raise
+    return [f"{folder}/{name}" for name in chosen]

@@ -1,0 +1,108 @@
+"""What the gateway can check of a spec before anything starts: that its files are there and can be read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.loading import load_evaluation, load_training
+from services.gateway.tracking.opening import check_trackers
+from shared.config.data import RowsConfig, is_url
+from shared.config.reward import CustomConfig
+from shared.config.spec import ExperimentSpec
+from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
+from shared.errors import DataError, InvalidSpec, ModelError, Scalar
+
+
+def paths_of(spec: ExperimentSpec) -> dict[str, str]:
+    """List the local paths of a spec by their dotted field."""
+    paths = {"model.path": spec.model.path, **_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
+    if spec.evaluation is not None:
+        paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
+    for number, component in enumerate(spec.reward.components):
+        if isinstance(component, CustomConfig):
+            paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
+    for number, tracker in enumerate(spec.tracking.trackers):
+        if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
+            paths[f"tracking.trackers.{number}.directory"] = tracker.directory
+    return paths
+
+
+def _paths_of_rows(section: str, name: str, path: str | None, several: Sequence[RowsConfig] | None) -> dict[str, str]:
+    paths = {f"{section}.path": path}
+    for number, rows in enumerate(several or ()):
+        paths[f"{section}.{name}.{number}.path"] = rows.path
+        paths[f"{section}.{name}.{number}.custom"] = rows.custom and rows.custom.rpartition(":")[0]
+    return {field: each for field, each in paths.items() if each is not None and not is_url(each)}
+
+
+def check_paths(spec: ExperimentSpec) -> None:
+    """Refuse relative paths: over HTTP there is no folder that they could be relative to.
+
+    Raises:
+        InvalidSpec: one entry per relative path.
+    """
+    entries: list[dict[str, Scalar]] = [
+        {"path": field, "value": path, "allowed": "an absolute path: a request has no folder of its own"}
+        for field, path in paths_of(spec).items()
+        if not Path(path).is_absolute()
+    ]
+    if entries:
+        raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
+
+
+def check_model(spec: ExperimentSpec) -> None:
+    """Check that the model's directory is there and holds a model.
+
+    Raises:
+        ModelError: it is missing, or has no readable config.json.
+    """
+    directory = Path(spec.model.path)
+    if not directory.is_dir():
+        raise ModelError(f"model.path: there is no directory {directory}", path=str(directory))
+    try:
+        (directory / "config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.path: cannot read config.json in {directory}: {error}", path=str(directory)) from None
+
+
+def check_functions(spec: ExperimentSpec) -> None:
+    """Check that the files of custom verifiers are there.
+
+    Raises:
+        DataError: one is missing.
+    """
+    for field, path in paths_of(spec).items():
+        if field.startswith("reward.") and not Path(path).is_file():
+            raise DataError(f"{field}: there is no file {path}", path=path, field=field)
+
+
+def train_dataset(spec: ExperimentSpec) -> Dataset:
+    """Read the training rows.
+
+    Raises:
+        DataError, InvalidSpec: they cannot be read as the spec says.
+    """
+    return load_training(spec.data, seed=spec.seed)
+
+
+def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
+    """Read the held-out rows; None if the spec has no evaluation.
+
+    Raises:
+        DataError, InvalidSpec: they cannot be read as the spec says.
+    """
+    return load_evaluation(spec.evaluation, spec.data, seed=spec.seed) if spec.evaluation is not None else None
+
+
+def check(spec: ExperimentSpec) -> None:
+    """Check everything; reads the datasets, so run it in a thread.
+
+    Raises:
+        InvalidSpec, ModelError, DataError: what is wrong, in one sentence.
+    """
+    check_paths(spec)
+    check_model(spec)
+    check_functions(spec)
+    check_trackers(spec)
+    train_dataset(spec)
+    evaluation_dataset(spec)

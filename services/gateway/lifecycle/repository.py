@@ -1,0 +1,198 @@
+"""The experiments and their records: memory answers, the store remembers.
+
+A record is replaced in memory and handed to the store in one go, so the store sees changes in their order and a
+restarted gateway finds the newest.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from services.gateway.feeder.held import HeldByBudget
+from services.gateway.monitoring.bottleneck import Bottleneck
+from services.gateway.monitoring.idleness import Idleness
+from services.gateway.monitoring.lags import LagHistogram
+from services.gateway.monitoring.window import Window
+from services.gateway.registry.desired import DesiredStates, digest
+from services.gateway.signals import Signal
+from services.gateway.store.base import Store
+from services.gateway.store.records import AuditRecord, ExperimentRecord
+from shared.clock import Clock, rfc3339
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import NotFound
+from shared.schemas.experiment import ExperimentState, Problem
+from shared.schemas.task import Lane
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+from shared.streams.plane import DataPlane
+
+MIB = 1024**2
+HINTS = {
+    HopName.SCORED: "; groups that are planned leave it with the next checkpoint, which the trainer then makes early: "
+    "raise the bound if those of one step do not fit"
+}
+
+
+class OpenPlane(Protocol):
+    """Opens one lane of an experiment."""
+
+    def __call__(self, experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> DataPlane:
+        """Open it; ``lease_seconds`` is how long another's claim must be idle before it is taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullStream:
+    """A stream that takes as much of the server's memory as it may, in bytes."""
+
+    hop: HopName
+    bound: int
+
+    @property
+    def cause(self) -> str:
+        """What this means for the experiment, in one sentence."""
+        return (
+            f"stream {self.hop.value} has reached resources.stream_bytes ({self.bound / MIB:g} MiB): nothing is "
+            f"issued, and nothing that would go there is claimed, until it is emptied{HINTS.get(self.hop, '')}"
+        )
+
+
+class Experiment:
+    """An experiment, its validated spec and its data plane.
+
+    Attributes:
+        changed: fires after each change of the record.
+        left: fires whenever a service has left it.
+        ledger: the train lane as last seen; None until it was read.
+        full_stream: the first stream of the train lane that has reached its bound, if any.
+        window: what was seen of it lately.
+        lags: of the tokens that it has trained.
+        held: how long its admission budget held the feeder.
+        idleness: how much of each version's time its rollouts sampled nothing.
+        told: what its services should do, as computed last.
+    """
+
+    def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
+        self.record = record
+        self.spec = spec
+        self.spec_digest = digest(record.spec)
+        self.open_plane = open_plane
+        self.train = open_plane(record.id, Lane.TRAIN)
+        self.evaluation = open_plane(record.id, Lane.EVALUATION)
+        self.changed = Signal()
+        self.left = Signal()
+        self.ledger: Ledger | None = None
+        self.full_stream: FullStream | None = None
+        self.window = Window()
+        self.idleness = Idleness()
+        self.lags = LagHistogram()
+        self.held = HeldByBudget()
+        self.told = DesiredStates()
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.record.id
+
+    @property
+    def state(self) -> ExperimentState:
+        """Where its life stands."""
+        return self.record.state
+
+    @property
+    def is_active(self) -> bool:
+        """Whether services work for it, or should."""
+        return self.state in {ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED}
+
+    def bottleneck(self, now: float) -> Bottleneck:
+        """Name what bounds its speed at a time of the monotonic clock."""
+        spec = self.spec
+        return self.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
+
+    @property
+    def hold_version(self) -> int | None:
+        """Version that an evaluation is pinned to now."""
+        return self.record.evaluating_version
+
+
+class Book:
+    """All experiments, by id.
+
+    Args:
+        on_change: called with the id after each change of a record.
+    """
+
+    def __init__(self, store: Store, clock: Clock, open_plane: OpenPlane) -> None:
+        self._store = store
+        self._clock = clock
+        self._open_plane = open_plane
+        self._experiments: dict[str, Experiment] = {}
+        self.on_change: Callable[[str], None] = lambda _experiment_id: None
+
+    async def load(self) -> None:
+        """Take back the experiments of an earlier process."""
+        for record in await self._store.experiments():
+            self._experiments[record.id] = Experiment(record, validate_spec(record.spec), self._open_plane)
+
+    def __iter__(self) -> Iterator[Experiment]:
+        return iter(list(self._experiments.values()))
+
+    def get(self, experiment_id: str) -> Experiment:
+        """Find an experiment.
+
+        Raises:
+            NotFound: nothing bears this id.
+        """
+        if experiment_id not in self._experiments:
+            raise NotFound(f"there is no experiment {experiment_id}", experiment_id=experiment_id)
+        return self._experiments[experiment_id]
+
+    def find(self, experiment_id: str | None) -> Experiment | None:
+        """Find an experiment, or None."""
+        return self._experiments.get(experiment_id) if experiment_id is not None else None
+
+    async def add(self, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
+        """Take a new experiment in."""
+        experiment = Experiment(record, spec, self._open_plane)
+        self._experiments[record.id] = experiment
+        await self._store.put_experiment(record)
+        return experiment
+
+    async def update(self, experiment: Experiment, **changes: Any) -> None:
+        """Replace fields of its record; nothing is written if all of them have these values already."""
+        if all(getattr(experiment.record, name) == value for name, value in changes.items()):
+            return
+        experiment.record = replace(experiment.record, updated_at=self._clock.now(), **changes)
+        experiment.changed.fire()
+        self.on_change(experiment.id)
+        await self._store.put_experiment(experiment.record)
+
+    async def put_spec(self, experiment: Experiment, spec: ExperimentSpec) -> None:
+        """Replace the spec by one that its services need not notice: the revision stays."""
+        experiment.spec = spec
+        document = spec.model_dump(mode="json")
+        experiment.spec_digest = digest(document)
+        await self.update(experiment, spec=document)
+
+    async def set_problem(self, experiment: Experiment, component: str, cause: str) -> bool:
+        """Say what is wrong; True if that is news."""
+        known = experiment.record.problem
+        if known is not None and (known["component"], known["cause"]) == (component, cause):
+            return False
+        problem = Problem(component=component, cause=cause, at=rfc3339(self._clock.now()))
+        await self.update(experiment, problem=problem.model_dump())
+        return True
+
+    async def remove(self, experiment: Experiment) -> None:
+        """Forget an experiment."""
+        self._experiments.pop(experiment.id, None)
+        await self._store.delete_experiment(experiment.id)
+
+    async def durable_step(self, experiment: Experiment) -> int:
+        """Find the step of its last checkpoint; 0 without one."""
+        return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
+
+    async def audit(self, experiment_id: str, action: str, **detail: Any) -> None:
+        """Record a mutation."""
+        resource = f"experiments/{experiment_id}"
+        await self._store.append_audit(AuditRecord(self._clock.now(), action, resource, detail))

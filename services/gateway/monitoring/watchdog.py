@@ -1,0 +1,148 @@
+"""The watchdog of one experiment: a stall is named on the experiment, and the name goes when progress resumes.
+
+It looks at random times. Looks that were evenly spaced would see steps that last as long as a pause, or a half or a
+third of one, always in the same phase, and the diagnosis would take that phase for the whole.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+from services.gateway.events.log import EventLog
+from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.monitoring.bottleneck import Look
+from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.services import Registry
+from shared.clock import Clock
+from shared.errors import Unavailable
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.task import Lane
+from shared.streams.keys import HopName
+from shared.streams.ledger import Ledger
+
+LOOK_SECONDS = 1.0
+"""Between two looks, on average."""
+LEDGER_SECONDS = 5.0
+STREAMS = "streams"
+"""Component of a stream that has all the memory that it may: that is named at once, not only when all stands still."""
+SCHEDULER = "scheduler"
+"""Problems of this component are the conductor's: it sets and clears them."""
+
+
+def pauses(chance: random.Random) -> Iterator[float]:
+    """Draw pauses in seconds, ``LOOK_SECONDS`` in the mean and at most a half longer or shorter, without end."""
+    while True:
+        yield chance.uniform(0.5, 1.5) * LOOK_SECONDS
+
+
+class Watchdog:
+    """Watches one experiment while it starts or runs.
+
+    Args:
+        stall_seconds: time without progress that makes a stall.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        book: Book,
+        registry: Registry,
+        publications: Publications,
+        events: EventLog,
+        clock: Clock,
+        *,
+        stall_seconds: float,
+    ) -> None:
+        self._experiment = experiment
+        self._book = book
+        self._registry = registry
+        self._publications = publications
+        self._events = events
+        self._clock = clock
+        self._stall_seconds = stall_seconds
+        self._progress: tuple[object, ...] = ()
+        self._progress_at = clock.monotonic()
+
+    async def run(self) -> None:
+        """Look about every second until cancelled."""
+        for pause in pauses(random.Random()):
+            await self.look()
+            await asyncio.sleep(pause)
+
+    async def look(self) -> None:
+        """Compare with the last look, and name or clear a stall."""
+        experiment, record = self._experiment, self._experiment.record
+        asked = self._clock.monotonic()
+        train = await self._ledger(Lane.TRAIN)
+        now = self._clock.monotonic()
+        await self._note(train, now, now - asked)
+        evaluation = await self._ledger(Lane.EVALUATION)
+        now = self._clock.monotonic()
+        services = [
+            Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
+            for s in self._registry.of(experiment.id)
+        ]
+        progress = (record.state, progress_of(record.step, record.policy_version, train, evaluation))
+        if train is not None and progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        is_paused = experiment.state is ExperimentState.PAUSED
+        if experiment.full_stream is not None and not is_paused:
+            await self._name(STREAMS, experiment.full_stream.cause)
+            return
+        if now - self._progress_at < self._stall_seconds or is_paused:
+            await self._clear()
+            return
+        component, cause = diagnose(
+            Situation(
+                state=record.state,
+                services=services,
+                ledger=train,
+                budget=experiment.spec.admission_budget,
+                groups_per_step=experiment.spec.groups_per_step,
+                policy_version=record.policy_version,
+                publication=self._publications.open_phase(experiment.id),
+                evaluating_version=record.evaluating_version,
+                is_trained=record.is_trained,
+            )
+        )
+        await self._name(component, cause)
+
+    async def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
+        experiment = self._experiment
+        if experiment.state is not ExperimentState.RUNNING:
+            experiment.window.clear()
+            return
+        is_publishing = self._publications.open_phase(experiment.id) is not None
+        is_evaluating = experiment.record.evaluating_version is not None
+        oldest = {} if ledger is None else await self._oldest()
+        experiment.window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest))
+
+    async def _name(self, component: str, cause: str) -> None:
+        known = self._experiment.record.problem
+        if known is not None and known["component"] == SCHEDULER:
+            return
+        is_new = known is None or known["component"] != component
+        if await self._book.set_problem(self._experiment, component, cause) and is_new:
+            await self._events.append(self._experiment.id, "stalled", component=component, cause=cause)
+
+    async def _clear(self) -> None:
+        known = self._experiment.record.problem
+        if known is not None and known["component"] != SCHEDULER:
+            await self._book.update(self._experiment, problem=None)
+            await self._events.append(self._experiment.id, "progress_resumed", component=known["component"])
+
+    async def _oldest(self) -> dict[HopName, float]:
+        try:
+            async with asyncio.timeout(LEDGER_SECONDS):
+                return await self._experiment.train.oldest_seconds()
+        except (Unavailable, TimeoutError):
+            return {}
+
+    async def _ledger(self, lane: Lane) -> Ledger | None:
+        plane = self._experiment.train if lane is Lane.TRAIN else self._experiment.evaluation
+        try:
+            async with asyncio.timeout(LEDGER_SECONDS):
+                return await plane.ledger()
+        except (Unavailable, TimeoutError):
+            return None

@@ -1,0 +1,180 @@
+"""The conductor: one loop that moves placement, leases, deadlines and the experiments' lives forward.
+
+It is level-triggered: each round compares what is with what should be, so a lost wake-up costs one period and a
+restarted gateway converges by itself. Work that takes time runs in a task per experiment, which it starts and ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from services.gateway import signals
+from services.gateway.lifecycle.commands import Control
+from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.states import Step
+from services.gateway.publications.publications import Publications
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import DRAINED, LiveService, Registry
+from services.gateway.scheduler.placement import quotas_of
+from services.gateway.scheduler.quota import Scheduler
+from shared.errors import FlotillaError
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ServiceKind, WorkState
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.25
+AGAIN_SECONDS = 1.0
+OVERSLEPT_SECONDS = 1.0
+"""A wait that lasts so much longer than it should means that this process stood still, and heard nobody."""
+
+Work = Callable[[Experiment], Awaitable[None]]
+
+
+class Conductor:
+    """Runs the loop.
+
+    Args:
+        news: set by whoever changed something: the next round starts at once.
+        work: what an active experiment needs done, until it is cancelled.
+        end: what brings an ending experiment to rest.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        book: Book,
+        publications: Publications,
+        fleet: Fleet,
+        control: Control,
+        scheduler: Scheduler,
+        news: asyncio.Event,
+        *,
+        work: Work,
+        end: Work,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._publications = publications
+        self._fleet = fleet
+        self._control = control
+        self._scheduler = scheduler
+        self._work = work
+        self._end = end
+        self._news = news
+        self._tasks: dict[str, tuple[Work, asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        """Go round until cancelled; cancels its tasks then."""
+        try:
+            while True:
+                try:
+                    await self.round()
+                except FlotillaError as error:
+                    log.warning("a round was cut short", extra={"error": repr(error)})
+                    await asyncio.sleep(PERIOD_SECONDS)
+                await self._wait()
+        finally:
+            await signals.end(*(task for _, task in self._tasks.values()))
+
+    async def _wait(self) -> None:
+        began = self._registry.now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_SECONDS):
+                await self._news.wait()
+        self._news.clear()
+        overslept = self._registry.now() - began - PERIOD_SECONDS
+        if overslept > OVERSLEPT_SECONDS:
+            log.warning("this process stood still: leases last so much longer", extra={"seconds": round(overslept, 3)})
+            self._registry.extend(overslept)
+
+    async def round(self) -> None:
+        """Compare what is with what should be, once."""
+        for service in self._registry.expired():
+            with contextlib.suppress(FlotillaError):
+                await self._fleet.leave(service.id, reason="its lease ended")
+        for service in self._registry:
+            if service.experiment_id is None:
+                continue
+            if service.record.is_draining and service.is_observed and not service.works_for(service.experiment_id):
+                await self._fleet.release(service, DRAINED)
+            elif service.kind is ServiceKind.ROLLOUT and self._registry.is_overdue(service):
+                await self._fleet.release(service, "its notice is over")
+            elif self._book.find(service.experiment_id) is None:
+                await self._fleet.release(service, "its experiment was deleted")
+        await self._publications.check_deadlines()
+        await self._scheduler.round()
+        for experiment in self._book:
+            await self._advance(experiment)
+            await self._tend(experiment)
+
+    async def _advance(self, experiment: Experiment) -> None:
+        record = experiment.record
+        if experiment.state is ExperimentState.STARTING and self._is_ready(experiment):
+            await self._control.conclude(experiment, Step.READY)
+        if experiment.state in {ExperimentState.RUNNING, ExperimentState.PAUSED} and record.is_trained:
+            is_evaluated = experiment.spec.evaluation is None or record.evaluated_version == record.policy_version
+            if is_evaluated and self._publications.open_phase(experiment.id) is None:
+                await self._control.conclude(experiment, Step.TRAINED, outcome=ExperimentState.COMPLETED.value)
+
+    def _is_ready(self, experiment: Experiment) -> bool:
+        ready = [s for s in self._registry.of(experiment.id) if _is_ready(s, experiment.id)]
+        quotas = quotas_of(experiment.spec)
+        return all(sum(s.kind is kind for s in ready) >= quota.min for kind, quota in quotas.items())
+
+    async def _tend(self, experiment: Experiment) -> None:
+        """See to it that the right task runs for an experiment, and no other."""
+        wanted = self._wanted(experiment)
+        running = self._tasks.get(experiment.id)
+        if running is not None and (running[0] is not wanted or running[1].done()):
+            await signals.end(running[1])
+            del self._tasks[experiment.id]
+            running = None
+        if wanted is not None and running is None:
+            task = asyncio.create_task(self._guarded(wanted, experiment), name=f"experiment {experiment.id}")
+            self._tasks[experiment.id] = (wanted, task)
+
+    def _wanted(self, experiment: Experiment) -> Work | None:
+        if experiment.is_active:
+            return self._work
+        is_ending = experiment.state is ExperimentState.STOPPING or (
+            experiment.state is ExperimentState.FAILED and experiment.record.final_ledger is None
+        )
+        return self._end if is_ending else None
+
+    async def _guarded(self, work: Work, experiment: Experiment) -> None:
+        try:
+            await work(experiment)
+        except Exception as error:
+            causes = _leaves(error)
+            if all(isinstance(cause, FlotillaError) and cause.retryable for cause in causes):
+                log.warning(
+                    "work for an experiment starts again", extra={"experiment_id": experiment.id, "error": repr(error)}
+                )
+                await asyncio.sleep(AGAIN_SECONDS)
+                return
+            log.exception("work for an experiment broke", extra={"experiment_id": experiment.id})
+            cause = causes[0]
+            detail = cause.detail if isinstance(cause, FlotillaError) else repr(cause)
+            await self._control.fail(experiment, "gateway", detail)
+            # It may be the ending itself that broke, and that is tried again for ever.
+            await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            self._news.set()
+
+
+def _leaves(error: Exception) -> list[Exception]:
+    """List the errors of a task group, or the error itself."""
+    if isinstance(error, ExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
+
+
+def _is_ready(service: LiveService, experiment_id: str) -> bool:
+    observed = service.observed
+    if observed.experiment_id != experiment_id:
+        return False
+    if service.kind is ServiceKind.ROLLOUT and (observed.policy_version is None or observed.policy_version < 0):
+        return False
+    return observed.state in {WorkState.RUNNING, WorkState.FINISHED}

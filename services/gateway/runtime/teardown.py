@@ -1,0 +1,80 @@
+"""How an experiment comes to rest: its services fall idle, what is left is resolved, the ledgers are kept in SQL."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from services.gateway.lifecycle.commands import Control
+from services.gateway.lifecycle.drain_outstanding import resolve_leftovers
+from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.states import Step
+from services.gateway.registry.fleet import Fleet
+from services.gateway.registry.services import Registry
+from services.gateway.signals import wait_for_any
+from shared.clock import Clock
+from shared.errors import Unavailable
+from shared.schemas.task import Lane
+
+log = logging.getLogger(__name__)
+
+EXPERIMENT_ENDED = "experiment_ended"
+LOOK_SECONDS = 0.1
+AWAY_SECONDS = 1.0
+
+
+class Ending:
+    """Brings one experiment to rest.
+
+    Args:
+        patience_seconds: how long its services may take to fall idle; later ones lose their claims.
+        finish_tracking: sends the last values to the trackers, within a deadline of its own.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        book: Book,
+        registry: Registry,
+        fleet: Fleet,
+        control: Control,
+        clock: Clock,
+        *,
+        patience_seconds: float,
+        finish_tracking: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._experiment = experiment
+        self._book = book
+        self._registry = registry
+        self._fleet = fleet
+        self._control = control
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._finish_tracking = finish_tracking
+
+    async def run(self) -> None:
+        """Wait for quiet, resolve what is left, release the services, finish the trackers, conclude."""
+        await self._wait_for_quiet()
+        while True:
+            try:
+                step = await self._book.durable_step(self._experiment)
+                train = await resolve_leftovers(self._experiment, Lane.TRAIN, EXPERIMENT_ENDED, durable_step=step)
+                evaluation = await resolve_leftovers(self._experiment, Lane.EVALUATION, EXPERIMENT_ENDED)
+                break
+            except Unavailable as error:
+                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                await asyncio.sleep(AWAY_SECONDS)
+        for service in self._registry.of(self._experiment.id):
+            await self._fleet.release(service, "the experiment has ended")
+        await self._finish_tracking()
+        ledgers = {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
+        await self._book.update(self._experiment, final_ledger=ledgers, evaluating_version=None)
+        await self._control.conclude(self._experiment, Step.QUIET, problem=None)
+
+    async def _wait_for_quiet(self) -> None:
+        end = self._clock.monotonic() + self._patience_seconds
+        while self._clock.monotonic() < end:
+            working = [s for s in self._registry.of(self._experiment.id) if s.works_for(self._experiment.id)]
+            if not working:
+                return
+            await wait_for_any(LOOK_SECONDS, self._experiment.changed.next)
+        log.warning("services did not fall idle", extra={"experiment_id": self._experiment.id})

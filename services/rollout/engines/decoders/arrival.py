@@ -1,0 +1,145 @@
+"""Weights that are read while they arrive: a reader on one thread waits for bytes that another thread tells it of.
+
+What arrived is not verified yet. So the reader is not done before it is told that the whole image is right, and what it
+read of an image that is given up is thrown away.
+"""
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
+from shared.errors import WeightTransferFailed
+from shared.weights.image import layout_of, open_shared
+from shared.weights.layout import LENGTH_BYTES, header_bytes
+from shared.weights.tensors import view_of
+
+SILENCE_SECONDS = 900.0
+"""Longest time between two signs of a transfer: far above the deadline at which a receiver gives one up."""
+
+
+class Tensors(Protocol):
+    """Weights that can be read, one tensor at a time."""
+
+    @property
+    def headers(self) -> dict[str, TensorHeader]:
+        """What there is, in the order in which it is best read."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; it may be a view of the file."""
+
+
+class Arrival:
+    """How far one transfer into an image has come. Any thread may tell it; one waits.
+
+    Args:
+        transfer: its number.
+        silence_seconds: after which one that waits fails, though nobody gave the transfer up.
+    """
+
+    def __init__(self, transfer: int, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self.transfer = transfer
+        self._silence_seconds = silence_seconds
+        self._changed = threading.Condition()
+        self._num_bytes = 0
+        self._is_right = False
+        self._is_given_up = False
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the image is whole and its checksum right."""
+        return self._is_right
+
+    def advance(self, num_bytes: int) -> None:
+        """Note that the first bytes of the image are there."""
+        with self._changed:
+            self._num_bytes = max(self._num_bytes, num_bytes)
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Note that the image is whole, and its checksum right; nothing happens if it was given up."""
+        with self._changed:
+            self._is_right = not self._is_given_up
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Let the reader fail; nothing happens if the image is right."""
+        with self._changed:
+            self._is_given_up = not self._is_right
+            self._changed.notify_all()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Wait until so many bytes are there.
+
+        Raises:
+            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
+        """
+        self._wait(lambda: self._is_right or self._num_bytes >= num_bytes)
+
+    def wait_until_right(self) -> None:
+        """Wait until the image is whole and its checksum right.
+
+        Raises:
+            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
+        """
+        self._wait(lambda: self._is_right)
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            while not (self._is_given_up or is_there()):
+                if not self._changed.wait(self._silence_seconds):
+                    raise WeightTransferFailed(f"nothing was heard of the weights for {self._silence_seconds:g} s")
+            if self._is_given_up:
+                raise WeightTransferFailed("the transfer of the weights was given up")
+
+
+class ArrivingTensors:
+    """The tensors of an image that is being received: each is read when its last byte has arrived.
+
+    The mapping is a shared one, so that it shows what others write into the file.
+
+    Args:
+        image: the file, of its final size.
+        arrival: of its bytes.
+
+    Raises:
+        WeightTransferFailed: the transfer was given up, or what arrived is no weight image.
+    """
+
+    def __init__(self, image: Path, arrival: Arrival) -> None:
+        self._arrival = arrival
+        with open_shared(image) as file:
+            self._mapped = mmap.mmap(file.fileno(), 0)
+        arrival.wait_for(LENGTH_BYTES)
+        arrival.wait_for(header_bytes(self._mapped[:LENGTH_BYTES]))
+        self._specs = {spec.name: spec for spec in layout_of(self._mapped).tensors}
+        self.headers = {name: TensorHeader(spec.dtype, spec.shape) for name, spec in self._specs.items()}
+
+    def read(self, name: str) -> Tensor:
+        """View a tensor when it is there.
+
+        Raises:
+            WeightTransferFailed: the transfer was given up.
+        """
+        spec = self._specs[name]
+        self._arrival.wait_for(spec.end)
+        return view_of(self._mapped, spec)
+
+
+@contextmanager
+def open_staged(image: Path, arrival: Arrival | None) -> Iterator[Tensors]:
+    """Open an image that is complete, or, with ``arrival``, one that is being received.
+
+    Raises:
+        WeightTransferFailed: there is none, or the transfer was given up.
+    """
+    if arrival is None:
+        with open_tensors([image]) as source:
+            yield source
+    else:
+        yield ArrivingTensors(image, arrival)

@@ -1,0 +1,159 @@
+"""The fused forward of the Llama family: Llama, Mistral without a window, Qwen2 and Qwen3.
+
+One decode step does little arithmetic, so the number of kernels and of copies decides: projections are fused, rotary
+embedding is one complex product, residuals are accumulated by the matrix product itself, and the queries that share
+a key/value head form one matrix, so that keys and values are never repeated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.arrival import Arrival, open_staged
+from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.checkpoint import open_tensors
+from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
+from services.rollout.engines.decoders.kv_cache import KeyValueCache
+
+
+class FusedDecoder:
+    """A ``Decoder`` for the architectures that ``reason_not_fused`` accepts.
+
+    Args:
+        architecture: the sizes.
+        files: the safetensors files of the initial weights.
+        dtype, device: of weights, activations and cache.
+        num_rows: rows of the cache.
+        context_tokens: the longest row.
+
+    Raises:
+        WeightTransferFailed: the files do not fit the architecture.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        files: list[Path],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_rows: int,
+        context_tokens: int,
+    ) -> None:
+        self.vocab_size = architecture.vocab_size
+        self.max_positions = architecture.max_positions
+        self.description = "fused forward"
+        self._sizes = architecture
+        self._dtype = dtype
+        self._device = device
+        self._weights = FusedWeights(architecture, dtype, device)
+        with open_tensors(files) as source:
+            self._weights.fill(source)
+        self._spare: FusedWeights | None = None
+        self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device)
+        self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
+        self._scale = architecture.head_dim**-0.5
+
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
+        """Read a weight image into the spare weights; see ``Decoder.stage``."""
+        if self._spare is None:
+            self._spare = FusedWeights(self._sizes, self._dtype, self._device)
+        with open_staged(image, arrival) as source:
+            self._spare.fill(source)
+
+    def switch(self) -> None:
+        """Make the staged weights serve; the others become the spare."""
+        assert self._spare is not None
+        self._weights, self._spare = self._spare, self._weights
+
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Copy the KV of rows to other rows."""
+        self._cache.move_rows(sources, targets, longest)
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Zero the KV of rows."""
+        self._cache.clear_rows(rows)
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Compute sequences, padded on the right to the longest; see ``Decoder.prefill``."""
+        sizes, weights = self._sizes, self._weights
+        lengths = torch.tensor([sequence.shape[0] for sequence in sequences], device=self._device)
+        num, longest = len(sequences), max(sequence.shape[0] for sequence in sequences)
+        padded = torch.zeros((num, longest), dtype=torch.int64)
+        for index, sequence in enumerate(sequences):
+            padded[index, : sequence.shape[0]] = torch.from_numpy(sequence)
+        targets = torch.tensor([row for group in rows for row in group], device=self._device)
+        origins = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=self._device)
+        self._cache.reserve(longest)
+        rotation = self._rotations[:longest].view(1, longest, 1, -1)
+        hidden = functional.embedding(padded.to(self._device), weights.embedding).view(num * longest, -1)
+        for number, layer in enumerate(weights.layers):
+            queries_keys, values = self._project(hidden, layer, rotation, (num, longest))
+            queries = queries_keys[:, :, : sizes.num_heads].transpose(1, 2)
+            keys = queries_keys[:, :, sizes.num_heads :].transpose(1, 2)
+            values = values.transpose(1, 2)
+            self._cache.write_prefix(number, targets, origins, keys, values)
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=sizes.num_heads != sizes.num_kv_heads
+            )
+            self._feed(hidden, mixed.transpose(1, 2).reshape(num * longest, -1), layer)
+        last = hidden.view(num, longest, -1)[torch.arange(num, device=self._device), lengths - 1]
+        return self._logits(last)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Append one token to each of the first B rows; see ``Decoder.decode``."""
+        sizes, weights = self._sizes, self._weights
+        num = token_ids.shape[0]
+        groups = (num * sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+        step = self._cache.begin_step(lengths, longest)
+        bias = step.bias.expand(-1, groups[1], -1)
+        rotation = self._rotations[lengths].view(num, 1, 1, -1)
+        hidden = functional.embedding(token_ids, weights.embedding)
+        for number, layer in enumerate(weights.layers):
+            queries_keys, values = self._project(hidden, layer, rotation, (num, 1))
+            queries = queries_keys[:, 0, : sizes.num_heads].reshape(groups)
+            keys, values = self._cache.append(number, step, queries_keys[:, 0, sizes.num_heads :], values[:, 0])
+            scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=self._scale)
+            mixed = torch.bmm(scores.softmax(dim=-1), values)
+            self._feed(hidden, mixed.view(num, -1), layer)
+        return self._logits(hidden)
+
+    def _project(
+        self, hidden: Tensor, layer: LayerWeights, rotation: Tensor, batch: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Make rotated queries and keys [N, T, H + Hkv, D], and values [N, T, Hkv, D]."""
+        sizes = self._sizes
+        num_rotated = sizes.num_heads + sizes.num_kv_heads
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, sizes.norm_epsilon)
+        fused = functional.linear(normed, layer.qkv, layer.qkv_bias).view(*batch, -1, sizes.head_dim)
+        rotated, values = fused[:, :, :num_rotated], fused[:, :, num_rotated:]
+        if layer.qk_norm is not None:
+            rotated = functional.rms_norm(rotated, rotated.shape[-1:], None, sizes.norm_epsilon).mul_(layer.qk_norm)
+        pairs = rotated.float().view(*batch, num_rotated, -1, 2)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotation).view(*batch, num_rotated, -1)
+        return rotated.to(self._dtype), values
+
+    def _feed(self, hidden: Tensor, mixed: Tensor, layer: LayerWeights) -> None:
+        """Add the outputs of attention and of the feed-forward network to ``hidden``, in place."""
+        hidden.addmm_(mixed, layer.output.t())
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self._sizes.norm_epsilon)
+        gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
+        hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = functional.rms_norm(hidden, hidden.shape[-1:], self._weights.final_norm, self._sizes.norm_epsilon)
+        return functional.linear(normed, self._weights.head)
+
+
+def _rotations(sizes: Architecture, num_positions: int) -> Tensor:
+    """Tabulate the rotations: [P, D / 2] complex64, ``exp(i p theta^(-2 j / D))``."""
+    exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+    frequencies = 1.0 / (sizes.rope_theta**exponents)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return torch.complex(angles.cos(), angles.sin())

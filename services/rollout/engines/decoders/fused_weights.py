@@ -1,0 +1,133 @@
+"""Weights of the Llama family, laid out for the fused forward and filled from Hugging Face tensors.
+
+Query, key and value projections are one matrix, gate and up another. Within a head, the two halves that rotary
+embedding pairs are interleaved, so that the rotation is one complex product; queries and keys are permuted alike, so
+attention does not notice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.arrival import Tensors
+from services.rollout.engines.decoders.checkpoint import check_headers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; matrices are [out, in].
+
+    Attributes:
+        qk_norm: [H + Hkv, D], or None.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    output: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes: its shape there, the shape to view it as, and the view of ours that it fills."""
+
+    shape: tuple[int, ...]
+    source_view: tuple[int, ...]
+    view: Tensor
+
+
+class FusedWeights:
+    """All weights of a model, and where each tensor of a checkpoint goes.
+
+    Args:
+        architecture: the sizes.
+        dtype, device: of the weights.
+    """
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = architecture
+        width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+        self._architecture = sizes
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.embedding = empty(sizes.vocab_size, sizes.hidden_size)
+        self.layers = [
+            LayerWeights(
+                input_norm=empty(sizes.hidden_size),
+                qkv=empty(width, sizes.hidden_size),
+                qkv_bias=empty(width) if sizes.has_qkv_bias else None,
+                qk_norm=empty(sizes.num_heads + sizes.num_kv_heads, sizes.head_dim) if sizes.has_qk_norm else None,
+                output=empty(sizes.hidden_size, sizes.num_heads * sizes.head_dim),
+                post_norm=empty(sizes.hidden_size),
+                gate_up=empty(2 * sizes.intermediate_size, sizes.hidden_size),
+                down=empty(sizes.hidden_size, sizes.intermediate_size),
+            )
+            for _ in range(sizes.num_layers)
+        ]
+        self.final_norm = empty(sizes.hidden_size)
+        self.head = self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size)
+        self._targets = dict(self._all_targets())
+
+    def fill(self, source: Tensors) -> None:
+        """Fill the weights; headers are checked before the first byte is copied.
+
+        Raises:
+            WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
+        """
+        expected = {name: target.shape for name, target in self._targets.items()}
+        rotary = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(len(self.layers))}
+        tied = {"lm_head.weight"} if self._architecture.is_tied else set()
+        with torch.inference_mode():
+            check_headers(source.headers, expected, optional=frozenset(rotary | tied))
+            for name in source.headers:
+                if (target := self._targets.get(name)) is not None:
+                    target.view.copy_(source.read(name).view(target.source_view))
+
+    def _all_targets(self) -> Iterator[tuple[str, Target]]:
+        yield "model.embed_tokens.weight", _plain(self.embedding)
+        yield "model.norm.weight", _plain(self.final_norm)
+        if not self._architecture.is_tied:
+            yield "lm_head.weight", _plain(self.head)
+        for number, layer in enumerate(self.layers):
+            prefix = f"model.layers.{number}."
+            yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
+            yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
+            yield f"{prefix}self_attn.o_proj.weight", _plain(layer.output)
+            gate, up = layer.gate_up.chunk(2)
+            yield f"{prefix}mlp.gate_proj.weight", _plain(gate)
+            yield f"{prefix}mlp.up_proj.weight", _plain(up)
+            yield f"{prefix}mlp.down_proj.weight", _plain(layer.down)
+            yield from self._attention_targets(f"{prefix}self_attn.", layer)
+
+    def _attention_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
+        sizes = self._architecture
+        queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+            if fused is not None:
+                query, key, value = torch.split(fused, [queries, keys, keys])
+                yield f"{prefix}q_proj.{kind}", _interleaved(query, sizes.num_heads)
+                yield f"{prefix}k_proj.{kind}", _interleaved(key, sizes.num_kv_heads)
+                yield f"{prefix}v_proj.{kind}", _plain(value)
+        if layer.qk_norm is not None:
+            heads = torch.split(layer.qk_norm, [sizes.num_heads, sizes.num_kv_heads])
+            for kind, norm in zip(("q_norm", "k_norm"), heads, strict=True):
+                halves = norm.view(norm.shape[0], -1, 2).transpose(1, 2)
+                yield f"{prefix}{kind}.weight", Target((sizes.head_dim,), (2, sizes.head_dim // 2), halves)
+
+
+def _plain(tensor: Tensor) -> Target:
+    return Target(tuple(tensor.shape), tuple(tensor.shape), tensor)
+
+
+def _interleaved(tensor: Tensor, num_heads: int) -> Target:
+    view = tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2)
+    return Target(tuple(tensor.shape), tuple(view.shape), view)

@@ -1,0 +1,259 @@
+"""Decoders for any other causal language model: the forward of transformers, with a cache of ours or with none.
+
+Slower than the fused forward and equal in result. Which of the two serves is found out by trying: a model whose cached
+forward does not agree with its plain one (or has no such cache, as state space models) is computed anew for each token.
+"""
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from services.rollout.engines.decoders.arrival import Arrival, open_staged
+from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.checkpoint import check_headers
+from services.rollout.engines.decoders.column_cache import ColumnCache
+from shared.errors import ModelError, WeightTransferFailed
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (9, 4, 6)
+PROBE_STEPS = 3
+# Far above the rounding of each type, far below what a wrong mask or position does.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Load a causal language model; code that comes with a model is never run.
+
+    Raises:
+        ModelError: transformers cannot load it, or its files lack weights.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        raise ModelError(f"model {directory} cannot be loaded by transformers: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"model {directory} lacks {len(missing)} tensors (first: {missing[0]})")
+    loaded: nn.Module = model.to(device=device).eval().requires_grad_(False)
+    for parameter in loaded.parameters():  # Not the buffers: rotary frequencies stay float32 whatever the weights are.
+        parameter.data = parameter.data.to(dtype)
+    return loaded
+
+
+class ModelWeights:
+    """The weights of a transformers model, replaced by images that bear the names of its state dict.
+
+    Args:
+        model: whose weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: Mapping[str, Tensor] = model.state_dict()
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._tied: list[set[str]] = []
+        places: dict[tuple[int, tuple[int, ...]], set[str]] = defaultdict(set)
+        for name, tensor in self._tensors.items():
+            places[tensor.data_ptr(), tuple(tensor.shape)].add(name)
+        self._tied = [names for names in places.values() if len(names) > 1]
+        self._optional = frozenset(set().union(*self._tied) | (self._tensors.keys() - parameters))
+        self._staged: dict[str, Tensor] = {}
+
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
+        """Read an image; see ``Decoder.stage``."""
+        expected = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        with open_staged(image, arrival) as source:
+            check_headers(source.headers, expected, optional=self._optional)
+            for names in self._tied:
+                if not names & source.headers.keys():
+                    raise WeightTransferFailed(f"the image has none of the tied tensors {', '.join(sorted(names))}")
+            self._staged = {
+                name: source.read(name).to(self._tensors[name], copy=True)
+                for name in source.headers
+                if name in expected
+            }
+
+    def switch(self) -> None:
+        """Copy what was staged into the model."""
+        for name, tensor in self._staged.items():
+            self._tensors[name].copy_(tensor)
+        self._staged = {}
+
+
+class _Forward:
+    """Calls a model's forward with those of our arguments that it knows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = set(inspect.signature(model.forward).parameters)
+
+    def __call__(self, token_ids: Tensor, **arguments: Any) -> Tensor:
+        """Give the logits of the last position: [B, V]."""
+        arguments["logits_to_keep"] = 1
+        known = {name: value for name, value in arguments.items() if name in self._known}
+        logits: Tensor = self._model(input_ids=token_ids, **known).logits
+        return logits[:, -1]
+
+
+class CachedDecoder:
+    """A ``Decoder`` that keeps keys and values in a ``ColumnCache``.
+
+    Args:
+        model: of transformers, with attention over keys and values in every layer.
+        weights: the same model's.
+        num_rows: rows of the cache.
+    """
+
+    def __init__(self, model: nn.Module, weights: ModelWeights, num_rows: int) -> None:
+        self.vocab_size, self.max_positions = limits(model)
+        self.description = f"transformers {type(model).__name__}, cached"
+        self._device = next(model.parameters()).device
+        self._forward = _Forward(model)
+        self._cache = ColumnCache(num_rows)
+        self.stage, self.switch = weights.stage, weights.switch
+        self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Compute sequences, padded on the left to the longest; see ``Decoder.prefill``."""
+        lengths = [sequence.shape[0] for sequence in sequences]
+        longest = max(lengths)
+        padded = np.zeros((len(sequences), longest), dtype=np.int64)
+        for index, sequence in enumerate(sequences):
+            padded[index, longest - lengths[index] :] = sequence
+        starts = longest - torch.tensor(lengths, device=self._device).unsqueeze(1)
+        columns = torch.arange(longest, device=self._device)
+        computed = DynamicCache()
+        logits = self._forward(
+            torch.from_numpy(padded).to(self._device),
+            attention_mask=(columns >= starts).long(),
+            position_ids=(columns - starts).clamp(min=0),
+            past_key_values=computed,
+            use_cache=True,
+        )
+        self._cache.write(computed, lengths, rows)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Append one token to each of the first B rows; see ``Decoder.decode``."""
+        columns = torch.arange(longest + 1, device=self._device)
+        return self._forward(
+            token_ids.unsqueeze(1),
+            attention_mask=(columns >= longest - lengths.unsqueeze(1)).long(),
+            position_ids=lengths.unsqueeze(1),
+            past_key_values=self._cache.appending(token_ids.shape[0], longest),
+            use_cache=True,
+        )
+
+
+class RecomputingDecoder:
+    """A ``Decoder`` without a cache: every token costs a pass over its whole sequence, unpadded.
+
+    Since nothing is cached, a sample that continues over a weight update is computed under the new weights alone.
+
+    Args:
+        model: any causal language model of transformers.
+        weights: the same model's.
+        num_rows: rows.
+    """
+
+    def __init__(self, model: nn.Module, weights: ModelWeights, num_rows: int) -> None:
+        self.vocab_size, self.max_positions = limits(model)
+        self.description = f"transformers {type(model).__name__}, recomputed for each token"
+        self._device = next(model.parameters()).device
+        self._forward = _Forward(model)
+        self._rows: list[list[int]] = [[] for _ in range(num_rows)]
+        self.stage, self.switch = weights.stage, weights.switch
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Remember the sequences and compute them; see ``Decoder.prefill``."""
+        for sequence, targets in zip(sequences, rows, strict=True):
+            for row in targets:
+                self._rows[row] = sequence.tolist()
+        return self._compute([sequence.tolist() for sequence in sequences])
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Append one token to each of the first B rows; see ``Decoder.decode``."""
+        for row, (token, length) in enumerate(zip(token_ids.tolist(), lengths.tolist(), strict=True)):
+            self._rows[row] = [*self._rows[row][:length], token]
+        return self._compute(self._rows[: token_ids.shape[0]])
+
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Copy rows to other rows."""
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = list(self._rows[source])
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no KV."""
+
+    def _compute(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        of_length: dict[int, list[int]] = defaultdict(list)
+        for index, sequence in enumerate(sequences):
+            of_length[len(sequence)].append(index)
+        logits: Tensor | None = None
+        for indices in of_length.values():
+            token_ids = torch.tensor([sequences[index] for index in indices], device=self._device)
+            part = self._forward(token_ids, use_cache=False)
+            if logits is None:
+                logits = part.new_empty((len(sequences), part.shape[1]))
+            logits[indices] = part
+        assert logits is not None
+        return logits
+
+
+def limits(model: nn.Module) -> tuple[int, int]:
+    """Find the vocabulary size and the number of positions of a model."""
+    config: Any = model.config
+    vocab_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return vocab_size, int(positions or 2**31 - 1)
+
+
+def choose_decoder(model: nn.Module, dtype: torch.dtype, num_rows: int) -> CachedDecoder | RecomputingDecoder:
+    """Take the cached decoder if it agrees with the plain forward on a few sequences, else the one that recomputes."""
+    weights = ModelWeights(model)
+    plain = RecomputingDecoder(model, weights, len(PROBE_LENGTHS))
+    try:
+        difference = _largest_difference(CachedDecoder(model, weights, len(PROBE_LENGTHS)), plain)
+    except Exception as error:  # Whatever a foreign model raises on our cache, it works without one.
+        log.warning("model does not work with a cache", extra={"error": repr(error)})
+    else:
+        if difference < PROBE_TOLERANCE[dtype]:
+            return CachedDecoder(model, weights, num_rows)
+        log.warning("model computes otherwise with a cache", extra={"largest_difference": difference})
+    return RecomputingDecoder(model, weights, num_rows)
+
+
+def _largest_difference(cached: CachedDecoder, plain: RecomputingDecoder) -> float:
+    """Compare log-probabilities over sequences that join at different times and differ in length."""
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(0, cached.vocab_size, length) for length in PROBE_LENGTHS]
+    lengths = np.array(PROBE_LENGTHS)
+    worst = 0.0
+    for step in range(-2, PROBE_STEPS):
+        if step < 0:
+            joining = [0, 1] if step == -2 else [2]
+            chosen = [sequences[index] for index in joining]
+            pair = [decoder.prefill(chosen, [[index] for index in joining]) for decoder in (cached, plain)]
+        else:
+            token_ids = torch.from_numpy(generator.integers(0, cached.vocab_size, len(sequences)))
+            where = torch.from_numpy(lengths)
+            pair = [decoder.decode(token_ids, where, int(lengths.max())) for decoder in (cached, plain)]
+            lengths += 1
+        one, other = (logits.float().log_softmax(dim=-1) for logits in pair)
+        worst = max(worst, float((one - other).abs().nan_to_num(nan=torch.inf).max()))
+    return worst

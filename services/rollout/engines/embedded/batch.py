@@ -1,0 +1,320 @@
+"""The running batch: which sample is in which row, and what each has sampled.
+
+State is kept in arrays over rows, so that one step costs a few array operations whatever the number of rows; Python
+touches a sample only when it joins, finishes or checks stop strings. A row without a sample is computed along with the
+others and ignored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
+from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.stop_text import StopText
+from shared.schemas.trajectory import FinishReason
+
+NO_TOKEN = -1
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that the engine has accepted.
+
+    Attributes:
+        request: what was asked.
+        stop_ids: tokens that end its completions, the model's own included unless ignored.
+        stop_text: its stop strings, or None.
+        admitted: how many of its seeds have joined the batch.
+        completions: one per seed, None while unfinished.
+    """
+
+    request: GenerationRequest
+    stop_ids: tuple[int, ...]
+    stop_text: StopText | None
+    admitted: int = 0
+    completions: list[Completion | None] = field(default_factory=list)
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the seeds that have not joined the batch."""
+        return len(self.request.seeds) - self.admitted
+
+    def prefix_of(self, index: int, version: int) -> Prefix | None:
+        """Give the tokens that a seed has already, if they may be kept under the version that serves."""
+        prefix = self.request.prefixes[index] if self.request.prefixes else None
+        return prefix if prefix is not None and self.request.resume.allows(prefix.versions, version) else None
+
+    def starts(self, rows: Rows, version: int) -> list[tuple[Rows, Rows]]:
+        """List what the next seeds begin with, and their rows: the prompt once, each kept prefix by itself."""
+        prompt = np.array(self.request.prompt_ids, dtype=np.int64)
+        prefixes = [self.prefix_of(index, version) for index in range(self.admitted, self.admitted + rows.size)]
+        fresh = np.array([prefix is None for prefix in prefixes])
+        begun = [(prefix, rows[place : place + 1]) for place, prefix in enumerate(prefixes) if prefix is not None]
+        resumed = [(np.concatenate([prompt, np.array(prefix.token_ids, dtype=np.int64)]), row) for prefix, row in begun]
+        return ([(prompt, rows[fresh])] if fresh.any() else []) + resumed
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether every seed has its completion."""
+        return all(completion is not None for completion in self.completions)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One seed of a request, in a row.
+
+    Attributes:
+        runs: its run-length versions.
+        resumed: leading tokens that it joined with.
+    """
+
+    owner: ActiveRequest
+    index: int
+    runs: list[tuple[int, int]]
+    resumed: int = 0
+
+
+class Batch:
+    """Rows of samples, at most ``num_slots``.
+
+    Args:
+        num_slots: the most rows.
+        context_tokens: the longest prompt and completion together.
+        vocab_size: of the model.
+        device: of the tensors that it hands to the sampler.
+    """
+
+    def __init__(self, num_slots: int, context_tokens: int, vocab_size: int, device: torch.device) -> None:
+        self.samples: list[Sample | None] = [None] * num_slots
+        self.num_rows = 0
+        """Rows in use: every live sample lies below."""
+        self.num_running = 0
+        """Live samples."""
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        """Cached tokens: prompt and completion without the last sampled token."""
+        self.last_tokens = np.zeros(num_slots, dtype=np.int64)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts = np.zeros(num_slots, dtype=np.int64)
+        self._is_alive = np.zeros(num_slots, dtype=np.bool_)
+        self._limits = np.zeros(num_slots, dtype=np.int64)
+        self._keys = np.zeros(num_slots, dtype=np.uint64)
+        self._stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
+        self._has_stop_text = np.zeros(num_slots, dtype=np.bool_)
+        self._temperatures = np.ones(num_slots, dtype=np.float32)
+        self._is_greedy = np.zeros(num_slots, dtype=np.bool_)
+        self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
+        self._top_p = np.ones(num_slots, dtype=np.float64)
+        self._token_ids = np.empty((num_slots, context_tokens), dtype=np.int32)
+        self._log_probs = np.empty((num_slots, context_tokens), dtype=np.float32)
+        self._sampling: RowSampling | None = None
+
+    def alive(self) -> Rows:
+        """List the rows that hold a sample."""
+        return np.flatnonzero(self._is_alive)
+
+    def free_rows(self, num: int) -> Rows:
+        """Find ``num`` rows to join, the lowest first."""
+        return np.flatnonzero(~self._is_alive)[:num]
+
+    def rows_of(self, owner: ActiveRequest) -> Rows:
+        """List the rows that hold samples of a request."""
+        held = [row for row in self.alive() if (sample := self.samples[row]) is not None and sample.owner is owner]
+        return np.array(held, dtype=np.int64)
+
+    def join(self, rows: Rows, owner: ActiveRequest, version: int) -> None:
+        """Put the next seeds of a request into free rows; ``starts`` is cached and nothing is sampled yet."""
+        request, sampling = owner.request, owner.request.sampling
+        first = owner.admitted
+        for index, row in enumerate(rows.tolist(), start=first):
+            self.samples[row] = Sample(owner, index, [(0, version)])
+        owner.admitted += rows.size
+        self.num_running += rows.size
+        self.num_rows = max(self.num_rows, int(rows.max()) + 1)
+        self._is_alive[rows] = True
+        self._keys[rows] = seed_keys(np.array(request.seeds[first : owner.admitted], dtype=np.uint64))
+        self.lengths[rows] = len(request.prompt_ids)
+        self._counts[rows] = 0
+        self._limits[rows] = sampling.max_new_tokens
+        self._is_greedy[rows] = sampling.greedy
+        if not sampling.greedy:
+            self._temperatures[rows] = sampling.temperature
+            self._top_k[rows] = min(sampling.top_k or self._vocab_size, self._vocab_size)
+            self._top_p[rows] = sampling.top_p
+        if len(owner.stop_ids) > self._stop_ids.shape[1]:
+            more = len(owner.stop_ids) - self._stop_ids.shape[1]
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
+        self._stop_ids[rows, : len(owner.stop_ids)] = owner.stop_ids
+        self._has_stop_text[rows] = owner.stop_text is not None
+        self._sampling = None
+        for index, row in enumerate(rows.tolist(), start=first):
+            prefix = owner.prefix_of(index, version)
+            if prefix is not None:
+                self._resume(row, prefix, version)
+
+    def _resume(self, row: int, prefix: Prefix, version: int) -> None:
+        sample, num = self.samples[row], len(prefix.token_ids)
+        assert sample is not None
+        sample.runs, sample.resumed = list(prefix.versions), num
+        if sample.runs[-1][1] != version:
+            sample.runs.append((num, version))
+        self._token_ids[row, :num] = prefix.token_ids
+        self._log_probs[row, :num] = prefix.log_probs
+        self._counts[row] = num
+        self.lengths[row] += num
+
+    def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
+        """Draw the random number of each row's next token."""
+        return uniforms(self._keys[rows], self._counts[rows])
+
+    def sampling(self) -> RowSampling:
+        """Say how the rows in use are sampled; made anew only after a change of rows."""
+        if self._sampling is None:
+            self._sampling = self.sampling_of(np.arange(self.num_rows))
+        return self._sampling
+
+    def sampling_of(self, rows: Rows) -> RowSampling:
+        """Say how rows are sampled."""
+        greedy, temperatures = self._is_greedy[rows], self._temperatures[rows]
+        top_k, top_p = self._top_k[rows], self._top_p[rows]
+        filtered = np.flatnonzero((top_k < self._vocab_size) | (top_p < 1))
+        return RowSampling(
+            temperatures=self._tensor(temperatures) if (temperatures != 1).any() else None,
+            greedy=self._tensor(greedy) if greedy.any() else None,
+            filtered=self._tensor(filtered) if filtered.size else None,
+            top_k=self._tensor(top_k[filtered]) if filtered.size else None,
+            top_p=self._tensor(top_p[filtered]) if filtered.size else None,
+            widest_top_k=int(top_k[filtered].max(initial=0)),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def record(self, rows: Rows, token_ids: npt.NDArray[np.int64], log_probs: npt.NDArray[np.float32]) -> Rows:
+        """Append a sampled token to rows, those without a sample left out.
+
+        Returns:
+            The rows whose completion ended by it.
+        """
+        if self.num_running < rows.size:
+            is_alive = self._is_alive[rows]
+            rows, token_ids, log_probs = rows[is_alive], token_ids[is_alive], log_probs[is_alive]
+        counts = self._counts[rows]
+        self._token_ids[rows, counts] = token_ids
+        self._log_probs[rows, counts] = log_probs
+        self.last_tokens[rows] = token_ids
+        self._counts[rows] = counts = counts + 1
+        ended = (counts >= self._limits[rows]) | self._hits_stop_id(rows)
+        if self._has_stop_text.any():
+            ended |= self._ends_with_text(rows)
+        return rows[ended]
+
+    def _hits_stop_id(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        if self._stop_ids.shape[1] == 1:
+            only: npt.NDArray[np.bool_] = self._stop_ids[rows, 0] == self.last_tokens[rows]
+            return only
+        hits: npt.NDArray[np.bool_] = (self._stop_ids[rows] == self.last_tokens[rows, None]).any(axis=1)
+        return hits
+
+    def _ends_with_text(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        ended = self._has_stop_text[rows]
+        for place in np.flatnonzero(ended):
+            row = rows[place]
+            sample = self.samples[row]
+            assert sample is not None and sample.owner.stop_text is not None
+            ended[place] = sample.owner.stop_text.ends(self._token_ids[row, : self._counts[row]])
+        return ended
+
+    def leave_finished(self, rows: Rows) -> list[ActiveRequest]:
+        """Take samples that ``record`` reported out of their rows; give the requests that this finishes."""
+        stopped = self._hits_stop_id(rows)
+        if self._has_stop_text[rows].any():
+            stopped |= self._ends_with_text(rows)
+        reasons = [FinishReason.STOP if is_stopped else FinishReason.LENGTH for is_stopped in stopped.tolist()]
+        owners = {id(owner): owner for owner in self.leave(rows, reasons)}
+        return [owner for owner in owners.values() if owner.is_finished]
+
+    def leave(self, rows: Rows, reasons: Sequence[FinishReason]) -> list[ActiveRequest]:
+        """Take samples out of their rows and give their owners the completions; gives the owner of each."""
+        owners = []
+        for row, reason in zip(rows.tolist(), reasons, strict=True):
+            sample, count = self.samples[row], int(self._counts[row])
+            assert sample is not None
+            sample.owner.completions[sample.index] = Completion(
+                token_ids=self._token_ids[row, :count].copy(),
+                log_probs=self._log_probs[row, :count].copy(),
+                versions=tuple(run for run in sample.runs if run[0] < count),
+                finish_reason=reason,
+                num_resumed=sample.resumed,
+            )
+            owners.append(sample.owner)
+        self.num_running -= rows.size
+        self._vacate(rows)
+        return owners
+
+    def _vacate(self, rows: Rows) -> None:
+        """Make rows such that computing them along does no harm and asks for nothing."""
+        for row in rows.tolist():
+            self.samples[row] = None
+        self._is_alive[rows] = False
+        self._has_stop_text[rows] = self._is_greedy[rows] = False
+        self._stop_ids[rows] = NO_TOKEN
+        self._temperatures[rows] = self._top_p[rows] = 1
+        self._top_k[rows] = self._vocab_size
+        self.lengths[rows] = self._counts[rows] = self.last_tokens[rows] = 0
+        alive = self.alive()
+        self.num_rows = int(alive[-1]) + 1 if alive.size else 0
+        self._sampling = None
+
+    def compaction(self) -> tuple[Rows, Rows]:
+        """Plan to move the highest rows into the free ones below: (sources, targets)."""
+        alive = self.alive()
+        return alive[alive >= alive.size], np.flatnonzero(~self._is_alive[: alive.size])
+
+    def move(self, sources: Rows, targets: Rows) -> None:
+        """Move samples to free rows, as ``compaction`` planned."""
+        per_row: list[npt.NDArray[Any]] = [self.lengths, self.last_tokens, self._counts, self._is_alive, self._limits]
+        per_row += [self._keys, self._stop_ids, self._has_stop_text]
+        per_row += [self._temperatures, self._is_greedy, self._top_k, self._top_p]
+        for array in per_row:
+            array[targets] = array[sources]
+        longest = int(self._counts[sources].max())
+        for sampled in (self._token_ids, self._log_probs):
+            sampled[targets, :longest] = sampled[sources, :longest]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self.samples[target] = self.samples[source]
+        self._vacate(sources)
+
+    def tag(self, version: int) -> None:
+        """Note that the next tokens of every sample are sampled under ``version``."""
+        for row in self.alive():
+            sample = self.samples[row]
+            assert sample is not None
+            count = int(self._counts[row])
+            if sample.runs[-1][0] == count:
+                sample.runs.pop()
+            if not sample.runs or sample.runs[-1][1] != version:
+                sample.runs.append((count, version))
+
+    def cached_tokens(self, row: int) -> npt.NDArray[np.int64]:
+        """List the tokens whose KV the row holds: the prompt and all sampled tokens but the last."""
+        sample = self.samples[row]
+        assert sample is not None
+        prompt = np.array(sample.owner.request.prompt_ids, dtype=np.int64)
+        return np.concatenate([prompt, self._token_ids[row, : max(self._counts[row] - 1, 0)].astype(np.int64)])
+
+    def broken(self) -> list[ActiveRequest]:
+        """List the requests with a sample whose last log-probability is not finite."""
+        alive = self.alive()
+        bad = alive[~np.isfinite(self._log_probs[alive, self._counts[alive] - 1])]
+        owners = {id(sample.owner): sample.owner for row in bad if (sample := self.samples[row]) is not None}
+        return list(owners.values())

@@ -1,0 +1,279 @@
+"""The embedded engine: continuous batching with versioned weights, synchronous, one step at a time.
+
+Between two steps one version serves, whole. A step applies a weight update if nothing forbids it, admits waiting
+samples, and gives every running sample one token. The engine knows nothing of threads, sockets or event loops.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.engines.admission import group_sizes, prefill_batches
+from services.rollout.engines.base import EngineLoad, GenerationRequest
+from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
+from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
+from services.rollout.engines.embedded.loading import load_decoder
+from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from services.rollout.engines.embedded.sampling import RowSampling, sample
+from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.embedded.updates import Update, UpdateQueue
+from services.rollout.engines.requests import check_request, unstarted_completion
+from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import InvalidRequest, ModelError
+from shared.schemas.trajectory import FinishReason
+
+log = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """Samples completions under versioned weights; call ``step`` until ``is_idle``.
+
+    Args:
+        settings: the model and the sizes; ``threads`` is the affair of the process, see ``use_threads``.
+
+    Raises:
+        ModelError: the model cannot be loaded as the settings say.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._directory = Path(settings.model_path)
+        self._device = torch.device(settings.device)
+        loaded = load_decoder(settings)
+        self._decoder = loaded.decoder
+        self._eos_token_ids = read_eos_token_ids(self._directory, loaded.config)
+        self.context_tokens = min(settings.context_tokens, self._decoder.max_positions)
+        """The longest prompt and completion together."""
+        self.version = settings.version
+        self._batch = Batch(settings.slots, self.context_tokens, self._decoder.vocab_size, self._device)
+        self._requests: dict[str, ActiveRequest] = {}
+        self._waiting: list[ActiveRequest] = []
+        self._updates = UpdateQueue(self._decoder, overlap=settings.overlap_load)
+        self._outcomes: list[Outcome] = []
+        self._text_decoder: TextDecoder | None = None
+        self._generated_tokens = 0
+        self._prefilled_tokens = 0
+        facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
+        log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether ``step`` has nothing to do."""
+        return not (self._requests or self._updates or self._outcomes)
+
+    @property
+    def description(self) -> str:
+        """How the model is computed, for people."""
+        return self._decoder.description
+
+    def load(self) -> EngineLoad:
+        """Take a snapshot of the load."""
+        return EngineLoad(
+            version=self.version,
+            running=self._batch.num_running,
+            waiting=sum(active.num_waiting for active in self._waiting),
+            slots=self._settings.slots,
+            generated_tokens=self._generated_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+        )
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request; its outcome comes from a later ``step``.
+
+        Raises:
+            InvalidRequest: it does not fit the engine or the model, or its id is in flight.
+        """
+        check_request(request, self.context_tokens, self._decoder.vocab_size)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request {request.request_id} is in flight already")
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        stop_text = StopText(self._tokens_to_text(), sampling.stop) if sampling.stop else None
+        active = ActiveRequest(request, tuple({*eos, *sampling.stop_token_ids}), stop_text)
+        active.completions = [None] * len(request.seeds)
+        self._requests[request.request_id] = active
+        self._waiting.append(active)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, with what it has; unknown ids are ignored."""
+        active = self._requests.get(request_id)
+        if active is not None:
+            self._take_out(active)
+            completions = enumerate(active.completions)
+            ended = [unstarted_completion(active.request, i) if each is None else each for i, each in completions]
+            self._outcomes.append(Generated(request_id, ended))
+
+    def abort_all(self) -> None:
+        """End every request now, with what it has, and forget the updates that wait."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._updates.clear()
+
+    def request_update(self, update_id: int, image: Path, version: int, mode: OnWeightUpdate) -> None:
+        """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
+        self._updates.add(Update(update_id, image, version, mode))
+
+    def expect_update(self, image: Path, version: int, transfer: int) -> None:
+        """Read an image while it is received, where loading overlaps with sampling."""
+        self._updates.expect(image, version, transfer)
+
+    def note_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Learn that the first bytes of an expected image are there; any thread may say so."""
+        self._updates.note_arrived(transfer, num_bytes)
+
+    def note_right(self, transfer: int) -> None:
+        """Learn that an expected image is whole and right; any thread may say so."""
+        self._updates.note_right(transfer)
+
+    def forget_update(self, transfer: int) -> None:
+        """Learn that an expected image will not be whole or right; any thread may say so."""
+        self._updates.forget(transfer)
+
+    def prepare_update(self, image: Path, version: int, transfer: int | None = None) -> None:
+        """Read an image ahead of the update that will ask for it, where loading overlaps with sampling."""
+        self._updates.prepare(image, version, transfer)
+
+    def cancel_update(self, update_id: int) -> None:
+        """Forget an update that has not been applied."""
+        self._updates.cancel(update_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[Outcome]:
+        """Apply updates, admit samples, and sample one token for each running one."""
+        if self._updates:
+            self._advance_updates()
+        if self._waiting:
+            self._admit()
+        if self._batch.num_rows:
+            self._decode()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _tokens_to_text(self) -> TextDecoder:
+        if self._text_decoder is None:
+            self._text_decoder = load_text_decoder(self._directory)
+        return self._text_decoder
+
+    def _advance_updates(self) -> None:
+        while True:
+            is_busy = self._batch.num_running or self._admissible()
+            update, refused = self._updates.stage_first(may_wait=not is_busy)
+            self._outcomes += refused
+            if update is None or self._is_held_back(update):
+                return
+            self._updates.apply_first()
+            self.version = update.version
+            self._batch.tag(update.version)
+            if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
+                rows = self._batch.alive()
+                self._prefill([self._batch.cached_tokens(row) for row in rows.tolist()], list(rows[:, None]))
+            self._outcomes.append(Updated(update.update_id, None))
+            log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
+
+    def _is_held_back(self, update: Update) -> bool:
+        if update.mode is OnWeightUpdate.DRAIN and self._batch.num_running:
+            return True
+        return any(active.request.holds_weights and active.admitted for active in self._requests.values())
+
+    def _prefill(self, sequences: Sequence[Rows], rows: Sequence[Rows]) -> Tensor:
+        """Compute sequences in batches of similar length: [len(sequences), V] logits after the last tokens."""
+        lengths = [sequence.shape[0] for sequence in sequences]
+        self._prefilled_tokens += sum(lengths)
+        if self._settings.batch_invariant:
+            batches = [[index] for index in range(len(sequences))]
+        else:
+            batches = prefill_batches(lengths, self._settings.prefill_tokens)
+        parts = [self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b]) for b in batches]
+        order = torch.tensor([index for batch in batches for index in batch], device=self._device)
+        return torch.cat(parts)[order.argsort()]
+
+    def _admissible(self) -> list[ActiveRequest]:
+        """List the waiting requests that may join, oldest first, given the update that waits."""
+        update = self._updates.first
+        if update is None:
+            return self._waiting
+        drains = update.mode is OnWeightUpdate.DRAIN
+        return [a for a in self._waiting if (a.admitted if a.request.holds_weights else not drains)]
+
+    def _admit(self) -> None:
+        batch, slots = self._batch, self._settings.slots
+        candidates = self._admissible()
+        sizes = group_sizes([active.num_waiting for active in candidates], slots - batch.num_running, slots)
+        if not sizes:
+            return
+        rows = np.split(batch.free_rows(sum(sizes)), np.cumsum(sizes)[:-1])
+        joining = candidates[: len(sizes)]
+        starts: list[tuple[Rows, Rows]] = []
+        for active, group in zip(joining, rows, strict=True):
+            starts += active.starts(group, self.version)
+            batch.join(group, active, self.version)
+        logits = self._prefill([tokens for tokens, _ in starts], [group for _, group in starts])
+        self._waiting = [active for active in self._waiting if active.num_waiting]
+        flat = np.concatenate([group for _, group in starts])
+        places = np.repeat(np.arange(len(starts)), [group.size for _, group in starts])
+        origins = torch.from_numpy(places).to(self._device)
+        self._sample(logits[origins], flat, batch.sampling_of(flat))
+
+    def _decode(self) -> None:
+        batch = self._batch
+        self._compact()
+        # A matrix product of another number of rows may add in another order.
+        num_rows = self._settings.slots if self._settings.batch_invariant else batch.num_rows
+        lengths = batch.lengths[:num_rows]
+        token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device)
+        logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
+        # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
+        lengths += lengths > 0
+        self._sample(logits[: batch.num_rows], np.arange(batch.num_rows), batch.sampling())
+
+    def _compact(self) -> None:
+        """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""
+        batch = self._batch
+        if (batch.num_rows - batch.num_running) * 8 > batch.num_rows:
+            sources, targets = batch.compaction()
+            if sources.size:
+                self._decoder.move_rows(sources.tolist(), targets.tolist(), int(batch.lengths.max()))
+                batch.move(sources, targets)
+
+    def _sample(self, logits: Tensor, rows: Rows, how: RowSampling) -> None:
+        batch = self._batch
+        draws = torch.from_numpy(batch.draws(rows)).to(self._device)
+        token_ids, log_probs = sample(logits, draws, how)
+        values = log_probs.cpu().numpy()
+        self._generated_tokens += min(rows.size, batch.num_running)
+        ended = batch.record(rows, token_ids.cpu().numpy(), values)
+        if not np.isfinite(values).all():
+            self._fail_broken()
+            ended = ended[[batch.samples[row] is not None for row in ended]]
+        if ended.size:
+            for active in batch.leave_finished(ended):
+                done = [completion for completion in active.completions if completion is not None]
+                del self._requests[active.request.request_id]
+                self._outcomes.append(Generated(active.request.request_id, done))
+
+    def _fail_broken(self) -> None:
+        """Fail the requests whose logits are not finite: such weights sample nothing meaningful."""
+        for active in self._batch.broken():
+            self._take_out(active)
+            error = ModelError(f"logits are not finite under policy version {self.version}", version=self.version)
+            self._outcomes.append(GenerationFailed(active.request.request_id, error))
+        # Not only theirs: rows without a sample were computed along.
+        self._decoder.clear_rows(self._batch.free_rows(self._settings.slots).tolist())
+
+    def _take_out(self, active: ActiveRequest) -> None:
+        """Forget a request; its unfinished completions end as aborted."""
+        rows = self._batch.rows_of(active)
+        self._batch.leave(rows, [FinishReason.ABORTED] * rows.size)
+        del self._requests[active.request.request_id]
+        if active in self._waiting:
+            self._waiting.remove(active)
+
+
+def use_threads(num: int) -> None:
+    """Set how many threads torch computes with, in this process."""
+    torch.set_num_threads(num)

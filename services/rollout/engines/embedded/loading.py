@@ -1,0 +1,98 @@
+"""Opens a model directory: chooses the decoder that can run it, and names the cause when none can."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.rollout.engines.decoders.architecture import architecture_of, is_written_out, reason_not_fused
+from services.rollout.engines.decoders.base import Decoder
+from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from services.rollout.engines.decoders.fused import FusedDecoder
+from services.rollout.engines.embedded.settings import EngineSettings
+from shared.errors import ModelError, WeightTransferFailed
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A decoder and the complete configuration of its model."""
+
+    decoder: Decoder
+    config: Mapping[str, Any]
+
+
+def load_decoder(settings: EngineSettings) -> LoadedModel:
+    """Load a model with the fastest decoder that can run it.
+
+    Raises:
+        ModelError: the directory, its configuration or its weights do not make a model, or the device is not there.
+    """
+    directory = Path(settings.model_path)
+    config = read_config(directory)
+    device = _device(settings.device)
+    if not is_written_out(config):
+        config = _complete(directory, config)
+    reason = reason_not_fused(config)
+    if reason is None:
+        return LoadedModel(_fused(directory, config, settings, device), config)
+    if settings.batch_invariant:
+        raise ModelError(
+            f"rollout.engine.batch_invariant needs the fused forward, which cannot run {directory}: {reason}; "
+            "set batch_invariant to false"
+        )
+    log.info("the fused forward cannot run this model", extra={"reason": reason})
+    return LoadedModel(_by_transformers(directory, settings, device), config)
+
+
+def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings, device: torch.device) -> Decoder:
+    try:
+        return FusedDecoder(
+            architecture_of(config),
+            safetensors_files(directory),
+            dtype=DTYPES[settings.dtype],
+            device=device,
+            num_rows=settings.slots,
+            context_tokens=settings.context_tokens,
+        )
+    except (WeightTransferFailed, ValueError, TypeError) as error:
+        raise ModelError(f"model {directory} cannot be loaded: {error}") from error
+
+
+def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:
+    # Imported here: transformers takes seconds to import, and the fused forward does without it.
+    from services.rollout.engines.decoders.generic import choose_decoder, load_model
+
+    dtype = DTYPES[settings.dtype]
+    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is not known: use cpu or cuda:0") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise ModelError(f"device {name!r} is not supported: use cpu or cuda:0")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name!r} is not available on this machine: use cpu")
+    return device
+
+
+def _complete(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the model's class, as transformers knows them."""
+    from transformers import AutoConfig
+
+    try:
+        completed: dict[str, Any] = AutoConfig.from_pretrained(directory, local_files_only=True).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"config.json of {directory} (model_type {config.get('model_type')}) cannot be used: {error}"
+        ) from error
+    return completed

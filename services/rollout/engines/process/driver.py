@@ -1,0 +1,127 @@
+"""Drives a ``TorchEngine`` from a queue of commands, on the thread that calls ``run``."""
+
+import logging
+import queue
+from collections.abc import Callable
+
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from services.rollout.engines.process.commands import (
+    Abort,
+    Cancel,
+    Close,
+    Command,
+    ExpectWeights,
+    ForgetWeights,
+    Generate,
+    PrepareWeights,
+    Result,
+    TakeLoad,
+    UpdateWeights,
+    WeightsArrived,
+)
+from shared.errors import FlotillaError
+from shared.faults.armed import armed
+from shared.faults.sites import Site
+
+log = logging.getLogger(__name__)
+
+Reply = Callable[[int, Result], None]
+
+
+class EngineDriver:
+    """Steps an engine while it has work and waits for commands while it has none.
+
+    Args:
+        engine: used by the thread that calls ``run`` alone.
+        reply: called on that thread with the number of a call and its result.
+    """
+
+    def __init__(self, engine: TorchEngine, reply: Reply) -> None:
+        self._engine = engine
+        self._reply = reply
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._call_of: dict[str, int] = {}
+        self._request_of: dict[int, str] = {}
+
+    def post(self, command: Command) -> None:
+        """Hand over a command; any thread may."""
+        match command:
+            # The thread that reads the weights does not wait for the step that is being computed.
+            case WeightsArrived(transfer, num_bytes):
+                self._engine.note_arrived(transfer, num_bytes)
+            case ForgetWeights(transfer):
+                self._engine.forget_update(transfer)
+            case PrepareWeights(_, _, int(transfer)):
+                self._engine.note_right(transfer)
+        # Again in its turn: it may belong to an image whose turn has not come.
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Work until a ``Close`` arrives; what is in flight then is aborted and replied to."""
+        while True:
+            is_closing = self._take_commands()
+            if is_closing:
+                self._engine.abort_all()
+            if (faults := armed()) is not None:
+                faults.hit(Site.ENGINE_STEP)
+            for outcome in self._engine.step():
+                self._report(outcome)
+            if is_closing:
+                return
+
+    def _take_commands(self) -> bool:
+        """Execute the commands that wait; block for one while the engine is idle. True when it is to close."""
+        may_block = self._engine.is_idle
+        while True:
+            try:
+                command = self._inbox.get(block=may_block)
+            except queue.Empty:
+                return False
+            may_block = False
+            if isinstance(command, Close):
+                return True
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Generate(call, request):
+                try:
+                    self._engine.submit(request)
+                except FlotillaError as error:
+                    self._reply(call, error)
+                else:
+                    self._call_of[request.request_id] = call
+                    self._request_of[call] = request.request_id
+            case UpdateWeights(call, image, version, mode):
+                self._engine.request_update(call, image, version, mode)
+            case ExpectWeights(image, version, transfer):
+                self._engine.expect_update(image, version, transfer)
+            case WeightsArrived(transfer, num_bytes):
+                self._engine.note_arrived(transfer, num_bytes)
+            case ForgetWeights(transfer):
+                self._engine.forget_update(transfer)
+            case PrepareWeights(image, version, transfer):
+                self._engine.prepare_update(image, version, transfer)
+            case TakeLoad(call):
+                self._reply(call, self._engine.load())
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case Cancel(call):
+                self._engine.cancel_update(call)
+                if call in self._request_of:
+                    self._engine.abort(self._request_of[call])
+
+    def _report(self, outcome: Outcome) -> None:
+        match outcome:
+            case Generated(request_id, completions):
+                self._reply(self._forget(request_id), completions)
+            case GenerationFailed(request_id, error):
+                self._reply(self._forget(request_id), error)
+            case Updated(update_id, error):
+                self._reply(update_id, error)
+
+    def _forget(self, request_id: str) -> int:
+        call = self._call_of.pop(request_id)
+        del self._request_of[call]
+        return call

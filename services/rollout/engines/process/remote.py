@@ -1,0 +1,132 @@
+"""The asynchronous side of an engine that runs elsewhere: numbers its calls and waits for the replies."""
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
+from services.rollout.engines.process.commands import (
+    Abort,
+    Call,
+    Cancel,
+    Command,
+    ExpectWeights,
+    ForgetWeights,
+    Generate,
+    PrepareWeights,
+    Result,
+    TakeLoad,
+    UpdateWeights,
+    WeightsArrived,
+)
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import DeadlineExceeded, FlotillaError
+
+
+class RemoteEngine(ABC):
+    """An ``Engine`` whose work is done by something that takes commands; subclasses say how they get there.
+
+    Args:
+        call_seconds: deadline of a call that waits for no sampling.
+    """
+
+    def __init__(self, call_seconds: float) -> None:
+        self._call_seconds = call_seconds
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Result]] = {}
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the initial weights; returns when the engine can generate."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Abort what is in flight and free everything; may be called more than once."""
+
+    @abstractmethod
+    def _post(self, command: Command) -> None:
+        """Send a command.
+
+        Raises:
+            WorkerDied: there is nobody to take it.
+        """
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """Sample one completion per seed; cancelling it ends the request in the engine. See ``Engine.generate``."""
+        result = await self._ask(lambda call: Generate(call, request))
+        assert isinstance(result, list | tuple)
+        return result
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; see ``Engine.abort``."""
+        self._post(Abort(request_id))
+
+    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
+        """Read an image while it is received; see ``Engine.expect_weights``."""
+        self._post(ExpectWeights(image, version, transfer))
+
+    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
+        """Pass on how far an expected image is; see ``Engine.weights_arrived``."""
+        with suppress(FlotillaError):  # Its death is found by those who wait for it.
+            self._post(WeightsArrived(transfer, num_bytes))
+
+    def forget_weights(self, transfer: int) -> None:
+        """Stop to expect an image; see ``Engine.forget_weights``."""
+        with suppress(FlotillaError):
+            self._post(ForgetWeights(transfer))
+
+    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
+        """Read an image ahead; see ``Engine.prepare_weights``."""
+        self._post(PrepareWeights(image, version, transfer))
+
+    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+        """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""
+        await self._ask(lambda call: UpdateWeights(call, image, version, on_update))
+
+    async def load(self) -> EngineLoad:
+        """Take a snapshot of the load.
+
+        Raises:
+            DeadlineExceeded: the engine did not answer within ``call_seconds``.
+        """
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                result = await self._ask(TakeLoad)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the engine did not report its load within {self._call_seconds} s") from None
+        assert isinstance(result, EngineLoad)
+        return result
+
+    async def _ask(self, make: Callable[[int], Call]) -> Result:
+        number = next(self._numbers)
+        reply: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            self._post(make(number))
+            result = await reply
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._replies.pop(number, None)
+        if isinstance(result, FlotillaError):
+            raise result
+        return result
+
+    def _cancel(self, number: int) -> None:
+        with suppress(FlotillaError):  # Nobody may be left to work on it.
+            self._post(Cancel(number))
+
+    def _replied(self, number: int, result: Result) -> None:
+        """Hand a reply to its caller; on the event loop's thread."""
+        reply = self._replies.get(number)
+        if reply is not None and not reply.done():
+            reply.set_result(result)
+
+    def _fail_all(self, error: FlotillaError) -> None:
+        """Give every waiting caller the same error."""
+        for number in list(self._replies):
+            self._replied(number, error)

@@ -1,0 +1,295 @@
+"""Follows the desired state: one experiment at a time, trained by a worker process that may die.
+
+    idle -> starting -> running <-> paused -> finished -> idle
+                  \\-> failed (hopeless, or died too often)
+
+A worker that dies is started again and goes on from its checkpoint, after a pause that grows; when that keeps happening
+within a few minutes, or when starting again would fail the same way, the experiment fails with the cause.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer.supervisor.process import Ending, Worker
+from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Status
+from shared.config.load import validate_spec
+from shared.errors import InvalidSpec
+from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.telemetry import logging as telemetry
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 4
+DEATH_WINDOW_SECONDS = 300.0
+FIRST_PAUSE_SECONDS = 0.5
+PAUSE_GROWTH = 4.0
+STOP_SECONDS = 8.0
+LAST_CHECKPOINT_SECONDS = 25.0
+"""Somewhat less than a gateway waits for the services of an experiment that ends."""
+WORKERS_PER_EPOCH = 1_000_000
+COMPONENT = "trainer"
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """What a worker is told about the fleet."""
+
+    gateway_url: str
+    redis_url: str
+    token: str
+    host: str
+    log_level: str
+
+
+class Process(Protocol):
+    """The part of ``Worker`` that is used here."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    def tell(self, line: Line) -> None:
+        """Send it a message."""
+
+    async def ended(self) -> Ending:
+        """Wait for its end."""
+
+    async def stop(self, wait_seconds: float) -> None:
+        """Wait for an end that was ordered, then kill."""
+
+    async def kill(self) -> None:
+        """End it now."""
+
+
+StartWorker = Callable[[Launch, int, Callable[[Status | ImageReady | Failed], None]], Awaitable[Process]]
+
+
+class Supervisor:
+    """Makes what is observed follow what is desired.
+
+    Args:
+        addresses: handed to each worker.
+        images: the versions that this service offers to be pulled.
+        service_id: tells the id that the gateway gave.
+        start_worker: starts a process.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        images: OfferedImages,
+        service_id: Callable[[], str | None],
+        start_worker: StartWorker = Worker.start,
+    ) -> None:
+        self._addresses = addresses
+        self._images = images
+        self._service_id = service_id
+        self._start_worker = start_worker
+        self._desired: DesiredState | None = None
+        self._changed = asyncio.Event()
+        self._assignment: Assignment | None = None
+        self._worker: Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._status: Status | None = None
+        self._failure: Failure | None = None
+        self._is_hopeless = False
+        self._is_leaving = False
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._furthest_step = 0
+        self._started_workers = 0
+        self._start_after = 0.0
+        self._state = WorkState.IDLE
+        self.tell: Callable[[], None] = lambda: None
+
+    def observe(self) -> ObservedState:
+        """Say what is going on."""
+        status = self._status
+        return ObservedState(
+            experiment_id=self._assignment.experiment_id if self._assignment else None,
+            state=self._state,
+            policy_version=status.version if status else None,
+            step=status.step if status else None,
+            load=dict(status.load) | {"worker_starts": float(self._started_workers)} if status else {},
+            failure=self._failure or (status.failure if status else None),
+        )
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why it is of no use now; None if it is."""
+        return self._failure.cause if self._state is WorkState.FAILED and self._failure else None
+
+    async def apply(self, desired: DesiredState) -> None:
+        """Take a desired state in; the work of following it is done by ``run``."""
+        self._desired = desired
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the desired state until cancelled, then end the worker."""
+        try:
+            while True:
+                await self._wait_for_change()
+                await self._follow()
+        finally:
+            await asyncio.shield(self._dismiss())
+
+    async def _wait_for_change(self) -> None:
+        pause = self._start_after - time.monotonic() if self._start_after else None
+        try:
+            async with asyncio.timeout(None if pause is None else max(pause, 0.0)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    async def _follow(self) -> None:
+        desired = self._desired
+        if desired is None:
+            return
+        wanted = desired.assignment if desired.state is not WorkState.IDLE else None
+        if not _is_same(self._assignment, wanted):
+            await self._dismiss(is_over=wanted is None)
+            if wanted is None:
+                self._become(WorkState.IDLE)
+                return
+            self._assignment = wanted
+        if desired.state is WorkState.DRAINING:
+            await self._dismiss()
+            self._become(WorkState.IDLE)
+            return
+        if wanted is None or self._is_hopeless or desired.state not in {WorkState.RUNNING, WorkState.PAUSED}:
+            return
+        if self._worker is None and time.monotonic() >= self._start_after:
+            await self._start(wanted)
+        if self._worker is not None:
+            running = desired.state is WorkState.RUNNING
+            self._worker.tell(Order(state=WorkState.RUNNING if running else WorkState.PAUSED))
+
+    async def _start(self, assignment: Assignment) -> None:
+        telemetry.experiment_id.set(assignment.experiment_id)
+        self._start_after = 0.0
+        try:
+            spec = validate_spec(assignment.spec)
+        except InvalidSpec as error:
+            self._fail(Failure(component=COMPONENT, cause=error.detail), is_hopeless=True)
+            return
+        self._started_workers += 1
+        launch = Launch(
+            assignment=assignment,
+            service_id=self._service_id() or "",
+            incarnation=self._incarnation(assignment),
+            **vars(self._addresses),
+        )
+        self._become(WorkState.STARTING)
+        self._is_leaving = False
+        try:
+            self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
+        except OSError as error:
+            self._fail(Failure(component=COMPONENT, cause=f"no process can be started: {error}"), is_hopeless=True)
+            return
+        log.info("worker is started", extra={"pid": self._worker.pid, "number": self._started_workers})
+        self._watching = asyncio.create_task(self._watch(self._worker), name="worker")
+
+    def _incarnation(self, assignment: Assignment) -> int | None:
+        if assignment.trainer_epoch == 0:
+            return None
+        return assignment.trainer_epoch * WORKERS_PER_EPOCH + self._started_workers
+
+    def _hear(self, message: Status | ImageReady | Failed) -> None:
+        if self._is_leaving:
+            return
+        if isinstance(message, ImageReady):
+            self._images.offer(message.version, Path(message.path), message.checksum)
+            if self._worker is not None:
+                self._worker.tell(Offered(version=message.version))
+        elif isinstance(message, Failed):
+            self._failure = message.failure
+            self._is_hopeless = message.is_hopeless
+        else:
+            is_news = self._status is None or (message.step, message.version) != (
+                self._status.step,
+                self._status.version,
+            )
+            self._status = message
+            if message.state is not WorkState.STARTING:
+                # It works again: what it died of before is no longer its state.
+                self._failure = None
+            self._become(message.state)
+            if is_news:
+                self.tell()
+
+    async def _watch(self, worker: Process) -> None:
+        ending = await worker.ended()
+        if self._is_leaving or worker is not self._worker:
+            return
+        self._worker = None
+        if self._is_hopeless and self._failure is not None:
+            self._fail(self._failure, is_hopeless=True)
+            return
+        cause = self._failure.cause if self._failure else ending.cause
+        now = time.monotonic()
+        step = self._status.step if self._status is not None else 0
+        if step is not None and step > self._furthest_step:
+            # It got further than ever before it died: whatever it died of does not keep it from going on.
+            self._furthest_step = step
+            self._deaths.clear()
+        self._deaths.append(now)
+        recent = [at for at in self._deaths if now - at < DEATH_WINDOW_SECONDS]
+        if len(recent) == MAX_DEATHS:
+            window = f"{DEATH_WINDOW_SECONDS:g} s without getting further"
+            cause = f"died {MAX_DEATHS} times within {window}, the last time: {cause}"
+            self._fail(Failure(component=COMPONENT, cause=cause), is_hopeless=True)
+            return
+        pause = FIRST_PAUSE_SECONDS * PAUSE_GROWTH ** (len(recent) - 1)
+        log.error("worker died, it is started again", extra={"cause": cause, "pause_seconds": pause})
+        self._failure = Failure(component=COMPONENT, cause=cause, fatal=False)
+        self._start_after = now + pause
+        self._become(WorkState.STARTING)
+        self.tell()
+        self._changed.set()
+
+    def _fail(self, failure: Failure, *, is_hopeless: bool) -> None:
+        log.error("training cannot go on", extra={"cause": failure.cause})
+        self._failure, self._is_hopeless = failure, is_hopeless
+        self._become(WorkState.FAILED)
+        self.tell()
+
+    def _become(self, state: WorkState) -> None:
+        if self._state is not state:
+            self._state = state
+            log.info("state changed", extra={"state": state.value})
+            self.tell()
+
+    async def _dismiss(self, *, is_over: bool = False) -> None:
+        """End the worker after its step, and forget the experiment.
+
+        Args:
+            is_over: nobody goes on with the experiment: the worker gets the time for a last checkpoint.
+        """
+        self._is_leaving = True
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.tell(Order(state=WorkState.IDLE if is_over else WorkState.DRAINING))
+            await worker.stop(LAST_CHECKPOINT_SECONDS if is_over else STOP_SECONDS)
+        if self._watching is not None:
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self._images.withdraw()
+        self._watching = self._status = self._failure = self._assignment = None
+        self._is_hopeless = False
+        self._start_after = 0.0
+        self._furthest_step = 0
+        self._deaths.clear()
+
+
+def _is_same(mine: Assignment | None, theirs: Assignment | None) -> bool:
+    """Whether one worker serves both: a changed spec or a new term as the trainer needs another one."""
+    if mine is None or theirs is None:
+        return mine is theirs
+    keys = [(each.experiment_id, each.revision, each.trainer_epoch, each.directory) for each in (mine, theirs)]
+    return keys[0] == keys[1]

@@ -1,0 +1,180 @@
+"""When a checkpoint is due, and what becomes final with it: the plans of the steps that it contains.
+
+Checkpoints are made where the weights are a published version, so that a trainer that comes back can publish that
+version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training goes on
+for one more interval, as its plans can still be replayed, and then ends with the cause.
+
+What the steps since the last checkpoint trained stays in the scored stream. Where that would leave no room for another
+step under the stream's bound, a checkpoint is made before it is due.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from services.trainer.checkpoint.manager import CheckpointManager, Progress
+from services.trainer.data.source import GroupSource
+from services.trainer.patience import retrying
+from services.trainer.worker.learner import Learner
+from services.trainer.worker.publisher import Publisher
+from services.trainer.worker.reporter import Reporter
+from shared.clock import rfc3339
+from shared.config.checkpoint import CheckpointConfig
+from shared.errors import FlotillaError, Unavailable
+from shared.schemas.experiment import CheckpointView
+from shared.schemas.service import Failure
+from shared.streams.plans import TrainerQueue
+
+log = logging.getLogger(__name__)
+
+LAST_ATTEMPTS = 10
+PAUSE_SECONDS = 1.0
+SETTLE_SECONDS = 3.0
+CROWDED = "planned groups leave no room for another step's"
+
+
+class CheckpointOverdue(FlotillaError):
+    """No checkpoint could be written for a whole interval."""
+
+    code, title, status = "checkpoint_overdue", "No checkpoint can be written", 507
+
+
+class Durability:
+    """Makes training durable.
+
+    Args:
+        config: when.
+        manager: how.
+        learner, progress: what.
+        queue, source: told when steps are final.
+        reporter: told of each checkpoint.
+        compute: the thread that may touch the weights.
+        on_failure: told that a checkpoint failed and will be tried again, and None when one succeeded.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        manager: CheckpointManager,
+        learner: Learner,
+        progress: Progress,
+        queue: TrainerQueue,
+        source: GroupSource,
+        reporter: Reporter,
+        compute: Executor,
+        on_failure: Callable[[Failure | None], None],
+    ) -> None:
+        self.progress = progress
+        self._config, self._manager, self._learner = config, manager, learner
+        self._queue, self._source, self._reporter = queue, source, reporter
+        self._compute, self._on_failure = compute, on_failure
+        self._durable_step = progress.step
+        self._early, self._retained_bytes = 0, 0.0
+
+    async def begin(self) -> None:
+        """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
+        if self.progress.step:
+            await self._commit([plan.step for plan in await retrying(partial(self._queue.plans_from, 0))])
+
+    async def after_step(self, version: int, *, is_at_version: bool) -> None:
+        """Write a checkpoint if one is due.
+
+        Raises:
+            CheckpointOverdue: it could not be written for a whole interval.
+        """
+        if self._config.durability == "step":
+            await self._commit([self.progress.step])
+        late = self.progress.step - self._durable_step - self._config.every_steps
+        is_crowded = await self._is_crowded()
+        if (late < 0 and not is_crowded) or not is_at_version:
+            return
+        if late < 0:
+            self._tell_of_early(CROWDED)
+        try:
+            await self._checkpoint(version)
+        except Unavailable as error:
+            if late >= self._config.every_steps:
+                raise CheckpointOverdue(error.detail) from error
+            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
+            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+
+    async def at_the_end(self, version: int, *, is_at_version: bool, is_over: bool, publisher: Publisher) -> None:
+        """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
+
+        Raises:
+            CheckpointOverdue: it could not be written.
+        """
+        if self.progress.step == self._durable_step:
+            return
+        if not is_at_version and not is_over and not await _is_settled(publisher):
+            log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
+            return
+        for attempt in range(LAST_ATTEMPTS):
+            try:
+                await self._checkpoint(version)
+                return
+            except Unavailable as error:
+                log.warning("last checkpoint failed, it is tried again", extra={"error": error.detail})
+                self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+                if attempt == LAST_ATTEMPTS - 1:
+                    raise CheckpointOverdue(error.detail) from error
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def now(self, version: int, reason: str, *, is_at_version: bool, publisher: Publisher) -> None:
+        """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
+        if self.progress.step == self._durable_step or (not is_at_version and not await _is_settled(publisher)):
+            return
+        self._tell_of_early(reason)
+        try:
+            await self._checkpoint(version)
+        except Unavailable as error:
+            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
+            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+
+    def take_figures(self) -> dict[str, float]:
+        """Say what a step's report tells: checkpoints made early since the last one, and what is retained."""
+        early, self._early = self._early, 0
+        return {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
+
+    async def _is_crowded(self) -> bool:
+        retained = await retrying(self._queue.retained)
+        self._retained_bytes = retained.size_bytes * retained.planned / max(1, retained.entries)
+        return retained.is_crowded_by(self._learner.spec.groups_per_step)
+
+    def _tell_of_early(self, reason: str) -> None:
+        self._early += 1
+        log.info("a checkpoint is made early", extra={"step": self.progress.step, "reason": reason})
+
+    async def _checkpoint(self, version: int) -> None:
+        loop = asyncio.get_running_loop()
+        path = await loop.run_in_executor(
+            self._compute, partial(self._manager.save, self._learner, self.progress, version)
+        )
+        self._durable_step = self.progress.step
+        self._on_failure(None)
+        # What stands, rather than what was planned since the last time: a server that came back from its log at an
+        # earlier state has steps again that were committed before.
+        standing = [plan.step for plan in await retrying(partial(self._queue.plans_from, 0))]
+        await self._commit(standing)
+        view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
+        self._reporter.checkpoint(view)
+        log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
+
+    async def _commit(self, steps: list[int]) -> None:
+        final = [step for step in steps if step <= self.progress.step]
+        if final:
+            await retrying(partial(self._queue.commit, final))
+        await retrying(partial(self._queue.record, self._source.plans_until(self.progress.step)))
+        await retrying(partial(self._source.on_durable, self.progress.trained))
+
+
+async def _is_settled(publisher: Publisher) -> bool:
+    try:
+        async with asyncio.timeout(SETTLE_SECONDS):
+            await publisher.settled()
+    except TimeoutError:
+        return False
+    return True

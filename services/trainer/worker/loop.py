@@ -1,0 +1,134 @@
+"""The training loop: one step per iteration, in the order of the paper.
+
+    groups -> plan -> old log-probs, advantages, updates -> publish -> checkpoint, commit -> report
+
+It waits for groups, for a pause to end, and for the last publication when the next one is due; for nothing else.
+Computation runs on one thread of its own, so leases, publications and reports go on meanwhile.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from services.trainer.data.plan import StepGroups, StepPlanner
+from services.trainer.metrics import describe_groups
+from services.trainer.worker.control import Control
+from services.trainer.worker.durability import Durability
+from services.trainer.worker.images import ImagePool
+from services.trainer.worker.learner import Learner, StepResult
+from services.trainer.worker.publisher import Publisher
+from services.trainer.worker.reporter import Reporter
+from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
+from shared.faults.armed import armed
+from shared.faults.sites import Site
+from shared.schemas.experiment import MetricBatch
+from shared.schemas.service import WorkState
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+class TrainingLoop:
+    """Trains an experiment to its last step. Everything that it uses is opened and closed elsewhere."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        planner: StepPlanner,
+        publisher: Publisher,
+        images: ImagePool,
+        durability: Durability,
+        reporter: Reporter,
+        control: Control,
+        compute: Executor,
+    ) -> None:
+        self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
+        self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
+        self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
+        self.total_steps = learner.spec.optimisation.steps
+        self.steps_per_version = learner.spec.asynchrony.trigger_parameter_sync_step
+
+    @property
+    def version(self) -> int:
+        """The policy version that the weights are, or that the next steps train."""
+        done = self.progress.step
+        return math.ceil(done / self.steps_per_version) if done == self.total_steps else done // self.steps_per_version
+
+    async def run(self) -> bool:
+        """Train until the last step is published and durable: True. Stopped before that: False."""
+        if self.progress.step and self.is_at_version:
+            # The gateway may not have it yet, and rollouts may want to pull it.
+            await self._publish()
+        while self.progress.step < self.total_steps:
+            if not await self._control.may_go_on():
+                break
+            step = self.progress.step + 1
+            ends_version = step % self.steps_per_version == 0 and step < self.total_steps
+            work = self._planner.groups_of(
+                step, self.version, ends_version=ends_version, make_durable=self._make_durable
+            )
+            planned = await self._control.unless_stopped(work)
+            if planned is None or not await self._control.may_go_on():
+                break
+            await self._train(step, planned)
+        return await self._finish()
+
+    async def _train(self, step: int, planned: StepGroups) -> None:
+        version, started = self.version, time.monotonic()
+        values = describe_groups(planned.groups, version, self.progress.totals)
+        result = await self._on_compute_thread(lambda: self._learn(planned, step))
+        computed = time.monotonic()
+        self._watch.check(result, step)
+        self.progress.step = step
+        self.progress.trained.add_many(group.task.group_id for group in planned.groups)
+        if self.is_at_version:
+            await self._publish()
+        published = time.monotonic()
+        await self._durability.after_step(self.version, is_at_version=self.is_at_version)
+        self._times.add(planned, computed - started, published - computed, time.monotonic() - published)
+        values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
+        values |= self._durability.take_figures()
+        self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
+        log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
+
+    def _learn(self, planned: StepGroups, step: int) -> StepResult:
+        if (faults := armed()) is not None:
+            faults.hit(Site.TRAINER_STEP)
+        return self._learner.train(planned.groups, step)
+
+    @property
+    def is_at_version(self) -> bool:
+        """Whether the weights are a version that is published."""
+        return self.progress.step % self.steps_per_version == 0 or self.progress.step == self.total_steps
+
+    async def _publish(self) -> None:
+        # Told to stop, it does not wait for a gateway that may be gone.
+        await self._control.unless_stopped(self._publisher.settled())
+        if not self._publisher.is_idle:
+            return
+        await self._on_compute_thread(lambda: self._learner.keep_version(self.version))
+        await self._publisher.publish(
+            self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)
+        )
+
+    async def _finish(self) -> bool:
+        is_last = self.progress.step == self.total_steps
+        if is_last:
+            await self._control.unless_stopped(self._publisher.settled())
+        await self._durability.at_the_end(
+            self.version, is_at_version=self.is_at_version, is_over=self._control.is_over, publisher=self._publisher
+        )
+        if is_last and self._publisher.is_idle:
+            self._control.become(WorkState.FINISHED)
+        return is_last
+
+    async def _make_durable(self, reason: str) -> None:
+        await self._durability.now(self.version, reason, is_at_version=self.is_at_version, publisher=self._publisher)
+
+    async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)

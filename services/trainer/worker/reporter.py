@@ -1,0 +1,81 @@
+"""Sends metrics and checkpoints to the gateway, in order, however long it is away; training never waits for it."""
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+from services.trainer.patience import retrying
+from services.trainer.worker.publisher import Gateway
+from shared.errors import FlotillaError
+from shared.schemas.experiment import CheckpointView, MetricBatch
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 2048
+CALL_SECONDS = 10.0
+
+
+class Reporter:
+    """A bounded queue of reports.
+
+    Args:
+        gateway: takes the reports.
+        experiment_id: whose they are.
+    """
+
+    def __init__(self, gateway: Gateway, experiment_id: str) -> None:
+        self._gateway = gateway
+        self._path = f"/v1/experiments/{experiment_id}"
+        self._waiting: deque[tuple[str, Any]] = deque()
+        self._changed = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self.num_lost = 0
+
+    def metrics(self, batch: MetricBatch) -> None:
+        """Report the figures of a step."""
+        self._add("metrics", batch)
+
+    def checkpoint(self, view: CheckpointView) -> None:
+        """Report a durable checkpoint."""
+        self._add("checkpoints", view)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            while self._waiting:
+                kind, body = self._waiting[0]
+                await self._send(kind, body)
+                self._waiting.popleft()
+            self._is_empty.set()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def flush(self, wait_seconds: float) -> bool:
+        """Wait until everything is sent; False if that was not so in time."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                await self._is_empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _add(self, kind: str, body: Any) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            # The one at the head is being sent; what follows it is the oldest that may go.
+            del self._waiting[1]
+            self.num_lost += 1
+            log.warning("a report was lost, too many wait for the gateway", extra={"lost": self.num_lost})
+        self._waiting.append((kind, body))
+        self._is_empty.clear()
+        self._changed.set()
+
+    async def _send(self, kind: str, body: Any) -> None:
+        async def call() -> None:
+            await self._gateway.call("POST", f"{self._path}/{kind}", body=body, deadline_seconds=CALL_SECONDS)
+
+        try:
+            await retrying(call)
+        except FlotillaError as error:
+            log.warning("the gateway refused a report", extra={"kind": kind, "error": error.detail})

@@ -1,0 +1,79 @@
+"""What one step took and gave, as the figures that are reported."""
+
+import math
+
+from services.trainer.data.plan import StepGroups
+from services.trainer.worker.learner import StepResult
+from shared.errors import ModelError
+
+MAX_BROKEN_STEPS = 3
+
+
+class GradientWatch:
+    """Ends training that has stopped to learn anything."""
+
+    def __init__(self) -> None:
+        self._broken_steps = 0
+
+    def check(self, result: StepResult, step: int) -> None:
+        """Take in what a step gave.
+
+        Raises:
+            ModelError: for several steps in a row, no gradient was finite.
+        """
+        is_broken = not any(update.is_applied for update in result.updates)
+        self._broken_steps = self._broken_steps + 1 if is_broken else 0
+        if self._broken_steps == MAX_BROKEN_STEPS:
+            raise ModelError(f"the gradient was not finite in {MAX_BROKEN_STEPS} steps, the last one being step {step}")
+
+
+class StepTimes:
+    """Durations of the last step, and of the version that it belongs to."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self._waited = 0.0
+        self._elapsed = 0.0
+
+    def add(self, planned: StepGroups, compute: float, publish: float, checkpoint: float) -> None:
+        """Take in a step's durations in seconds."""
+        step = planned.wait_seconds + compute + publish + checkpoint
+        self._waited += planned.wait_seconds
+        self._elapsed += step
+        self.values = {
+            "time/wait_seconds": planned.wait_seconds,
+            "time/pace_seconds": planned.pace_seconds,
+            "time/compute_seconds": compute,
+            "time/publish_seconds": publish,
+            "time/checkpoint_seconds": checkpoint,
+            "time/step_seconds": step,
+        }
+
+    def idle_ratio(self) -> float:
+        """Divide the time waited for groups by all time since the last call; a version's, if called once for each."""
+        ratio = self._waited / self._elapsed if self._elapsed else 0.0
+        self._waited = self._elapsed = 0.0
+        return ratio
+
+
+def describe_step(
+    result: StepResult, times: StepTimes, publication_seconds: float, *, ends_version: bool
+) -> dict[str, float]:
+    """Put together what computing a step gave and how long it took.
+
+    ``trainer/idle_ratio`` is reported once per version, over all of its steps; a gradient that is not finite is left
+    out of ``grad_norm`` and counted in ``updates/skipped``.
+    """
+    norms = [update.grad_norm for update in result.updates if update.is_applied]
+    values = dict(result.metrics) | times.values
+    values |= {
+        "learning_rate": result.updates[-1].learning_rate,
+        "updates/in_step": float(len(result.updates)),
+        "updates/skipped": float(len(result.updates) - len(norms)),
+        "time/publication_seconds": publication_seconds,
+    }
+    if norms:
+        values["grad_norm"] = sum(norms) / len(norms)
+    if ends_version:
+        values["trainer/idle_ratio"] = times.idle_ratio()
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,0 +1,92 @@
+"""Admission over Redis."""
+
+from collections.abc import Sequence
+
+from shared.schemas.task import Task
+from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive
+from shared.streams.codec import encode_task, task_header
+from shared.streams.keys import HopName, StreamKeys
+from shared.streams.redis.scripts import Argument, ScriptRunner
+
+
+class RedisAdmission:
+    """Issues tasks in one script; see ``Admission``."""
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
+        self._runner = runner
+        self._keys = keys
+
+    async def issue(self, task: Task, *, limit: int) -> IssueResult:
+        """See ``Admission.issue``."""
+        return await self.issue_many([task], limit=limit)
+
+    async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
+        """See ``Admission.issue_many``."""
+        check_consecutive(tasks)
+        if not tasks:
+            return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
+        keys = self._keys
+        tasks_stream, *later_streams = map(keys.stream, HopName)
+        arguments: list[Argument] = [tasks[0].group_id, limit]
+        for task in tasks:
+            arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
+        names = [
+            tasks_stream,
+            keys.ledger,
+            keys.outstanding,
+            keys.state,
+            keys.consumed,
+            *later_streams,
+            keys.handed_over,
+        ]
+        count, next_id, is_full = await self._runner.run("issue", names, arguments)
+        if count == len(tasks):
+            outcome = IssueOutcome.ISSUED
+        elif next_id != tasks[0].group_id + count:
+            outcome = IssueOutcome.CURSOR_MOVED
+        else:
+            outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL
+        return IssueResult(outcome, count, next_id)
+
+    async def next_group_id(self) -> int:
+        """See ``Admission.next_group_id``."""
+        return int(await self._state("next_group_id") or 0)
+
+    async def published(self, version: int) -> bool:
+        """See ``Admission.published``."""
+        return bool(await self._runner.run("published", [self._keys.state, self._keys.consumed], [version]))
+
+    async def published_version(self) -> int | None:
+        """See ``Admission.published_version``."""
+        recorded = await self._state("published_version")
+        return None if recorded is None else int(recorded)
+
+    async def oldest_outstanding_version(self) -> int | None:
+        """See ``Admission.oldest_outstanding_version``."""
+        first = await self._runner.command("ZRANGE", self._keys.outstanding, 0, 0, "WITHSCORES")
+        # Pairs or a flat list, by the client's version.
+        return None if not first else int(float(first[0][1] if isinstance(first[0], list | tuple) else first[1]))
+
+    async def outstanding_older_than(self, version: int) -> list[int]:
+        """See ``Admission.outstanding_older_than``."""
+        return sorted(
+            map(int, await self._runner.command("ZRANGEBYSCORE", self._keys.outstanding, "-inf", f"({version}"))
+        )
+
+    async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
+        """See ``Admission.bound``."""
+        keys = [self._keys.state, self._keys.handed_over, *map(self._keys.stream, HopName)]
+        sizes = await self._runner.run("set_limit", keys, ["" if stream_bytes is None else stream_bytes])
+        return dict(zip(HopName, sizes, strict=True))
+
+    async def forget_consumers(self, idle_seconds: float) -> int:
+        """See ``Admission.forget_consumers``."""
+        return int(
+            await self._runner.run(
+                "prune_consumers", list(map(self._keys.stream, HopName)), [round(idle_seconds * 1000)]
+            )
+        )
+
+    async def _state(self, field: str) -> bytes | None:
+        value: bytes | None = await self._runner.command("HGET", self._keys.state, field)
+        return value

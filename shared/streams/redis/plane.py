@@ -1,0 +1,68 @@
+"""The data plane on a Redis or Valkey server, 6.2 or newer."""
+
+from collections.abc import Collection
+
+from redis.asyncio import Redis
+
+from shared.schemas.task import Lane
+from shared.streams.hop import consumer_name
+from shared.streams.keys import LEASED, HopName, StreamKeys
+from shared.streams.ledger import Ledger
+from shared.streams.redis.admission import RedisAdmission
+from shared.streams.redis.hop import RedisHop, TrainerHop
+from shared.streams.redis.scripts import ScriptRunner
+from shared.streams.redis.trainer import RedisTrainerQueue
+from shared.streams.settings import StreamsConfig
+
+
+class RedisDataPlane:
+    """One lane of one experiment on a Redis or Valkey server. The client stays the caller's to close."""
+
+    def __init__(
+        self, redis: Redis, experiment_id: str, lane: Lane = Lane.TRAIN, config: StreamsConfig | None = None
+    ) -> None:
+        self._config = config or StreamsConfig()
+        self._keys = StreamKeys(experiment_id, lane)
+        self._runner = ScriptRunner(redis, deadline_seconds=self._config.deadline_seconds)
+        self.admission = RedisAdmission(self._runner, self._keys)
+
+    def hop(self, name: HopName, service_id: str) -> RedisHop:
+        """See ``DataPlane.hop``."""
+        if name is HopName.SCORED and self._keys.lane is Lane.TRAIN:
+            raise ValueError("the scored hop of training belongs to the trainer: use trainer()")
+        return RedisHop(self._runner, self._keys, name, consumer_name(service_id), self._config)
+
+    def trainer(self, service_id: str) -> RedisTrainerQueue:
+        """See ``DataPlane.trainer``."""
+        if self._keys.lane is not Lane.TRAIN:
+            raise ValueError("only the train lane has a trainer")
+        hop = TrainerHop(self._runner, self._keys, consumer_name(service_id), self._config)
+        return RedisTrainerQueue(self._runner, self._keys, hop)
+
+    async def holders(self) -> set[str]:
+        """See ``DataPlane.holders``."""
+        names = await self._runner.run("holders", [self._keys.stream(hop) for hop in LEASED])
+        return {name.decode() for name in names}
+
+    async def release(self, consumers: Collection[str]) -> int:
+        """See ``DataPlane.release``."""
+        if not consumers:
+            return 0
+        return int(await self._runner.run("release", [self._keys.stream(hop) for hop in LEASED], list(consumers)))
+
+    async def ledger(self) -> Ledger:
+        """See ``DataPlane.ledger``."""
+        keys = [self._keys.ledger, self._keys.outstanding, self._keys.consumed, *map(self._keys.stream, HopName)]
+        flat, outstanding, consumed, depths = await self._runner.run("ledger", keys)
+        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        by_hop = {hop: (waiting, claimed) for hop, (waiting, claimed) in zip(HopName, depths, strict=True)}
+        return Ledger.from_counters(counters, by_hop, outstanding=outstanding, consumed=consumed)
+
+    async def oldest_seconds(self) -> dict[HopName, float]:
+        """See ``DataPlane.oldest_seconds``."""
+        ages = await self._runner.run("oldest", list(map(self._keys.stream, HopName)))
+        return {hop: age / 1000 for hop, age in zip(HopName, ages, strict=True) if age >= 0}
+
+    async def remove(self) -> None:
+        """See ``DataPlane.remove``."""
+        await self._runner.command("UNLINK", *self._keys.all())

@@ -32,7 +32,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from flotilla.cli.redis_server import LocalRedis
-from services.reward.worker import with_grades
+from services.reward.consumer import with_grades
 from shared.schemas.grading import Grade
 from shared.schemas.trajectory import Group
 from shared.streams.codec import encode_body, encode_grades, group_header

@@ -42,7 +42,7 @@ VICTIMS = {
 }
 PATIENCE_SECONDS = 150.0
 GROUPS_PER_STEP = 4
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 STOP_SECONDS = 90.0
 WINDOW_SECONDS = 35.0
 MOST_IN_WINDOW = 3
@@ -198,7 +198,7 @@ async def _stop(client: GatewayClient, experiment_id: str) -> None:
         if view["state"] == "stopped":
             return
         assert time.monotonic() < end, f"still {view['state']} after {STOP_SECONDS} s"
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def _step(client: GatewayClient, experiment_id: str) -> int:
@@ -216,7 +216,7 @@ async def _until_further(
         if time.monotonic() > end:
             found = await client.call("GET", f"/v1/experiments/{experiment_id}/diagnosis", deadline_seconds=60)
             raise AssertionError(f"nothing went on for {patience_seconds:g} s: {found['component']}: {found['cause']}")
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def _look(client: GatewayClient, experiment_id: str, report: Report, *, deadline_seconds: float) -> None:
@@ -232,7 +232,7 @@ async def _watch(client: GatewayClient, experiment_id: str, report: Report) -> N
     while True:
         with contextlib.suppress(FlotillaError):
             await _look(client, experiment_id, report, deadline_seconds=2.0)
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def main() -> int:

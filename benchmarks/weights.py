@@ -31,7 +31,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from benchmarks.weight_pause import Pause, measure_pause
-from services.rollout.spares import SpareImages
+from services.rollout.staged_images import StagedImages
 from shared.config.publication import DeltaConfig
 from shared.schemas.publication import Manifest
 from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch
@@ -110,7 +110,7 @@ class Actions:
     """What a worker can do."""
 
     def __init__(self) -> None:
-        self._spares = SpareImages()
+        self._spares = StagedImages()
         self._buffers: list[np.ndarray] = []
         self._raw: Callable[[], None] | None = None
 

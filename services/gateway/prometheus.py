@@ -52,8 +52,8 @@ def page_of(gateway: GatewayState) -> str:
     """Write the page."""
     page = Page()
     _count(page, "services", "Registered services", "kind", (service.kind.value for service in gateway.registry))
-    _count(page, "experiments", "Experiments", "state", (experiment.state.value for experiment in gateway.book))
-    active = [experiment for experiment in gateway.book if experiment.is_active]
+    _count(page, "experiments", "Experiments", "state", (experiment.state.value for experiment in gateway.repository))
+    active = [experiment for experiment in gateway.repository if experiment.is_active]
     active.sort(key=lambda experiment: experiment.state is not ExperimentState.RUNNING)
     page.declare("experiments_left_out", "gauge", f"Experiments at work beyond the {MAX_EXPERIMENTS} of this page")
     page.add(max(0, len(active) - MAX_EXPERIMENTS))

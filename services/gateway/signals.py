@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-AGAIN_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 
 
 class Signal:
@@ -46,7 +46,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
         for task in pending:
             task.cancel()
         try:
-            await asyncio.wait(pending, timeout=AGAIN_SECONDS)
+            await asyncio.wait(pending, timeout=RETRY_SECONDS)
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from services.gateway import signals
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.repository import Book, OpenPlane
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.repository import ExperimentRepository, OpenPlane
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
-from services.gateway.runtime.reconciler import Conductor
+from services.gateway.runtime.reconciler import Reconciler
 from services.gateway.runtime.work import ExperimentWork
 from services.gateway.scheduler.quota import Scheduler
 from services.gateway.settings import GatewaySettings
@@ -47,13 +47,13 @@ class GatewayState:
     store: Store
     clock: Clock
     registry: Registry
-    book: Book
+    repository: ExperimentRepository
     publications: Publications
-    control: Control
+    commands: ExperimentCommands
     fleet: Fleet
     events: EventLog
     scheduler: Scheduler
-    conductor: Conductor
+    reconciler: Reconciler
     ping_streams: Callable[[], Awaitable[None]]
 
     async def why_not_ready(self) -> str | None:
@@ -111,13 +111,13 @@ async def running_state(
     ping_streams: Callable[[], Awaitable[None]],
     clock: Clock,
 ) -> AsyncIterator[GatewayState]:
-    """Put the parts together, load what the store remembers, and run the conductor while the context lasts."""
+    """Put the parts together, load what the store remembers, and run the reconciler while the context lasts."""
     state = assemble(settings, store, open_plane, ping_streams, clock)
-    await state.book.load()
+    await state.repository.load()
     await state.registry.load()
     await state.publications.load()
     tasks = [
-        asyncio.create_task(state.conductor.run(), name="conductor"),
+        asyncio.create_task(state.reconciler.run(), name="reconciler"),
         asyncio.create_task(_clean(state), name="cleaning"),
     ]
     try:
@@ -141,42 +141,44 @@ def assemble(
         grace_seconds=settings.grace_seconds,
         rest_seconds=settings.rest_seconds,
     )
-    book = Book(store, clock, open_plane)
+    repository = ExperimentRepository(store, clock, open_plane)
     events = EventLog(store, clock)
-    publications = Publications(store, clock, registry, book, events, phase_seconds=settings.publication_seconds)
-    control = Control(book, registry, publications, events, clock, settings.experiments)
+    publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
+    commands = ExperimentCommands(repository, registry, publications, events, clock, settings.experiments)
     news = asyncio.Event()
-    fleet = Fleet(registry, book, publications, control, events, clock, store, on_news=news.set)
+    fleet = Fleet(registry, repository, publications, commands, events, clock, store, on_news=news.set)
 
-    work = ExperimentWork(settings, store, clock, registry, book, publications, control, fleet, events)
+    work = ExperimentWork(settings, store, clock, registry, repository, publications, commands, fleet, events)
     scheduler = Scheduler(
         registry,
-        book,
+        repository,
         fleet,
-        control,
+        commands,
         clock,
         patience_seconds=settings.patience_seconds,
         notice_seconds=settings.notice_seconds,
     )
-    conductor = Conductor(registry, book, publications, fleet, control, scheduler, news, work=work.run, end=work.end)
+    reconciler = Reconciler(
+        registry, repository, publications, fleet, commands, scheduler, news, work=work.run, end=work.end
+    )
 
     def on_change(experiment_id: str) -> None:
         fleet.wake(experiment_id)
         news.set()
 
-    book.on_change = on_change
+    repository.on_change = on_change
     return GatewayState(
         settings=settings,
         store=store,
         clock=clock,
         registry=registry,
-        book=book,
+        repository=repository,
         publications=publications,
-        control=control,
+        commands=commands,
         fleet=fleet,
         events=events,
         scheduler=scheduler,
-        conductor=conductor,
+        reconciler=reconciler,
         ping_streams=ping_streams,
     )
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from services.reward.worker import RewardWorker
+from services.reward.consumer import RewardConsumer
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
@@ -20,39 +20,39 @@ DRAIN_LOOK_SECONDS = 0.05
 WATCH_SECONDS = 0.5
 
 
-class Crew(Protocol):
+class Session(Protocol):
     """All that works for one experiment."""
 
-    worker: RewardWorker
+    worker: RewardConsumer
 
     async def close(self) -> None:
         """End the verifiers' processes and connections."""
 
 
-OpenCrew = Callable[[ExperimentSpec, Assignment], Awaitable[Crew]]
+OpenSession = Callable[[ExperimentSpec, Assignment], Awaitable[Session]]
 
 
 class RewardService:
     """Makes what is observed follow what is desired.
 
     Args:
-        open_crew: makes verifier and worker for an experiment.
+        open_session: makes verifier and worker for an experiment.
     """
 
-    def __init__(self, open_crew: OpenCrew) -> None:
-        self._open_crew = open_crew
+    def __init__(self, open_session: OpenSession) -> None:
+        self._open_session = open_session
         self._desired: DesiredState | None = None
         self._changed = asyncio.Event()
         self._state = WorkState.IDLE
         self._assignment: Assignment | None = None
-        self._crew: Crew | None = None
+        self._session: Session | None = None
         self._working: asyncio.Task[None] | None = None
         self._failure: Failure | None = None
         self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
         """Say what is going on."""
-        worker = self._crew.worker if self._crew else None
+        worker = self._session.worker if self._session else None
         load = {}
         if worker is not None:
             load = {
@@ -94,25 +94,25 @@ class RewardService:
             await self._dismiss()
             self._become(WorkState.IDLE)
             return
-        if self._crew is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
+        if self._session is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             await self._hire(assignment)
-        if self._crew is None:
+        if self._session is None:
             return
         if desired.state is WorkState.RUNNING:
-            self._crew.worker.resume()
+            self._session.worker.resume()
             self._become(WorkState.RUNNING)
         elif desired.state is WorkState.PAUSED:
-            self._crew.worker.pause()
+            self._session.worker.pause()
             self._become(WorkState.PAUSED)
         elif desired.state is WorkState.DRAINING:
-            await self._drain(self._crew)
+            await self._drain(self._session)
 
-    async def _drain(self, crew: Crew) -> None:
+    async def _drain(self, session: Session) -> None:
         """Grade what is in hand; what takes too long is handed back. Other news ends the wait."""
         self._become(WorkState.DRAINING)
-        crew.worker.pause()
+        session.worker.pause()
         end = time.monotonic() + DRAIN_SECONDS
-        while crew.worker.in_work and time.monotonic() < end:
+        while session.worker.in_work and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
             if self._changed.is_set():
                 return
@@ -135,12 +135,12 @@ class RewardService:
         logged_experiment.set(assignment.experiment_id)
         self._become(WorkState.STARTING)
         try:
-            self._crew = await self._open_crew(ExperimentSpec.model_validate(assignment.spec), assignment)
+            self._session = await self._open_session(ExperimentSpec.model_validate(assignment.spec), assignment)
         except FlotillaError as error:
             log.error("grading cannot start", extra={"error": error.detail})  # noqa: TRY400  the detail says it all
             self._fail(error.detail)
             return
-        self._working = asyncio.create_task(self._crew.worker.run(), name="reward worker")
+        self._working = asyncio.create_task(self._session.worker.run(), name="reward worker")
         self._working.add_done_callback(self._on_end)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
@@ -155,19 +155,19 @@ class RewardService:
     async def _watch_failures(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._crew is None or self._failure is not None:
+            if self._session is None or self._failure is not None:
                 continue
-            reason = self._crew.worker.why_hopeless
+            reason = self._session.worker.why_hopeless
             if reason is not None:
-                self._crew.worker.pause()
+                self._session.worker.pause()
                 self._fail(reason)
 
     async def _dismiss(self) -> None:
-        crew, working = self._crew, self._working
-        self._crew = self._working = None
+        session, working = self._session, self._working
+        self._session = self._working = None
         self._assignment = None
         if working is not None:
             working.cancel()
             await asyncio.wait([working], timeout=STOP_SECONDS)
-        if crew is not None:
-            await crew.close()
+        if session is not None:
+            await session.close()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import psutil
 from redis.asyncio import Redis
 
+from services.reward.consumer import RewardConsumer, RewardLane
 from services.reward.service import RewardService
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
-from services.reward.worker import RewardLane, RewardWorker
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError
@@ -42,10 +42,10 @@ class RewardState:
 
 
 @dataclass
-class RewardCrew:
-    """See ``services.reward.service.Crew``."""
+class RewardSession:
+    """See ``services.reward.service.Session``."""
 
-    worker: RewardWorker
+    worker: RewardConsumer
     verifier: Verifier
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ class RewardCrew:
 
 
 @dataclass(frozen=True, slots=True)
-class CrewOpener:
+class SessionOpener:
     """Makes verifier and worker for an experiment.
 
     Attributes:
@@ -66,7 +66,7 @@ class CrewOpener:
     settings: ServiceSettings
     holder: str
 
-    async def __call__(self, spec: ExperimentSpec, assignment: Assignment) -> RewardCrew:
+    async def __call__(self, spec: ExperimentSpec, assignment: Assignment) -> RewardSession:
         """Build the verifier and open the hops.
 
         Raises:
@@ -85,7 +85,7 @@ class CrewOpener:
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)
             hop = plane.hop(HopName.GENERATED, self.holder)
             lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
-        return RewardCrew(RewardWorker(lanes, verifier, spec.reward, CONCURRENCY), verifier)
+        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, CONCURRENCY), verifier)
 
     async def _sandbox_url(self, experiment_id: str) -> str | None:
         """Find a sandbox of the experiment, or any while it has none; several rewards spread over several."""
@@ -107,7 +107,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        service = RewardService(CrewOpener(redis, client, settings, holder))
+        service = RewardService(SessionOpener(redis, client, settings, holder))
         registration = Registration(
             kind=ServiceKind.REWARD,
             address=address,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.rollout.engines.base import Engine
-from services.rollout.spares import Spare, SpareImages
+from services.rollout.staged_images import Spare, StagedImages
 from services.rollout.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed, WorkerDied
@@ -98,7 +98,7 @@ class WeightReceiver:
         self._gate = gate
         self._endpoint = endpoint
         self._pull = pull
-        self._images = SpareImages()
+        self._images = StagedImages()
         self._transfers = itertools.count(1)
         self._on_update = on_update
         self._tell = tell

@@ -16,11 +16,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from services.rollout.departure import Departure, hand_over
+from services.rollout.consumer import RolloutConsumer
 from services.rollout.engines.base import Engine
 from services.rollout.receiver import WeightReceiver
+from services.rollout.shutdown import GracefulShutdown, hand_over
 from services.rollout.version import VersionGate
-from services.rollout.worker import RolloutWorker
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, WorkerDied
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
@@ -34,62 +34,64 @@ FIRST_PAUSE_SECONDS = 0.5
 STOP_SECONDS = 10.0
 
 
-class Crew(Protocol):
+class Session(Protocol):
     """All that works for one experiment."""
 
     engine: Engine
     gate: VersionGate
-    worker: RolloutWorker
+    worker: RolloutConsumer
     receiver: WeightReceiver
 
     async def close(self) -> None:
         """End the engine and free everything."""
 
 
-OpenCrew = Callable[[ExperimentSpec, Assignment, Callable[[], None], Callable[[WorkerDied], None]], Awaitable[Crew]]
+OpenSession = Callable[
+    [ExperimentSpec, Assignment, Callable[[], None], Callable[[WorkerDied], None]], Awaitable[Session]
+]
 
 
 class RolloutService:
     """Makes what is observed follow what is desired.
 
     Args:
-        open_crew: starts engine, worker and receiver for an experiment.
+        open_session: starts engine, worker and receiver for an experiment.
     """
 
-    def __init__(self, open_crew: OpenCrew) -> None:
-        self._open_crew = open_crew
+    def __init__(self, open_session: OpenSession) -> None:
+        self._open_session = open_session
         self._desired: DesiredState | None = None
         self._changed = asyncio.Event()
         self._state = WorkState.IDLE
-        self._crew: Crew | None = None
+        self._session: Session | None = None
         self._working: list[asyncio.Task[None]] = []
         self._assignment: Assignment | None = None
         self._failure: Failure | None = None
         self._engine_died: WorkerDied | None = None
         self._deaths = 0
         self._load: dict[str, float] = {}
-        self._departure = Departure()
+        self._shutdown = GracefulShutdown()
         self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
         """Say what is going on."""
-        crew = self._crew
+        session = self._session
         return ObservedState(
             experiment_id=self._assignment.experiment_id if self._assignment else None,
             state=self._state,
-            policy_version=crew.gate.version if crew else None,
-            publication=crew.receiver.report if crew else None,
-            held_image=crew.receiver.held_image if crew else None,
-            load=self._load | crew.worker.busy.to_load() if crew else self._load,
+            policy_version=session.gate.version if session else None,
+            publication=session.receiver.report if session else None,
+            held_image=session.receiver.held_image if session else None,
+            load=self._load | session.worker.busy.to_load() if session else self._load,
             failure=self._failure,
         )
 
     async def apply(self, desired: DesiredState) -> None:
         """Take a desired state in; the work of following it is done by ``run``."""
         self._desired = desired
-        self._departure.take(desired)
-        if self._crew is not None and self._is_same_experiment(desired):
-            self._crew.receiver.take(desired)
+        self._shutdown.take(desired)
+        if self._session is not None and self._is_same_experiment(desired):
+            self._session.receiver.take(desired)
         self._changed.set()
 
     async def run(self) -> None:
@@ -97,30 +99,30 @@ class RolloutService:
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch_load(), name="load")
             try:
-                while not self._departure.has_left.is_set():
+                while not self._shutdown.has_left.is_set():
                     await self._changed.wait()
                     self._changed.clear()
                     await self._follow()
             finally:
                 watching.cancel()
                 await asyncio.shield(self._dismiss())
-                self._departure.has_left.set()
+                self._shutdown.has_left.set()
 
     async def leave(self, notice_seconds: float) -> None:
         """Leave for good: returns when the work in hand is finished or handed over, or the notice is long over."""
-        self._departure.leave(notice_seconds)
-        if self._crew is None:
+        self._shutdown.leave(notice_seconds)
+        if self._session is None:
             # Nothing is in hand: not even an engine that is still loading is waited for.
             return
         self._changed.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(notice_seconds + STOP_SECONDS):
-                await self._departure.has_left.wait()
+                await self._shutdown.has_left.wait()
 
     async def _follow(self) -> None:
         desired = self._desired
-        if self._departure.is_for_good and self._crew is None:
-            self._departure.has_left.set()
+        if self._shutdown.is_for_good and self._session is None:
+            self._shutdown.has_left.set()
             return
         if desired is None:
             return
@@ -128,9 +130,9 @@ class RolloutService:
             await self._after_engine_death(self._engine_died)
         assignment = desired.assignment
         if assignment is None or not self._is_same_experiment(desired):
-            if self._crew is not None or self._assignment is not None:
-                if self._crew is not None:
-                    await hand_over(self._crew.worker)
+            if self._session is not None or self._assignment is not None:
+                if self._session is not None:
+                    await hand_over(self._session.worker)
                 await self._dismiss()
                 self._failure = None
                 self._deaths = 0
@@ -138,21 +140,21 @@ class RolloutService:
                 self._become(WorkState.IDLE)
                 if desired.state is WorkState.DRAINING:
                     # Drained and released, never to be assigned again.
-                    self._departure.has_left.set()
+                    self._shutdown.has_left.set()
                 return
-        if self._crew is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
+        if self._session is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             assert assignment is not None
             await self._hire(assignment)
-        if self._crew is None:
+        if self._session is None:
             return
-        self._crew.receiver.take(desired)
-        if self._departure.is_for_good or desired.state is WorkState.DRAINING:
+        self._session.receiver.take(desired)
+        if self._shutdown.is_for_good or desired.state is WorkState.DRAINING:
             await self._drain()
         elif desired.state is WorkState.RUNNING:
-            self._crew.worker.resume()
+            self._session.worker.resume()
             self._become(WorkState.RUNNING)
         elif desired.state is WorkState.PAUSED:
-            self._crew.worker.pause()
+            self._session.worker.pause()
             self._become(WorkState.PAUSED)
         else:
             await self._dismiss()
@@ -174,7 +176,7 @@ class RolloutService:
         self._become(WorkState.STARTING)
         try:
             spec = ExperimentSpec.model_validate(assignment.spec)
-            self._crew = await self._open_crew(spec, assignment, self.tell, self._on_engine_death)
+            self._session = await self._open_session(spec, assignment, self.tell, self._on_engine_death)
         except WorkerDied as error:
             # Killed while it loaded: unlike a model that cannot be loaded, that is worth another try.
             self._on_engine_death(error)
@@ -185,8 +187,8 @@ class RolloutService:
             self._become(WorkState.FAILED)
             return
         self._working = [
-            asyncio.create_task(self._crew.receiver.run(), name="weight receiver"),
-            asyncio.create_task(self._crew.worker.run(), name="rollout worker"),
+            asyncio.create_task(self._session.receiver.run(), name="weight receiver"),
+            asyncio.create_task(self._session.worker.run(), name="rollout worker"),
         ]
         for task in self._working:
             task.add_done_callback(self._on_task_end)
@@ -207,7 +209,7 @@ class RolloutService:
 
     async def _after_engine_death(self, error: WorkerDied) -> None:
         self._engine_died = None
-        if self._crew is not None and self._crew.worker.answered:
+        if self._session is not None and self._session.worker.answered:
             self._deaths = 0
         self._deaths += 1
         repeated = self._deaths >= MAX_DEATHS
@@ -224,10 +226,10 @@ class RolloutService:
         self._failure = None
 
     async def _drain(self) -> None:
-        assert self._crew is not None
+        assert self._session is not None
         self._become(WorkState.DRAINING)
-        worker, started = self._crew.worker, time.monotonic()
-        if not await self._departure.finish(worker, self._changed.is_set):
+        worker, started = self._session.worker, time.monotonic()
+        if not await self._shutdown.finish(worker, self._changed.is_set):
             return
         counts = worker.counts.to_load()
         seconds = round(time.monotonic() - started, 3)
@@ -235,18 +237,18 @@ class RolloutService:
         await self._dismiss(keep_assignment=True)
         self._load = counts
         self._become(WorkState.FINISHED)
-        if self._departure.is_for_good:
-            self._departure.has_left.set()
+        if self._shutdown.is_for_good:
+            self._shutdown.has_left.set()
 
     async def _dismiss(self, *, keep_assignment: bool = False) -> None:
-        crew, working = self._crew, self._working
-        self._crew, self._working = None, []
+        session, working = self._session, self._working
+        self._session, self._working = None, []
         for task in working:
             task.cancel()
         if working:
             await asyncio.wait(working, timeout=STOP_SECONDS)
-        if crew is not None:
-            await crew.close()
+        if session is not None:
+            await session.close()
         if not keep_assignment:
             self._assignment = None
 
@@ -254,14 +256,14 @@ class RolloutService:
         last_tokens, last_time = 0, time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            crew = self._crew
-            if crew is None:
+            session = self._session
+            if session is None:
                 if self._state is not WorkState.FINISHED:
                     self._load = {}
                 last_tokens = 0
                 continue
             try:
-                load = await crew.engine.load()
+                load = await session.engine.load()
             except WorkerDied as error:
                 self._on_engine_death(error)
                 continue
@@ -277,8 +279,8 @@ class RolloutService:
                 "generated_tokens": load.generated_tokens,
                 "prefilled_tokens": load.prefilled_tokens,
                 "tokens_per_second": rate,
-                "groups_in_work": crew.worker.in_work,
-                "groups_answered": crew.worker.answered,
-                "weight_switches": crew.receiver.switches,
-                **crew.worker.counts.to_load(),
+                "groups_in_work": session.worker.in_work,
+                "groups_answered": session.worker.answered,
+                "weight_switches": session.receiver.switches,
+                **session.worker.counts.to_load(),
             }

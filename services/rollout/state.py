@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from services.rollout.crew import CrewOpener
 from services.rollout.service import RolloutService
+from services.rollout.session import SessionOpener
 from shared.client import GatewayClient
 from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
@@ -40,7 +40,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        opener = CrewOpener(
+        opener = SessionOpener(
             redis=redis,
             holder=holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.client import GatewayClient
 from shared.membership import Membership
@@ -28,7 +28,7 @@ class TrainerState:
 
 
 @contextlib.asynccontextmanager
-async def open_state(settings: ServiceSettings, address: str, images: OfferedImages) -> AsyncIterator[TrainerState]:
+async def open_state(settings: ServiceSettings, address: str, images: ServedImages) -> AsyncIterator[TrainerState]:
     """Open the supervisor and its membership; close them in reverse order."""
     async with GatewayClient(settings.gateway_url, settings.token) as client:
         addresses = Addresses(

@@ -79,7 +79,7 @@ class Failed(Line):
 
     kind: Literal["failed"] = "failed"
     failure: Failure
-    is_hopeless: bool
+    is_permanent: bool
     """Whether starting again would fail the same way."""
 
 

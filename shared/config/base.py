@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from shared.config.exactness import check_exact, is_guessed
+from shared.config.strict_types import check_exact, is_guessed
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """At least 0 and below 1."""

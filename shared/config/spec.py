@@ -4,11 +4,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.config.agreement import check_agreement
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
+from shared.config.cross_section_rules import check_agreement
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig

@@ -29,7 +29,7 @@ from shared.weights.endpoint_protocol import (
     Opening,
     Started,
 )
-from shared.weights.lines import Lines
+from shared.weights.json_lines import Lines
 from shared.weights.member_link import MemberLink, last_words
 
 START_SECONDS = 60.0

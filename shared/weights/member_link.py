@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 
 from shared.errors import DeadlineExceeded, FlotillaError, WeightTransferFailed
 from shared.weights.endpoint_protocol import FROM_MEMBER, Arrived, Command, Done, Failed, Joined, Opened
-from shared.weights.lines import Lines
+from shared.weights.json_lines import Lines
 
 _TAIL_BYTES = 4096
 

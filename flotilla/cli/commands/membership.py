@@ -18,7 +18,7 @@ from shared.schemas.service import ServiceKind, ServiceView
 
 PATIENCE_SECONDS = 15.0
 """How much longer than its notice a service may take until it is gone."""
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 async def rollout(arguments: argparse.Namespace) -> int:
@@ -83,6 +83,6 @@ async def _until_gone(client: GatewayClient, view: ServiceView, end: float) -> S
         # Only rollouts end by themselves: their work is what can be handed over.
         if last.kind is not ServiceKind.ROLLOUT and last.observed.experiment_id is None:
             return last
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
     state = last.observed.state
     raise Unavailable(f"{view.service_id} ({state}) has not left {PATIENCE_SECONDS:.0f} s after its notice")

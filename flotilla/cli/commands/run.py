@@ -23,7 +23,7 @@ from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
 REFRESH_SECONDS = 0.5
 LINE_SECONDS = 2.0
-AWAY_SECONDS = 60.0
+UNAVAILABLE_BACKOFF_SECONDS = 60.0
 SETTLE_SECONDS = 10.0
 LOCK_FILE = "lock"
 
@@ -179,7 +179,7 @@ async def follow(progress: Progress, client: GatewayClient, fleet: LocalFleet | 
                 await progress.refresh(client)
                 last_seen = now
             except FlotillaError as error:
-                if now - last_seen > AWAY_SECONDS or not error.retryable:
+                if now - last_seen > UNAVAILABLE_BACKOFF_SECONDS or not error.retryable:
                     raise
             if first_step_at is None and progress.view.step:
                 first_step_at = now - 1.0

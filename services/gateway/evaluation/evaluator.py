@@ -11,8 +11,8 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.evaluation.schedule import due_version
 from services.gateway.evaluation.summary import summarise_sets
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.drain_outstanding import GATEWAY, resolve_leftovers
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 64
 COLLECT_SECONDS = 0.5
-AWAY_SECONDS = 1.0
+UNAVAILABLE_BACKOFF_SECONDS = 1.0
 LAG = "evaluation/lag_versions"
 """How many versions were published while the evaluation lasted."""
 
@@ -37,13 +37,19 @@ class Evaluator:
     """Evaluates one experiment."""
 
     def __init__(
-        self, experiment: Experiment, dataset: Dataset, book: Book, store: Store, events: EventLog, clock: Clock
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        repository: ExperimentRepository,
+        store: Store,
+        events: EventLog,
+        clock: Clock,
     ) -> None:
         assert experiment.spec.evaluation is not None
         self._config: EvaluationConfig = experiment.spec.evaluation
         self._experiment = experiment
         self._dataset = dataset
-        self._book = book
+        self._repository = repository
         self._store = store
         self._events = events
         self._clock = clock
@@ -71,7 +77,7 @@ class Evaluator:
                 return
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                await asyncio.sleep(AWAY_SECONDS)
+                await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
 
     def due(self) -> int | None:
         """Find the version to evaluate now."""
@@ -87,18 +93,18 @@ class Evaluator:
         """Give up what was being evaluated and did not end."""
         version = self._experiment.record.evaluating_version
         if version is not None:
-            await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
+            await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
             await self._events.append(self._experiment.id, "evaluation_abandoned", version=version)
-            await self._book.update(self._experiment, evaluating_version=None)
+            await self._repository.update(self._experiment, evaluating_version=None)
 
     async def evaluate(self, version: int) -> None:
         """Evaluate one version and record what was found."""
         started_at = self._clock.monotonic()
-        await self._book.update(self._experiment, evaluating_version=version)
+        await self._repository.update(self._experiment, evaluating_version=version)
         num_issued = await self._issue(version)
         groups = await self._collect(num_issued)
         if groups is None:
-            await resolve_leftovers(self._experiment, Lane.EVALUATION, "evaluation_deadline")
+            await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_deadline")
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
             return
         metrics = summarise_sets(groups, self._dataset.parts, num_issued=num_issued)
@@ -110,13 +116,13 @@ class Evaluator:
         points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         await self._store.put_metrics(self._experiment.id, points)
         seconds = round(self._clock.monotonic() - started_at, 3)
-        await self._book.update(self._experiment, evaluating_version=None, evaluated_version=version)
+        await self._repository.update(self._experiment, evaluating_version=None, evaluated_version=version)
         await self._events.append(
             self._experiment.id, "evaluation", version=version, step=step, seconds=seconds, metrics=metrics
         )
 
     async def _give_up(self, version: int, cause: str) -> None:
-        await self._book.update(self._experiment, evaluating_version=None, evaluated_version=version)
+        await self._repository.update(self._experiment, evaluating_version=None, evaluated_version=version)
         await self._events.append(self._experiment.id, "evaluation_failed", version=version, cause=cause)
 
     async def _issue(self, version: int) -> int:

@@ -9,7 +9,7 @@ import logging
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.admission import admitted, groups_left
-from services.gateway.feeder.held import ADMISSION_WAIT
+from services.gateway.feeder.admission_wait import ADMISSION_WAIT
 from services.gateway.lifecycle.repository import Experiment, FullStream
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 BATCH = 64
 BLOCKED_SECONDS = 0.03
 IDLE_SECONDS = 0.5
-AWAY_SECONDS = 1.0
+UNAVAILABLE_BACKOFF_SECONDS = 1.0
 RECORD_SECONDS = 1.0
-ROOMY = 0.7
+LOW_WATERMARK = 0.7
 """A stream that was full is so until it takes less than this part of its bound."""
 TIDY_SECONDS = 60.0
 SILENT_SECONDS = 600.0
@@ -55,7 +55,7 @@ class Feeder:
                 pause = await self.feed()
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                pause = AWAY_SECONDS
+                pause = UNAVAILABLE_BACKOFF_SECONDS
                 self._held.release()
             if pause:
                 await wait_for_any(pause, changed)
@@ -107,7 +107,7 @@ class Feeder:
         bound = self._experiment.spec.resources.stream_bytes
         sizes = await self._admission.bound(bound)
         # Said until there is real room again, so that a stream that is kept full by its claimers is one piece of news.
-        limit = bound if self._experiment.full_stream is None else ROOMY * bound
+        limit = bound if self._experiment.full_stream is None else LOW_WATERMARK * bound
         full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
         self._experiment.full_stream = full[0] if full else None
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from services.gateway.datasets import preflight
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Book, Experiment
-from services.gateway.lifecycle.states import Action, Step, after_action, after_step
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.services import Registry
 from services.gateway.store.records import ExperimentRecord
@@ -19,19 +19,19 @@ from shared.schemas.experiment import ExperimentState, ExperimentView, Problem
 from shared.schemas.service import ServiceKind
 
 
-class Control:
+class ExperimentCommands:
     """Creates, starts, pauses, resumes, stops, deletes and fails experiments."""
 
     def __init__(
         self,
-        book: Book,
+        repository: ExperimentRepository,
         registry: Registry,
         publications: Publications,
         events: EventLog,
         clock: Clock,
         directory: Path,
     ) -> None:
-        self._book = book
+        self._repository = repository
         self._registry = registry
         self._publications = publications
         self._events = events
@@ -58,8 +58,8 @@ class Control:
             created_at=now,
             updated_at=now,
         )
-        experiment = await self._book.add(record, spec)
-        await self._book.audit(experiment_id, "create")
+        experiment = await self._repository.add(record, spec)
+        await self._repository.audit(experiment_id, "create")
         await self._events.append(experiment_id, "experiment_created", name=spec.name)
         return experiment
 
@@ -70,7 +70,7 @@ class Control:
             ActionNotAllowed: the state does not allow it.
             DataError, ModelError: on start, what the spec points to is not there.
         """
-        experiment = self._book.get(experiment_id)
+        experiment = self._repository.get(experiment_id)
         after_action(experiment.state, action)
         if action is Action.DELETE and experiment.state.is_final and experiment.record.final_ledger is None:
             raise ActionNotAllowed(f"cannot delete {experiment_id} yet: its services are still coming to rest")
@@ -88,7 +88,7 @@ class Control:
             return experiment
         before = experiment.state
         await self._move(experiment, state, **changes)
-        await self._book.audit(experiment_id, action.value, before=before.value, after=state.value)
+        await self._repository.audit(experiment_id, action.value, before=before.value, after=state.value)
         if action is Action.STOP:
             await self._publications.close(experiment_id, "the experiment stops")
         return experiment
@@ -100,40 +100,40 @@ class Control:
             InvalidSpec: the change names another section, or does not validate.
             ActionNotAllowed: the experiment has ended.
         """
-        experiment = self._book.get(experiment_id)
+        experiment = self._repository.get(experiment_id)
         if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
             raise ActionNotAllowed(
                 f"cannot change an experiment that is {experiment.state}", state=experiment.state.value
             )
         spec = changed_live(experiment.spec, parse_document(body, source="the request body"))
-        await self._book.put_spec(experiment, spec)
+        await self._repository.put_spec(experiment, spec)
         resources = spec.resources.model_dump(mode="json")
-        await self._book.audit(experiment_id, "change", resources=resources)
+        await self._repository.audit(experiment_id, "change", resources=resources)
         await self._events.append(experiment_id, "resources_changed", resources=resources)
         return experiment
 
     async def _delete(self, experiment: Experiment) -> None:
         await experiment.train.remove()
         await experiment.evaluation.remove()
-        await self._book.remove(experiment)
-        await self._book.audit(experiment.id, Action.DELETE.value, before=experiment.state.value)
+        await self._repository.remove(experiment)
+        await self._repository.audit(experiment.id, Action.DELETE.value, before=experiment.state.value)
         self._events.wake(experiment.id)
 
-    async def conclude(self, experiment: Experiment, step: Step, **changes: Any) -> None:
+    async def conclude(self, experiment: Experiment, step: LifecycleEvent, **changes: Any) -> None:
         """Take a conclusion of the gateway in."""
         before = experiment.state
         outcome = ExperimentState(experiment.record.outcome or ExperimentState.STOPPED)
-        state = after_step(before, step, outcome=outcome)
+        state = after_event(before, step, outcome=outcome)
         if state is not before:
             await self._move(experiment, state, **changes)
 
     async def fail(self, experiment: Experiment, component: str, cause: str) -> None:
         """End an experiment that cannot go on, with the component and the cause."""
-        if after_step(experiment.state, Step.BROKEN) is experiment.state:
+        if after_event(experiment.state, LifecycleEvent.BROKEN) is experiment.state:
             return
         problem = Problem(component=component, cause=cause, at=rfc3339(self._clock.now())).model_dump()
-        await self.conclude(experiment, Step.BROKEN, problem=problem, outcome=ExperimentState.FAILED.value)
-        await self._book.audit(experiment.id, "fail", component=component, cause=cause)
+        await self.conclude(experiment, LifecycleEvent.BROKEN, problem=problem, outcome=ExperimentState.FAILED.value)
+        await self._repository.audit(experiment.id, "fail", component=component, cause=cause)
         await self._publications.close(experiment.id, f"the experiment failed: {component}")
 
     async def _move(self, experiment: Experiment, state: ExperimentState, **changes: Any) -> None:
@@ -145,7 +145,7 @@ class Control:
             self._events.append(experiment.id, "experiment_state", **facts, problem=problem), name="tell of a state"
         )
         try:
-            await self._book.update(experiment, state=state, **changes)
+            await self._repository.update(experiment, state=state, **changes)
         finally:
             await told
         self._events.wake(experiment.id)

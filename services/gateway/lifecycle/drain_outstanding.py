@@ -19,7 +19,7 @@ BATCH = 64
 ROUNDS = 100
 
 
-async def resolve_leftovers(experiment: Experiment, lane: Lane, reason: str, *, durable_step: int = 0) -> Ledger:
+async def drain_outstanding(experiment: Experiment, lane: Lane, reason: str, *, durable_step: int = 0) -> Ledger:
     """Resolve everything outstanding in a lane as dropped, and return the ledger that results.
 
     The trainer is fenced off. Plans that its last checkpoint contains are committed, in case it could not; the groups

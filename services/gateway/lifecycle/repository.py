@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from services.gateway.feeder.held import HeldByBudget
+from services.gateway.feeder.admission_wait import AdmissionWait
 from services.gateway.monitoring.bottleneck import Bottleneck
 from services.gateway.monitoring.idleness import Idleness
 from services.gateway.monitoring.lags import LagHistogram
@@ -86,7 +86,7 @@ class Experiment:
         self.window = Window()
         self.idleness = Idleness()
         self.lags = LagHistogram()
-        self.held = HeldByBudget()
+        self.held = AdmissionWait()
         self.told = DesiredStates()
 
     @property
@@ -115,7 +115,7 @@ class Experiment:
         return self.record.evaluating_version
 
 
-class Book:
+class ExperimentRepository:
     """All experiments, by id.
 
     Args:

@@ -24,7 +24,7 @@ class Action(StrEnum):
     DELETE = "delete"
 
 
-class Step(StrEnum):
+class LifecycleEvent(StrEnum):
     """What the gateway concludes."""
 
     READY = "ready"
@@ -48,11 +48,11 @@ ACTIONS: Final[dict[State, dict[Action, State | None]]] = {
     State.FAILED: {Action.DELETE: None},
 }
 
-STEPS: Final[dict[State, dict[Step, State]]] = {
-    State.STARTING: {Step.READY: State.RUNNING, Step.BROKEN: State.FAILED},
-    State.RUNNING: {Step.TRAINED: State.STOPPING, Step.BROKEN: State.FAILED},
-    State.PAUSED: {Step.TRAINED: State.STOPPING, Step.BROKEN: State.FAILED},
-    State.STOPPING: {Step.BROKEN: State.FAILED},
+STEPS: Final[dict[State, dict[LifecycleEvent, State]]] = {
+    State.STARTING: {LifecycleEvent.READY: State.RUNNING, LifecycleEvent.BROKEN: State.FAILED},
+    State.RUNNING: {LifecycleEvent.TRAINED: State.STOPPING, LifecycleEvent.BROKEN: State.FAILED},
+    State.PAUSED: {LifecycleEvent.TRAINED: State.STOPPING, LifecycleEvent.BROKEN: State.FAILED},
+    State.STOPPING: {LifecycleEvent.BROKEN: State.FAILED},
 }
 
 
@@ -75,7 +75,7 @@ def after_action(state: State, action: Action) -> State | None:
     return ACTIONS[state][action]
 
 
-def after_step(state: State, step: Step, *, outcome: State = State.STOPPED) -> State:
+def after_event(state: State, step: LifecycleEvent, *, outcome: State = State.STOPPED) -> State:
     """Find the state that a conclusion leads to; the same state where the conclusion means nothing.
 
     Args:
@@ -83,6 +83,6 @@ def after_step(state: State, step: Step, *, outcome: State = State.STOPPED) -> S
         step: what was concluded.
         outcome: what ``quiet`` leads to, stopped or completed.
     """
-    if state is State.STOPPING and step is Step.QUIET:
+    if state is State.STOPPING and step is LifecycleEvent.QUIET:
         return outcome
     return STEPS.get(state, {}).get(step, state)

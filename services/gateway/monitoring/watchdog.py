@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.bottleneck import Look
 from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
 from services.gateway.publications.publications import Publications
@@ -21,19 +21,19 @@ from shared.schemas.task import Lane
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Between two looks, on average."""
 LEDGER_SECONDS = 5.0
 STREAMS = "streams"
 """Component of a stream that has all the memory that it may: that is named at once, not only when all stands still."""
 SCHEDULER = "scheduler"
-"""Problems of this component are the conductor's: it sets and clears them."""
+"""Problems of this component are the reconciler's: it sets and clears them."""
 
 
 def pauses(chance: random.Random) -> Iterator[float]:
-    """Draw pauses in seconds, ``LOOK_SECONDS`` in the mean and at most a half longer or shorter, without end."""
+    """Draw pauses in seconds, ``POLL_SECONDS`` in the mean and at most a half longer or shorter, without end."""
     while True:
-        yield chance.uniform(0.5, 1.5) * LOOK_SECONDS
+        yield chance.uniform(0.5, 1.5) * POLL_SECONDS
 
 
 class Watchdog:
@@ -46,7 +46,7 @@ class Watchdog:
     def __init__(
         self,
         experiment: Experiment,
-        book: Book,
+        repository: ExperimentRepository,
         registry: Registry,
         publications: Publications,
         events: EventLog,
@@ -55,7 +55,7 @@ class Watchdog:
         stall_seconds: float,
     ) -> None:
         self._experiment = experiment
-        self._book = book
+        self._repository = repository
         self._registry = registry
         self._publications = publications
         self._events = events
@@ -123,13 +123,13 @@ class Watchdog:
         if known is not None and known["component"] == SCHEDULER:
             return
         is_new = known is None or known["component"] != component
-        if await self._book.set_problem(self._experiment, component, cause) and is_new:
+        if await self._repository.set_problem(self._experiment, component, cause) and is_new:
             await self._events.append(self._experiment.id, "stalled", component=component, cause=cause)
 
     async def _clear(self) -> None:
         known = self._experiment.record.problem
         if known is not None and known["component"] != SCHEDULER:
-            await self._book.update(self._experiment, problem=None)
+            await self._repository.update(self._experiment, problem=None)
             await self._events.append(self._experiment.id, "progress_resumed", component=known["component"])
 
     async def _oldest(self) -> dict[HopName, float]:

@@ -191,8 +191,8 @@ def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
         return state
     if state.phase is PublicationPhase.PREPARING:
         # Nothing was sent yet, so no member can be at fault; a sender that never gets it open leaves them to pull.
-        is_hopeless = state.failed_openings + 1 >= OPENINGS_BEFORE_PULL
-        gone = set(state.epoch.collective) if is_hopeless else set()
+        is_permanent = state.failed_openings + 1 >= OPENINGS_BEFORE_PULL
+        gone = set(state.epoch.collective) if is_permanent else set()
         return replace(_without(state, gone, f"the send failed: {detail}"), failed_openings=state.failed_openings + 1)
     # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
     is_blamed = _has_reached(state) or state.stalls >= STALLS_BEFORE_BLAME

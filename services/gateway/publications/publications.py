@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.publications.durations import Durations
 from services.gateway.publications.epochs import Epoch, epoch_for
 from services.gateway.publications.negotiation import DeadlinePassed as Late
@@ -68,12 +68,19 @@ class Publications:
     """
 
     def __init__(
-        self, store: Store, clock: Clock, registry: Registry, book: Book, events: EventLog, *, phase_seconds: float
+        self,
+        store: Store,
+        clock: Clock,
+        registry: Registry,
+        repository: ExperimentRepository,
+        events: EventLog,
+        *,
+        phase_seconds: float,
     ) -> None:
         self._store = store
         self._clock = clock
         self._registry = registry
-        self._book = book
+        self._repository = repository
         self._events = events
         self._phase_seconds = phase_seconds
         self.durations = Durations(store, clock)
@@ -84,7 +91,7 @@ class Publications:
 
     async def load(self) -> None:
         """Take back what an earlier process had open; its deadlines start anew."""
-        for experiment in self._book:
+        for experiment in self._repository:
             records = await self._store.publications(experiment.id)
             await self._take_back_committed(experiment, records)
             if not records or experiment.state.is_final:
@@ -102,7 +109,7 @@ class Publications:
         committed = [record for record in records if record.phase == PublicationPhase.COMMITTED.value]
         newest = max(committed, key=lambda record: record.version, default=None)
         if newest is not None and newest.version > experiment.record.policy_version:
-            await self._book.update(experiment, policy_version=newest.version, published_step=newest.step)
+            await self._repository.update(experiment, policy_version=newest.version, published_step=newest.step)
 
     def phase_seconds(self, manifest: Manifest) -> float:
         """How long each phase of a publication may take."""
@@ -121,7 +128,7 @@ class Publications:
             Conflict: the experiment is not active, or the caller is not its trainer.
             Unavailable: the gateway has just started and has not yet heard from every rollout.
         """
-        experiment = self._book.get(experiment_id)
+        experiment = self._repository.get(experiment_id)
         async with self._lock(experiment_id):
             self._check(experiment, request)
             version = request.manifest.version
@@ -195,7 +202,7 @@ class Publications:
                 return
             after = transition(entry.negotiation, event)
             if after != entry.negotiation:
-                await self._take(self._book.get(experiment_id), entry, after)
+                await self._take(self._repository.get(experiment_id), entry, after)
 
     async def apply_to_version(self, experiment_id: str, version: int, event: NegotiationEvent) -> Publication:
         """Take an event of one version in, and show where it stands then."""
@@ -314,7 +321,7 @@ class Publications:
         await self._store.put_publication(_record(experiment.id, after, entry.announced_at, self._clock.now()))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
         if after.phase is PublicationPhase.COMMITTED:
-            await self._book.update(experiment, policy_version=after.version, published_step=after.step)
+            await self._repository.update(experiment, policy_version=after.version, published_step=after.step)
             seconds = round(self._clock.now() - entry.announced_at, 3)
             delta = after.manifest.delta
             await self._events.append(

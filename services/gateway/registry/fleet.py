@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
@@ -51,18 +51,18 @@ class Fleet:
     def __init__(
         self,
         registry: Registry,
-        book: Book,
+        repository: ExperimentRepository,
         publications: Publications,
-        control: Control,
+        commands: ExperimentCommands,
         events: EventLog,
         clock: Clock,
         store: Store,
         on_news: Callable[[], None],
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._repository = repository
         self._publications = publications
-        self._control = control
+        self._commands = commands
         self._events = events
         self._clock = clock
         self._store = store
@@ -132,7 +132,7 @@ class Fleet:
 
     def desired(self, service: LiveService) -> DesiredState:
         """Compute what a service should do now."""
-        experiment = self._book.find(service.experiment_id)
+        experiment = self._repository.find(service.experiment_id)
         if experiment is None:
             return self._idle.of(self._registry.facts(service), None)
         order = self._publications.order_for(service.id, experiment.id)
@@ -157,7 +157,7 @@ class Fleet:
     async def _observe(self, service: LiveService, observed: ObservedState) -> None:
         before, service.observed = service.observed, observed
         was_observed, service.is_observed = service.is_observed, True
-        experiment = self._book.find(service.experiment_id)
+        experiment = self._repository.find(service.experiment_id)
         if experiment is not None:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
@@ -184,9 +184,9 @@ class Fleet:
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service.kind is ServiceKind.TRAINER:
             if observed.step is not None:
-                await self._book.update(experiment, step=observed.step)
+                await self._repository.update(experiment, step=observed.step)
             if observed.state is WorkState.FINISHED and not experiment.record.is_trained:
-                await self._book.update(experiment, is_trained=True)
+                await self._repository.update(experiment, is_trained=True)
                 await self._events.append(experiment.id, "training_finished", step=observed.step)
                 self._on_news()
 
@@ -206,7 +206,7 @@ class Fleet:
         facts = {"service_id": service.id, "component": failure.component, "cause": failure.cause}
         if failure.fatal and experiment.is_active:
             await self._events.append(experiment.id, "service_failed", **facts)
-            await self._control.fail(experiment, failure.component, failure.cause)
+            await self._commands.fail(experiment, failure.component, failure.cause)
         elif not failure.fatal:
             await self._events.append(experiment.id, "service_recovers", **facts)
 
@@ -269,7 +269,7 @@ class Fleet:
 
     async def _let_go(self, service: LiveService, experiment_id: str, reason: str) -> None:
         await self._publications.gone(experiment_id, service, reason)
-        experiment = self._book.find(experiment_id)
+        experiment = self._repository.find(experiment_id)
         if experiment is not None:
             experiment.left.fire()
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}

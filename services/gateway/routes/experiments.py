@@ -34,16 +34,16 @@ async def create(
         InvalidSpec: one entry per offending field (422).
         DataError, ModelError: what the spec points to is not there (422).
     """
-    experiment = await gateway.control.create(await _text_of(request))
+    experiment = await gateway.commands.create(await _text_of(request))
     if start:
-        await gateway.control.act(experiment.id, Action.START)
-    return gateway.control.view(experiment)
+        await gateway.commands.act(experiment.id, Action.START)
+    return gateway.commands.view(experiment)
 
 
 @router.get("")
 async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
     """List the experiments, oldest first."""
-    return page_of([(e.id, gateway.control.view(e)) for e in gateway.book], after, limit)
+    return page_of([(e.id, gateway.commands.view(e)) for e in gateway.repository], after, limit)
 
 
 @router.get("/{experiment_id}")
@@ -53,7 +53,7 @@ async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
     Raises:
         NotFound: nothing bears this id (404).
     """
-    return gateway.control.view(gateway.book.get(experiment_id))
+    return gateway.commands.view(gateway.repository.get(experiment_id))
 
 
 CHANGE_BODY = {
@@ -76,7 +76,7 @@ async def change(experiment_id: str, request: Request, gateway: Gateway) -> Expe
         InvalidSpec: a key is unknown or its value is not allowed, or it belongs to another section (422).
         ActionNotAllowed: the experiment has ended (409).
     """
-    return gateway.control.view(await gateway.control.change(experiment_id, await _text_of(request)))
+    return gateway.commands.view(await gateway.commands.change(experiment_id, await _text_of(request)))
 
 
 @router.delete("/{experiment_id}", status_code=204)
@@ -87,7 +87,7 @@ async def delete(experiment_id: str, gateway: Gateway) -> None:
         NotFound: nothing bears this id (404).
         ActionNotAllowed: it is at work (409).
     """
-    await gateway.control.act(experiment_id, Action.DELETE)
+    await gateway.commands.act(experiment_id, Action.DELETE)
 
 
 async def _text_of(request: Request) -> str:
@@ -98,7 +98,7 @@ async def _text_of(request: Request) -> str:
 
 
 async def _act(experiment_id: str, action: Action, gateway: Gateway) -> ExperimentView:
-    return gateway.control.view(await gateway.control.act(experiment_id, action))
+    return gateway.commands.view(await gateway.commands.act(experiment_id, action))
 
 
 @router.post("/{experiment_id}/start")

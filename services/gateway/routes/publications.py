@@ -42,7 +42,7 @@ async def announce(experiment_id: str, request: PublicationRequest, gateway: Gat
 @router.get("")
 async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
     """List an experiment's publications by version."""
-    gateway.book.get(experiment_id)
+    gateway.repository.get(experiment_id)
     publications = await gateway.publications.all(experiment_id)
     return page_of([(str(each.version), each) for each in publications], after, limit)
 

@@ -54,7 +54,7 @@ async def ledger(experiment_id: str, gateway: Gateway) -> dict[str, Any]:
     Raises:
         NotFound: nothing bears this id (404).
     """
-    experiment = gateway.book.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     if experiment.record.final_ledger is not None:
         return dict(experiment.record.final_ledger)
     train, evaluation = await experiment.train.ledger(), await experiment.evaluation.ledger()
@@ -69,7 +69,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         NotFound: nothing bears this id (404).
         InvalidRequest: a value is not finite (422).
     """
-    experiment = gateway.book.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     wrong = [name for name, value in batch.values.items() if not math.isfinite(value)]
     if wrong:
         errors = [
@@ -100,7 +100,7 @@ async def metrics(
     Raises:
         NotFound: nothing bears this id (404).
     """
-    gateway.book.get(experiment_id)
+    gateway.repository.get(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]
     rows = await gateway.store.metrics(experiment_id, names=wanted, after=number_of(after), limit=limit)
     return Page(items=tuple(point.model_dump() for _, point in rows), next=str(rows[-1][0]) if rows else None)
@@ -120,11 +120,11 @@ async def events(
     Raises:
         NotFound: nothing bears this id (404).
     """
-    experiment = gateway.book.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     start = number_of(last_event_id if last_event_id is not None else after)
 
     def is_over() -> bool:
-        is_gone = gateway.book.find(experiment_id) is None
+        is_gone = gateway.repository.find(experiment_id) is None
         return is_gone or (experiment.state.is_final and experiment.record.final_ledger is not None)
 
     async def stream() -> AsyncIterator[str]:
@@ -134,7 +134,7 @@ async def events(
         async for event in follow:
             yield frame_of(event)
 
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    headers = {"Cache-ExperimentCommands": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
@@ -152,11 +152,11 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
     Raises:
         NotFound: nothing bears this id (404).
     """
-    experiment = gateway.book.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     await gateway.store.put_checkpoint(experiment_id, checkpoint)
     if checkpoint.step > experiment.record.step:
         # A trainer that is stopped at once may not say itself how far it came.
-        await gateway.book.update(experiment, step=checkpoint.step)
+        await gateway.repository.update(experiment, step=checkpoint.step)
     await gateway.events.append(
         experiment_id, "checkpoint", step=checkpoint.step, version=checkpoint.version, path=checkpoint.path
     )
@@ -170,7 +170,7 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
     Raises:
         NotFound: nothing bears this id (404).
     """
-    experiment = gateway.book.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     now = gateway.clock.monotonic()
     found = experiment.bottleneck(now)
     problem = experiment.record.problem
@@ -192,7 +192,7 @@ async def checkpoints(experiment_id: str, gateway: Gateway, after: Cursor = None
     Raises:
         NotFound: nothing bears this id (404).
     """
-    gateway.book.get(experiment_id)
+    gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)
     return page_of([(str(each.step), each) for each in found], after, limit)
 
@@ -216,7 +216,7 @@ async def show_step(experiment_id: str, step: int, gateway: Gateway) -> StepView
     """
     if step < 0:
         raise InvalidRequest(f"step must be at least 0, got {step}")
-    queue = gateway.book.get(experiment_id).train.trainer(READER)
+    queue = gateway.repository.get(experiment_id).train.trainer(READER)
     lineage = await queue.lineage(step)
     plan = lineage or await queue.load_plan(step)
     if plan is None:

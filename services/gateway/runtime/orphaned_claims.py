@@ -16,10 +16,10 @@ from shared.streams.hop import holder_of
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
-class AbandonedClaims:
+class OrphanedClaims:
     """Frees what nobody works on any more in the lanes of one experiment."""
 
     def __init__(self, experiment: Experiment, registry: Registry, events: EventLog) -> None:
@@ -35,7 +35,7 @@ class AbandonedClaims:
                 await self.look()
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-            await wait_for_any(LOOK_SECONDS, left)
+            await wait_for_any(POLL_SECONDS, left)
 
     async def look(self) -> int:
         """Free the claims of the dead, and return how many these were.

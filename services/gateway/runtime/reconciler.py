@@ -1,4 +1,4 @@
-"""The conductor: one loop that moves placement, leases, deadlines and the experiments' lives forward.
+"""The reconciler: one loop that moves placement, leases, deadlines and the experiments' lives forward.
 
 It is level-triggered: each round compares what is with what should be, so a lost wake-up costs one period and a
 restarted gateway converges by itself. Work that takes time runs in a task per experiment, which it starts and ends.
@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from services.gateway import signals
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.repository import Book, Experiment
-from services.gateway.lifecycle.states import Step
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.lifecycle.states import LifecycleEvent
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import DRAINED, LiveService, Registry
@@ -25,14 +25,14 @@ from shared.schemas.service import ServiceKind, WorkState
 log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 OVERSLEPT_SECONDS = 1.0
 """A wait that lasts so much longer than it should means that this process stood still, and heard nobody."""
 
 Work = Callable[[Experiment], Awaitable[None]]
 
 
-class Conductor:
+class Reconciler:
     """Runs the loop.
 
     Args:
@@ -44,10 +44,10 @@ class Conductor:
     def __init__(
         self,
         registry: Registry,
-        book: Book,
+        repository: ExperimentRepository,
         publications: Publications,
         fleet: Fleet,
-        control: Control,
+        commands: ExperimentCommands,
         scheduler: Scheduler,
         news: asyncio.Event,
         *,
@@ -55,10 +55,10 @@ class Conductor:
         end: Work,
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._repository = repository
         self._publications = publications
         self._fleet = fleet
-        self._control = control
+        self._commands = commands
         self._scheduler = scheduler
         self._work = work
         self._end = end
@@ -101,22 +101,24 @@ class Conductor:
                 await self._fleet.release(service, DRAINED)
             elif service.kind is ServiceKind.ROLLOUT and self._registry.is_overdue(service):
                 await self._fleet.release(service, "its notice is over")
-            elif self._book.find(service.experiment_id) is None:
+            elif self._repository.find(service.experiment_id) is None:
                 await self._fleet.release(service, "its experiment was deleted")
         await self._publications.check_deadlines()
         await self._scheduler.round()
-        for experiment in self._book:
+        for experiment in self._repository:
             await self._advance(experiment)
             await self._tend(experiment)
 
     async def _advance(self, experiment: Experiment) -> None:
         record = experiment.record
         if experiment.state is ExperimentState.STARTING and self._is_ready(experiment):
-            await self._control.conclude(experiment, Step.READY)
+            await self._commands.conclude(experiment, LifecycleEvent.READY)
         if experiment.state in {ExperimentState.RUNNING, ExperimentState.PAUSED} and record.is_trained:
             is_evaluated = experiment.spec.evaluation is None or record.evaluated_version == record.policy_version
             if is_evaluated and self._publications.open_phase(experiment.id) is None:
-                await self._control.conclude(experiment, Step.TRAINED, outcome=ExperimentState.COMPLETED.value)
+                await self._commands.conclude(
+                    experiment, LifecycleEvent.TRAINED, outcome=ExperimentState.COMPLETED.value
+                )
 
     def _is_ready(self, experiment: Experiment) -> bool:
         ready = [s for s in self._registry.of(experiment.id) if _is_ready(s, experiment.id)]
@@ -152,14 +154,14 @@ class Conductor:
                 log.warning(
                     "work for an experiment starts again", extra={"experiment_id": experiment.id, "error": repr(error)}
                 )
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 return
             log.exception("work for an experiment broke", extra={"experiment_id": experiment.id})
             cause = causes[0]
             detail = cause.detail if isinstance(cause, FlotillaError) else repr(cause)
-            await self._control.fail(experiment, "gateway", detail)
+            await self._commands.fail(experiment, "gateway", detail)
             # It may be the ending itself that broke, and that is tried again for ever.
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._news.set()
 

@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.drain_outstanding import resolve_leftovers
-from services.gateway.lifecycle.repository import Book, Experiment
-from services.gateway.lifecycle.states import Step
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.drain_outstanding import drain_outstanding
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.lifecycle.states import LifecycleEvent
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
 from services.gateway.signals import wait_for_any
@@ -18,11 +18,11 @@ from shared.schemas.task import Lane
 log = logging.getLogger(__name__)
 
 EXPERIMENT_ENDED = "experiment_ended"
-LOOK_SECONDS = 0.1
-AWAY_SECONDS = 1.0
+POLL_SECONDS = 0.1
+UNAVAILABLE_BACKOFF_SECONDS = 1.0
 
 
-class Ending:
+class Teardown:
     """Brings one experiment to rest.
 
     Args:
@@ -33,20 +33,20 @@ class Ending:
     def __init__(
         self,
         experiment: Experiment,
-        book: Book,
+        repository: ExperimentRepository,
         registry: Registry,
         fleet: Fleet,
-        control: Control,
+        commands: ExperimentCommands,
         clock: Clock,
         *,
         patience_seconds: float,
         finish_tracking: Callable[[], Awaitable[None]],
     ) -> None:
         self._experiment = experiment
-        self._book = book
+        self._repository = repository
         self._registry = registry
         self._fleet = fleet
-        self._control = control
+        self._commands = commands
         self._clock = clock
         self._patience_seconds = patience_seconds
         self._finish_tracking = finish_tracking
@@ -56,19 +56,19 @@ class Ending:
         await self._wait_for_quiet()
         while True:
             try:
-                step = await self._book.durable_step(self._experiment)
-                train = await resolve_leftovers(self._experiment, Lane.TRAIN, EXPERIMENT_ENDED, durable_step=step)
-                evaluation = await resolve_leftovers(self._experiment, Lane.EVALUATION, EXPERIMENT_ENDED)
+                step = await self._repository.durable_step(self._experiment)
+                train = await drain_outstanding(self._experiment, Lane.TRAIN, EXPERIMENT_ENDED, durable_step=step)
+                evaluation = await drain_outstanding(self._experiment, Lane.EVALUATION, EXPERIMENT_ENDED)
                 break
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                await asyncio.sleep(AWAY_SECONDS)
+                await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
         for service in self._registry.of(self._experiment.id):
             await self._fleet.release(service, "the experiment has ended")
         await self._finish_tracking()
         ledgers = {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
-        await self._book.update(self._experiment, final_ledger=ledgers, evaluating_version=None)
-        await self._control.conclude(self._experiment, Step.QUIET, problem=None)
+        await self._repository.update(self._experiment, final_ledger=ledgers, evaluating_version=None)
+        await self._commands.conclude(self._experiment, LifecycleEvent.QUIET, problem=None)
 
     async def _wait_for_quiet(self) -> None:
         end = self._clock.monotonic() + self._patience_seconds
@@ -76,5 +76,5 @@ class Ending:
             working = [s for s in self._registry.of(self._experiment.id) if s.works_for(self._experiment.id)]
             if not working:
                 return
-            await wait_for_any(LOOK_SECONDS, self._experiment.changed.next)
+            await wait_for_any(POLL_SECONDS, self._experiment.changed.next)
         log.warning("services did not fall idle", extra={"experiment_id": self._experiment.id})

@@ -11,14 +11,14 @@ from services.gateway.datasets.overlong import without_overlong
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.feeder import Feeder
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.watchdog import Watchdog
 from services.gateway.publications.publications import Publications
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import Registry
-from services.gateway.runtime.orphaned_claims import AbandonedClaims
-from services.gateway.runtime.teardown import Ending
+from services.gateway.runtime.orphaned_claims import OrphanedClaims
+from services.gateway.runtime.teardown import Teardown
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
 from services.gateway.tracking.tracking import Tracking
@@ -34,9 +34,9 @@ class ExperimentWork:
         store: Store,
         clock: Clock,
         registry: Registry,
-        book: Book,
+        repository: ExperimentRepository,
         publications: Publications,
-        control: Control,
+        commands: ExperimentCommands,
         fleet: Fleet,
         events: EventLog,
     ) -> None:
@@ -44,9 +44,9 @@ class ExperimentWork:
         self._store = store
         self._clock = clock
         self._registry = registry
-        self._book = book
+        self._repository = repository
         self._publications = publications
-        self._control = control
+        self._commands = commands
         self._fleet = fleet
         self._events = events
         self._tracking = Tracking(store, events)
@@ -60,7 +60,7 @@ class ExperimentWork:
         dataset, held_out = await self._load(experiment)
         watchdog = Watchdog(
             experiment,
-            self._book,
+            self._repository,
             self._registry,
             self._publications,
             self._events,
@@ -70,11 +70,13 @@ class ExperimentWork:
         lanes = [
             Feeder(experiment, dataset, self._store, self._clock).run(),
             watchdog.run(),
-            AbandonedClaims(experiment, self._registry, self._events).run(),
+            OrphanedClaims(experiment, self._registry, self._events).run(),
             self._tracking.run(experiment),
         ]
         if held_out is not None:
-            lanes.append(Evaluator(experiment, held_out, self._book, self._store, self._events, self._clock).run())
+            lanes.append(
+                Evaluator(experiment, held_out, self._repository, self._store, self._events, self._clock).run()
+            )
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
@@ -97,12 +99,12 @@ class ExperimentWork:
 
     async def end(self, experiment: Experiment) -> None:
         """Bring an experiment to rest."""
-        ending = Ending(
+        ending = Teardown(
             experiment,
-            self._book,
+            self._repository,
             self._registry,
             self._fleet,
-            self._control,
+            self._commands,
             self._clock,
             patience_seconds=self._settings.ending_seconds,
             finish_tracking=functools.partial(self._tracking.finish, experiment),

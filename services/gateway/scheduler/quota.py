@@ -6,8 +6,8 @@ until it says that it is done or its notice is over. Only then is it released, a
 
 import logging
 
-from services.gateway.lifecycle.commands import Control
-from services.gateway.lifecycle.repository import Book, Experiment
+from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.registry.fleet import Fleet
 from services.gateway.registry.services import LiveService, Registry
@@ -33,18 +33,18 @@ class Scheduler:
     def __init__(
         self,
         registry: Registry,
-        book: Book,
+        repository: ExperimentRepository,
         fleet: Fleet,
-        control: Control,
+        commands: ExperimentCommands,
         clock: Clock,
         *,
         patience_seconds: float,
         notice_seconds: float,
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._repository = repository
         self._fleet = fleet
-        self._control = control
+        self._commands = commands
         self._clock = clock
         self._patience_seconds = patience_seconds
         self._notice_seconds = notice_seconds
@@ -63,10 +63,10 @@ class Scheduler:
         # Sandboxes first: a reward looks for its experiment's when it starts.
         chosen = [service for service in self._registry if service.id in placement.assigned]
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
-            await self._assign(service, self._book.get(placement.assigned[service.id]))
+            await self._assign(service, self._repository.get(placement.assigned[service.id]))
         for demand in demands:
             cause = why_waiting(demand.experiment_id, placement, demands, candidates)
-            await self._say_what_lacks(self._book.get(demand.experiment_id), cause)
+            await self._say_what_lacks(self._repository.get(demand.experiment_id), cause)
 
     def view(self) -> FleetView:
         """Show who serves whom, and why."""
@@ -81,7 +81,7 @@ class Scheduler:
         )
 
     def _demands(self) -> list[Demand]:
-        active = sorted((e for e in self._book if e.is_active), key=lambda e: e.record.started_at or 0.0)
+        active = sorted((e for e in self._repository if e.is_active), key=lambda e: e.record.started_at or 0.0)
         return [
             Demand(
                 experiment_id=experiment.id,
@@ -119,22 +119,24 @@ class Scheduler:
 
     async def _assign(self, service: LiveService, experiment: Experiment) -> None:
         if service.kind is ServiceKind.TRAINER:
-            await self._book.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
+            await self._repository.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
         await self._registry.assign(service, experiment.id)
-        await self._control.note(experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value)
+        await self._commands.note(
+            experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value
+        )
 
     async def _say_what_lacks(self, experiment: Experiment, cause: str | None) -> None:
         problem = experiment.record.problem
         if cause is not None:
-            if await self._book.set_problem(experiment, SCHEDULER, cause):
-                await self._control.note(experiment, "waiting", component=SCHEDULER, cause=cause)
+            if await self._repository.set_problem(experiment, SCHEDULER, cause):
+                await self._commands.note(experiment, "waiting", component=SCHEDULER, cause=cause)
         elif problem is not None and problem["component"] == SCHEDULER:
-            await self._book.update(experiment, problem=None)
+            await self._repository.update(experiment, problem=None)
 
     def _share(
         self, demand: Demand, placement: Placement, demands: list[Demand], candidates: list[Candidate]
     ) -> ExperimentShare:
-        experiment = self._book.get(demand.experiment_id)
+        experiment = self._repository.get(demand.experiment_id)
         targets = placement.targets.get(experiment.id, {})
         kinds = {}
         for kind, quota in demand.quotas.items():

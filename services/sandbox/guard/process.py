@@ -28,7 +28,7 @@ from services.sandbox.guard.job import (
 from services.sandbox.guard.watch import descendants, find_excess
 from services.sandbox.limits import apply_rlimits
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 KILL_SECONDS = 5.0
 OWN_PROCESSES = 3
@@ -147,7 +147,7 @@ def _processes_of_uid() -> "list[int]":
 def _attend(pid: int, phase: Phase, job: Job, stdin: int, given: bytes, drains: "list[Drain]") -> "tuple[str, str]":
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
     deadline = time.monotonic() + phase.timeout_seconds
-    next_look = time.monotonic() + LOOK_SECONDS
+    next_look = time.monotonic() + POLL_SECONDS
     unsent = memoryview(given)
     with selectors.DefaultSelector() as selector:
         for drain in drains:
@@ -170,7 +170,7 @@ def _attend(pid: int, phase: Phase, job: Job, stdin: int, given: bytes, drains: 
                     if excess is not None:
                         return OVER_LIMIT, excess
                     # Where looking is slow, for there are very many processes, look less often.
-                    next_look = time.monotonic() + max(LOOK_SECONDS, 10 * (time.monotonic() - now))
+                    next_look = time.monotonic() + max(POLL_SECONDS, 10 * (time.monotonic() - now))
                 for key, _ in selector.select(max(0.0, min(next_look, deadline) - time.monotonic())):
                     if isinstance(key.data, Drain):
                         if not key.data.read():

@@ -19,8 +19,8 @@ from shared.streams.plans import TrainerQueue
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2
-AGAIN_SECONDS = 1.0
+POLL_SECONDS = 0.2
+RETRY_SECONDS = 1.0
 REPORT_SECONDS = 10.0
 
 MakeDurable = Callable[[str], Awaitable[None]]
@@ -95,7 +95,7 @@ class StepPlanner:
 
     async def _until_enough(self, step: int, make_durable: MakeDurable) -> None:
         next_report = time.monotonic() + REPORT_SECONDS
-        while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=AGAIN_SECONDS):
+        while not await self._source.until(lambda ids: len(ids) >= self._count, wait_seconds=RETRY_SECONDS):
             if (reason := await self._why_durable()) is not None:
                 await make_durable(reason)
             if time.monotonic() < next_report:
@@ -122,7 +122,7 @@ class StepPlanner:
             awaited = set(old[: self._count])
             if (reason := await self._why_durable()) is not None:
                 await make_durable(reason)
-            if await self._source.until(awaited.issubset, wait_seconds=LOOK_SECONDS):
+            if await self._source.until(awaited.issubset, wait_seconds=POLL_SECONDS):
                 if len(old) > self._count:
                     log.warning("more old groups than one step holds", extra={"old": len(old), "held": self._count})
                 return

@@ -27,7 +27,7 @@ SECRETS = ("FLOTILLA_TOKEN", "FLOTILLA_TOKEN_FILE", "FLOTILLA_REDIS_URL", "FLOTI
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitStatus:
     """How a worker ended.
 
     Attributes:
@@ -39,7 +39,7 @@ class Ending:
     cause: str
 
 
-class Worker:
+class WorkerHandle:
     """One worker process. Made by :meth:`start`."""
 
     def __init__(
@@ -80,13 +80,13 @@ class Worker:
         """Send it a message; nothing happens where it has ended."""
         self._write(line.line())
 
-    async def ended(self) -> Ending:
+    async def ended(self) -> ExitStatus:
         """Wait for its end, and say how it came about."""
         code = await self._process.wait()
         await asyncio.wait(self._readers, timeout=1.0)
         for reader in self._readers:
             reader.cancel()
-        return Ending(code, self._describe(code))
+        return ExitStatus(code, self._describe(code))
 
     async def stop(self, wait_seconds: float) -> None:
         """Wait for an end that was ordered; kill what does not come to it."""

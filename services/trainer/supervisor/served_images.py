@@ -10,7 +10,7 @@ from shared.weights.pull import PublishedImages
 log = logging.getLogger(__name__)
 
 
-class OfferedImages:
+class ServedImages:
     """The newest versions, each under a shared lock while it is offered.
 
     They outlive the worker that wrote them: a rollout that joins while the worker is started again still gets them.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.supervisor.process import Ending, Worker
-from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.process import ExitStatus, WorkerHandle
+from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Status
 from shared.config.load import validate_spec
 from shared.errors import InvalidSpec
@@ -49,7 +49,7 @@ class Addresses:
 
 
 class Process(Protocol):
-    """The part of ``Worker`` that is used here."""
+    """The part of ``WorkerHandle`` that is used here."""
 
     @property
     def pid(self) -> int:
@@ -58,7 +58,7 @@ class Process(Protocol):
     def tell(self, line: Line) -> None:
         """Send it a message."""
 
-    async def ended(self) -> Ending:
+    async def ended(self) -> ExitStatus:
         """Wait for its end."""
 
     async def stop(self, wait_seconds: float) -> None:
@@ -84,9 +84,9 @@ class Supervisor:
     def __init__(
         self,
         addresses: Addresses,
-        images: OfferedImages,
+        images: ServedImages,
         service_id: Callable[[], str | None],
-        start_worker: StartWorker = Worker.start,
+        start_worker: StartWorker = WorkerHandle.start,
     ) -> None:
         self._addresses = addresses
         self._images = images
@@ -177,7 +177,7 @@ class Supervisor:
         try:
             spec = validate_spec(assignment.spec)
         except InvalidSpec as error:
-            self._fail(Failure(component=COMPONENT, cause=error.detail), is_hopeless=True)
+            self._fail(Failure(component=COMPONENT, cause=error.detail), is_permanent=True)
             return
         self._started_workers += 1
         launch = Launch(
@@ -191,7 +191,7 @@ class Supervisor:
         try:
             self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
         except OSError as error:
-            self._fail(Failure(component=COMPONENT, cause=f"no process can be started: {error}"), is_hopeless=True)
+            self._fail(Failure(component=COMPONENT, cause=f"no process can be started: {error}"), is_permanent=True)
             return
         log.info("worker is started", extra={"pid": self._worker.pid, "number": self._started_workers})
         self._watching = asyncio.create_task(self._watch(self._worker), name="worker")
@@ -210,7 +210,7 @@ class Supervisor:
                 self._worker.tell(Offered(version=message.version))
         elif isinstance(message, Failed):
             self._failure = message.failure
-            self._is_hopeless = message.is_hopeless
+            self._is_hopeless = message.is_permanent
         else:
             is_news = self._status is None or (message.step, message.version) != (
                 self._status.step,
@@ -230,7 +230,7 @@ class Supervisor:
             return
         self._worker = None
         if self._is_hopeless and self._failure is not None:
-            self._fail(self._failure, is_hopeless=True)
+            self._fail(self._failure, is_permanent=True)
             return
         cause = self._failure.cause if self._failure else ending.cause
         now = time.monotonic()
@@ -244,7 +244,7 @@ class Supervisor:
         if len(recent) == MAX_DEATHS:
             window = f"{DEATH_WINDOW_SECONDS:g} s without getting further"
             cause = f"died {MAX_DEATHS} times within {window}, the last time: {cause}"
-            self._fail(Failure(component=COMPONENT, cause=cause), is_hopeless=True)
+            self._fail(Failure(component=COMPONENT, cause=cause), is_permanent=True)
             return
         pause = FIRST_PAUSE_SECONDS * PAUSE_GROWTH ** (len(recent) - 1)
         log.error("worker died, it is started again", extra={"cause": cause, "pause_seconds": pause})
@@ -254,9 +254,9 @@ class Supervisor:
         self.tell()
         self._changed.set()
 
-    def _fail(self, failure: Failure, *, is_hopeless: bool) -> None:
+    def _fail(self, failure: Failure, *, is_permanent: bool) -> None:
         log.error("training cannot go on", extra={"cause": failure.cause})
-        self._failure, self._is_hopeless = failure, is_hopeless
+        self._failure, self._is_hopeless = failure, is_permanent
         self._become(WorkState.FAILED)
         self.tell()
 

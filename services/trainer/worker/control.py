@@ -9,7 +9,7 @@ from shared.schemas.service import WorkState
 Answer = TypeVar("Answer")
 
 
-class Control:
+class RunControl:
     """The switch between whoever commands and the loop that obeys.
 
     Args:

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.metrics import describe_groups
-from services.trainer.worker.control import Control
-from services.trainer.worker.durability import Durability
+from services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.learner import Learner, StepResult
 from services.trainer.worker.publisher import Publisher
@@ -42,9 +42,9 @@ class TrainingLoop:
         planner: StepPlanner,
         publisher: Publisher,
         images: ImagePool,
-        durability: Durability,
+        durability: CheckpointPolicy,
         reporter: Reporter,
-        control: Control,
+        control: RunControl,
         compute: Executor,
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Status
-from services.trainer.worker.control import Control
-from services.trainer.worker.durability import CheckpointOverdue
-from services.trainer.worker.session import Session, Surroundings, open_session
+from services.trainer.worker.checkpoint_policy import CheckpointOverdue
+from services.trainer.worker.control import RunControl
+from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
@@ -49,7 +49,7 @@ class WorkerProcess:
     def __init__(self, orders: asyncio.StreamReader, answers: IO[bytes]) -> None:
         self._orders = orders
         self._answers = answers
-        self._control = Control(on_state=lambda _: self._say_status())
+        self._control = RunControl(on_state=lambda _: self._say_status())
         self._session: Session | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failure: Failure | None = None
@@ -89,7 +89,7 @@ class WorkerProcess:
         starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")
         try:
             async with GatewayClient(launch.gateway_url, launch.token) as gateway:
-                around = Surroundings(
+                around = SessionDeps(
                     experiment_id=launch.assignment.experiment_id,
                     service_id=launch.service_id,
                     directory=_directory(launch),
@@ -198,18 +198,18 @@ def describe_failure(error: BaseException) -> Failed:
     """Turn what ended the training into one sentence, and say whether starting again could help."""
     if isinstance(error, MemoryError):
         cause = f"out of memory: {error}" if str(error) else "out of memory"
-        return _failed(cause, is_hopeless=False)
+        return _failed(cause, is_permanent=False)
     if isinstance(error, ClaimLost):
-        return Failed(failure=Failure(component=COMPONENT, cause=error.detail, fatal=False), is_hopeless=True)
+        return Failed(failure=Failure(component=COMPONENT, cause=error.detail, fatal=False), is_permanent=True)
     if isinstance(error, FlotillaError):
-        return _failed(error.detail, is_hopeless=isinstance(error, HOPELESS))
+        return _failed(error.detail, is_permanent=isinstance(error, HOPELESS))
     text = str(error).strip().splitlines()
-    return _failed(f"{type(error).__name__}: {text[0] if text else 'no message'}", is_hopeless=False)
+    return _failed(f"{type(error).__name__}: {text[0] if text else 'no message'}", is_permanent=False)
 
 
-def _failed(cause: str, *, is_hopeless: bool) -> Failed:
-    failure = Failure(component=COMPONENT, cause=cause[:MAX_CAUSE_CHARACTERS], fatal=is_hopeless)
-    return Failed(failure=failure, is_hopeless=is_hopeless)
+def _failed(cause: str, *, is_permanent: bool) -> Failed:
+    failure = Failure(component=COMPONENT, cause=cause[:MAX_CAUSE_CHARACTERS], fatal=is_permanent)
+    return Failed(failure=failure, is_permanent=is_permanent)
 
 
 def _first(group: BaseException) -> BaseException:

@@ -15,8 +15,8 @@ from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
-from services.trainer.worker.control import Control
-from services.trainer.worker.durability import Durability
+from services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.learner import Learner
 from services.trainer.worker.loop import TrainingLoop
@@ -38,7 +38,7 @@ GROUP_ESTIMATORS = frozenset(
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SessionDeps:
     """What a session is opened in.
 
     Attributes:
@@ -93,7 +93,7 @@ FLUSH_SECONDS = 2.0
 
 
 @contextlib.asynccontextmanager
-async def open_session(spec: ExperimentSpec, around: Surroundings, control: Control) -> AsyncIterator[Session]:
+async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunControl) -> AsyncIterator[Session]:
     """Take over the experiment, load model and checkpoint, and put the loop together.
 
     Raises:
@@ -119,7 +119,7 @@ async def open_session(spec: ExperimentSpec, around: Surroundings, control: Cont
             service_id=around.service_id,
             on_image=around.on_image,
         )
-        durability = Durability(
+        durability = CheckpointPolicy(
             spec.checkpoint, manager, learner, progress, queue, source, reporter, compute, around.on_failure
         )
         planner = StepPlanner(spec, queue, around.plane.admission, source)

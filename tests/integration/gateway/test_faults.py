@@ -82,7 +82,7 @@ async def test_stopping_resolves_what_is_outstanding_and_frees_the_services(
     assert (view["services"], view["problem"]) == ({}, None)
     assert ledger["balanced"] and ledger["outstanding"] == 0
     assert set(ledger["dropped"]) <= {"experiment_ended", "no_checkpoint"}
-    assert gateway.book.get(path.rsplit("/", 1)[1]).record.outcome == "stopped"
+    assert gateway.repository.get(path.rsplit("/", 1)[1]).record.outcome == "stopped"
 
 
 async def test_a_fatal_failure_is_shown_with_component_and_cause(
@@ -129,7 +129,7 @@ async def test_a_trainer_that_vanishes_is_replaced_and_nothing_is_trained_twice(
             ledger = (await client.call("GET", f"{path}/ledger"))["train"]
 
             assert view["state"] == "completed", view["problem"]
-            assert gateway.book.get(view["id"]).record.trainer_epoch == 2
+            assert gateway.repository.get(view["id"]).record.trainer_epoch == 2
             assert ledger["balanced"] and (ledger["trained"], ledger["outstanding"]) == (16, 0)
             groups = [group for step in [*first.trained, *second.trained] for group in step]
             assert len(groups) == len(set(groups))

@@ -198,7 +198,7 @@ async def test_the_same_key_and_body_get_the_first_answer_again(
         unauthorised = await http.post("/v1/experiments", content=spec, headers={"Authorization": "Bearer wrong"})
 
     assert (first.status_code, first.json()) == (second.status_code, second.json())
-    assert first.status_code == 201 and len(list(gateway.book)) == 1
+    assert first.status_code == 201 and len(list(gateway.repository)) == 1
     for answer in (other_body, other_query):
         assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_mismatch")
     assert [answer.status_code for answer in refused] == [422, 422]

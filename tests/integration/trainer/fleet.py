@@ -12,8 +12,8 @@ from safetensors.torch import load
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.worker.control import Control
-from services.trainer.worker.session import Session, Surroundings, open_session
+from services.trainer.worker.control import RunControl
+from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.errors import StalePolicyVersion
@@ -222,12 +222,12 @@ class ScriptedFleet:
 @contextlib.asynccontextmanager
 async def a_session(
     spec: ExperimentSpec, directory: Path, plane: Any, gateway: YesGateway, **surroundings: Any
-) -> AsyncIterator[tuple[Session, Control]]:
+) -> AsyncIterator[tuple[Session, RunControl]]:
     """Open the trainer's session as the worker process does."""
     states: list[WorkState] = []
     failures: list[Failure] = []
-    control = Control(states.append)
-    around = Surroundings(
+    control = RunControl(states.append)
+    around = SessionDeps(
         **(
             {
                 "experiment_id": "e",

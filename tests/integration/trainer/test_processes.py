@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.config.spec import ExperimentSpec
 from shared.errors import NotFound
@@ -111,7 +111,7 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     host, port = listening.getsockname()
     addresses = Addresses(f"http://{host}:{port}", redis_url, "secret", "127.0.0.1", "WARNING")
-    supervisor = Supervisor(addresses, OfferedImages(published), lambda: "trainer-1")
+    supervisor = Supervisor(addresses, ServedImages(published), lambda: "trainer-1")
     fleet = ScriptedFleet(spec, plane, gateway)
     tasks = [asyncio.create_task(server._serve([listening])), asyncio.create_task(supervisor.run())]
     tasks.append(asyncio.create_task(fleet.run()))

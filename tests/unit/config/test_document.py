@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
-from shared.config.document import render
+from shared.config.reference_page import render
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_committed_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m shared.config.document > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == render(), (
+        "run: python -m shared.config.reference_page > docs/configuration.md"
+    )
 
 
 def test_every_key_is_explained() -> None:

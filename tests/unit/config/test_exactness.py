@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from flotilla.cli.launch_file import read_launch_file
-from shared.config.exactness import NUMBERS, _options, check_exact, is_guessed
 from shared.config.load import parse_document, validate_spec
 from shared.config.spec import ExperimentSpec
+from shared.config.strict_types import NUMBERS, _options, check_exact, is_guessed
 from shared.config.yaml_text import read_value, write_value
 from shared.errors import InvalidSpec
 from tests.unit.config.test_round_trip import sections_below

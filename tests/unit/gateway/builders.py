@@ -81,7 +81,7 @@ def a_gateway(store: MemoryStore | None = None, clock: ManualClock | None = None
         GatewaySettings(**(fields | settings)), store or MemoryStore(), MemoryPlanes(), answers, clock or ManualClock()
     )
     # Rounds move experiments; what works inside them (feeder, evaluator, watchdog, ending) is tested on its own.
-    gateway.conductor._work = gateway.conductor._end = _rest
+    gateway.reconciler._work = gateway.reconciler._end = _rest
     return gateway
 
 
@@ -91,7 +91,7 @@ async def _rest(_experiment: Experiment) -> None:
 
 async def stop(gateway: GatewayState) -> None:
     """End the tasks that rounds have started."""
-    tasks = [task for _, task in gateway.conductor._tasks.values()]
+    tasks = [task for _, task in gateway.reconciler._tasks.values()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,7 +100,7 @@ async def stop(gateway: GatewayState) -> None:
 async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:
     """Take an experiment in, running unless told otherwise."""
     record = a_record(experiment_id, **({"state": ExperimentState.RUNNING, "started_at": 1.0} | changes))
-    return await gateway.book.add(record, validate_spec(record.spec))
+    return await gateway.repository.add(record, validate_spec(record.spec))
 
 
 def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "one", **changes: Any) -> Registration:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.lifecycle.repository import Experiment
-from services.gateway.runtime.orphaned_claims import AbandonedClaims
+from services.gateway.runtime.orphaned_claims import OrphanedClaims
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import Unavailable
@@ -14,8 +14,8 @@ from shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_gateway, a_registration, add_experiment, add_service, running, until
 
 
-def of(gateway: GatewayState, experiment: Experiment) -> AbandonedClaims:
-    return AbandonedClaims(experiment, gateway.registry, gateway.events)
+def of(gateway: GatewayState, experiment: Experiment) -> OrphanedClaims:
+    return OrphanedClaims(experiment, gateway.registry, gateway.events)
 
 
 def hop_of(gateway: GatewayState, experiment: Experiment, service_id: str) -> Hop:

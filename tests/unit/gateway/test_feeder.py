@@ -8,7 +8,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.loading import load_training
 from services.gateway.feeder import feeder as feeding
 from services.gateway.feeder.feeder import Feeder
-from services.gateway.lifecycle.drain_outstanding import resolve_leftovers
+from services.gateway.lifecycle.drain_outstanding import drain_outstanding
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState
@@ -182,7 +182,7 @@ async def test_leftovers_of_every_hop_are_resolved_as_dropped(lane: Lane) -> Non
     [claim] = await reward.claim(1, wait_seconds=0.01)
     await reward.forward(claim, a_group(claim.task(), rewards=[0.0, 1.0]))
 
-    ledger = await resolve_leftovers(experiment, lane, "experiment_ended")
+    ledger = await drain_outstanding(experiment, lane, "experiment_ended")
 
     assert ledger.dropped == {"experiment_ended": 4}
     assert (ledger.outstanding, ledger.balanced) == (0, True)
@@ -234,7 +234,7 @@ async def test_leftovers_of_a_full_lane_are_resolved() -> None:
         await rollout.forward(claim, a_group(claim.task(), sampled_tokens=100_000))
     assert (await experiment.train.admission.bound(1024**2))[HopName.GENERATED] > 1024**2
 
-    ledger = await resolve_leftovers(experiment, Lane.TRAIN, "experiment_ended")
+    ledger = await drain_outstanding(experiment, Lane.TRAIN, "experiment_ended")
 
     assert (ledger.outstanding, ledger.dropped["experiment_ended"]) == (0, ledger.issued)
 
@@ -254,7 +254,7 @@ async def test_plans_of_an_ended_experiment_are_committed_up_to_its_last_checkpo
     for step, claim in enumerate(await trainer.hop.claim(3, wait_seconds=0.01), start=1):
         await trainer.plan(step, [claim], step - 1)
 
-    ledger = await resolve_leftovers(experiment, Lane.TRAIN, "experiment_ended", durable_step=2)
+    ledger = await drain_outstanding(experiment, Lane.TRAIN, "experiment_ended", durable_step=2)
 
     assert (ledger.trained, ledger.planned, ledger.dropped) == (2, 0, {"no_checkpoint": 1})
     assert ledger.balanced

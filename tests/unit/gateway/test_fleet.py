@@ -57,17 +57,17 @@ async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(monkeypatch: py
     looks: list[float] = []
     monkeypatch.setattr(gateway.registry, "now", lambda: looks.append(clock.monotonic()) or clock.monotonic())
 
-    async with running(gateway.conductor.run()):
+    async with running(gateway.reconciler.run()):
         await until(lambda: looks)
         clock.advance(60.0)
-        gateway.conductor._news.set()
+        gateway.reconciler._news.set()
         await until(lambda: service.lease_ends > begun + 60)
 
         assert len(gateway.registry) == 1
         assert 9.0 < service.lease_ends - clock.monotonic() <= 10.0
 
         clock.advance(10.0)
-        await gateway.conductor.round()
+        await gateway.reconciler.round()
         assert len(gateway.registry) == 0
     await stop(gateway)
 
@@ -78,14 +78,14 @@ async def test_a_service_that_is_silent_is_forgotten_and_told_to_register_again(
     service_id = await add_service(gateway, ServiceKind.REWARD, "one")
 
     clock.advance(9.9)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     await say(gateway, service_id, ObservedState())
     clock.advance(9.9)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert len(gateway.registry) == 1
 
     clock.advance(0.2)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     with pytest.raises(NotFound, match="register again"):
         await say(gateway, service_id, ObservedState())
 
@@ -170,7 +170,7 @@ async def test_a_started_experiment_is_placed_becomes_ready_and_runs() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
     ids = {kind: await add_service(gateway, kind, kind.value) for kind in ServiceKind}
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     for kind, service_id in ids.items():
         version = -1 if kind is ServiceKind.ROLLOUT else None
         await say(
@@ -178,12 +178,12 @@ async def test_a_started_experiment_is_placed_becomes_ready_and_runs() -> None:
             service_id,
             ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=version),
         )
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert experiment.state is ExperimentState.STARTING
 
     loaded = ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=0)
     answer = await say(gateway, ids[ServiceKind.ROLLOUT], loaded)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
     assert experiment.state is ExperimentState.RUNNING
     assert answer.assignment is not None and answer.assignment.spec == experiment.record.spec
@@ -198,14 +198,14 @@ async def test_what_an_experiment_waits_for_is_said_and_forgotten_when_it_comes(
     await add_service(gateway, ServiceKind.ROLLOUT, "r")
     await add_service(gateway, ServiceKind.REWARD, "w")
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
-    problem = gateway.control.view(experiment).problem
+    problem = gateway.commands.view(experiment).problem
     assert problem is not None
     assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 trainer to register")
     await add_service(gateway, ServiceKind.TRAINER, "t")
-    await gateway.conductor.round()
-    assert gateway.control.view(experiment).problem is None
+    await gateway.reconciler.round()
+    assert gateway.commands.view(experiment).problem is None
     await stop(gateway)
 
 
@@ -214,13 +214,13 @@ async def test_a_lost_trainers_replacement_gets_the_next_epoch() -> None:
     gateway = a_gateway(clock=clock)
     experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
     ids = [await add_service(gateway, kind, kind.value) for kind in ServiceKind]
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     first = gateway.registry.trainer_of(experiment.id)
     assert first is not None
     spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
 
     await gateway.fleet.leave(first.id, reason="it died")
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
     second = gateway.registry.trainer_of(experiment.id)
     assert second is not None and second.id == spare
@@ -237,12 +237,12 @@ async def test_a_draining_trainer_keeps_its_place_until_it_is_idle() -> None:
     spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
 
     await gateway.fleet.drain(trainer)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(spare).experiment_id is None
 
     await say(gateway, trainer, ObservedState(state=WorkState.IDLE))
-    await gateway.conductor.round()
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(spare).experiment_id == experiment.id
     assert gateway.registry.get(trainer).experiment_id is None
     await stop(gateway)
@@ -306,11 +306,11 @@ async def test_a_drained_service_that_works_on_long_after_its_notice_loses_its_a
     await gateway.fleet.drain(rollout, 5.0)
 
     clock.advance(14.0)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(rollout).experiment_id == experiment.id
 
     clock.advance(2.0)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(rollout).experiment_id is None
     await stop(gateway)
 
@@ -325,17 +325,17 @@ async def test_a_restarted_gateway_remembers_when_a_notice_ends() -> None:
     clock.advance(7.0)
 
     after = a_gateway(store, clock, lease_seconds=1000.0, grace_seconds=1000.0)
-    await after.book.load()
+    await after.repository.load()
     await after.registry.load()
 
     again = await say(after, rollout, observed)
     assert (again.state, again.notice_seconds, again.tag) == (WorkState.DRAINING, 13.0, told.tag)
     assert after.registry.view(after.registry.get(rollout)).notice_ends_in_seconds == 13.0
     clock.advance(13.0 + 9.0)
-    await after.conductor.round()
+    await after.reconciler.round()
     assert after.registry.get(rollout).experiment_id == experiment.id
     clock.advance(2.0)
-    await after.conductor.round()
+    await after.reconciler.round()
     assert after.registry.get(rollout).experiment_id is None, "overdue, as without the restart"
     await stop(after)
 
@@ -349,7 +349,7 @@ async def test_a_notice_that_ended_while_the_gateway_was_away_is_over() -> None:
     clock.advance(60.0)
 
     after = a_gateway(store, clock)
-    await after.book.load()
+    await after.repository.load()
     await after.registry.load()
 
     assert (await say(after, rollout, observed)).notice_seconds == 0.0
@@ -364,7 +364,7 @@ async def test_a_record_that_drains_without_an_end_gets_the_usual_notice() -> No
     await store.put_service(replace(before.registry.get(rollout).record, is_draining=True))
 
     after = a_gateway(store)
-    await after.book.load()
+    await after.repository.load()
     await after.registry.load()
 
     assert (await say(after, rollout, observed)).notice_seconds == DRAIN_NOTICE_SECONDS
@@ -389,11 +389,11 @@ async def test_a_service_that_still_works_for_another_experiment_is_not_assigned
     for kind in (ServiceKind.ROLLOUT, ServiceKind.REWARD):
         await add_service(gateway, kind, kind.value)
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(late).experiment_id is None
 
     await say(gateway, late, ObservedState())
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(late).experiment_id == "tiny-1"
     await stop(gateway)
 
@@ -408,7 +408,7 @@ async def test_a_fatal_failure_fails_the_experiment_with_component_and_cause() -
         gateway, trainer, ObservedState(experiment_id=experiment.id, state=WorkState.FAILED, failure=failure)
     )
 
-    view = gateway.control.view(experiment)
+    view = gateway.commands.view(experiment)
     assert view.state is ExperimentState.FAILED and view.problem is not None
     assert (view.problem.component, view.problem.cause) == ("trainer", "out of memory")
     assert answer.state is WorkState.IDLE
@@ -465,7 +465,7 @@ async def test_a_restarted_gateway_finds_its_services_under_a_grace_lease() -> N
     tag = before.fleet.desired(before.registry.get(trainer)).tag
 
     after = a_gateway(store, clock, grace_seconds=20.0)
-    await after.book.load()
+    await after.repository.load()
     await after.registry.load()
 
     clock.advance(19.0)
@@ -485,7 +485,7 @@ async def test_a_change_wakes_exactly_the_services_of_its_experiment() -> None:
     polls = {each: poll(gateway, each, tag) for each, tag in tags.items()}
     await turns()
 
-    await gateway.book.update(first, policy_version=1)
+    await gateway.repository.update(first, policy_version=1)
     await until(lambda: all(polls[each].done() for each in mine))
 
     assert not any(polls[each].done() for each in others)
@@ -501,8 +501,8 @@ async def test_code_rewards_wait_for_a_sandbox() -> None:
     for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
         await add_service(gateway, kind, kind.value)
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
-    problem = gateway.control.view(experiment).problem
+    problem = gateway.commands.view(experiment).problem
     assert problem is not None and "sandbox" in problem.cause
     await stop(gateway)

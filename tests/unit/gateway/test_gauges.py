@@ -60,7 +60,7 @@ async def test_the_page_tells_queues_and_their_ages_and_what_bounds_the_speed() 
 
 async def test_of_a_data_plane_that_is_away_no_old_queues_are_told() -> None:
     gateway = await a_running_gateway()
-    (experiment,) = gateway.book
+    (experiment,) = gateway.repository
     experiment.window.add_look(gateway.clock.monotonic(), a_look(ledger=None, redis_seconds=5.0))
 
     series = parse_page(page_of(gateway))
@@ -86,7 +86,7 @@ async def test_every_metric_of_the_page_is_documented() -> None:
 async def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "MAX_EXPERIMENTS", 2)
     gateway = await a_running_gateway()
-    (running,) = gateway.book
+    (running,) = gateway.repository
     running.lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})
     one = len(parse_page(page_of(gateway)))
     for number in range(5):

@@ -1,6 +1,6 @@
 import pytest
 
-from services.gateway.lifecycle.states import Action, Step, after_action, after_step, allowed_actions
+from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
 from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState as State
 
@@ -11,13 +11,13 @@ def test_a_life_from_draft_to_completed() -> None:
     state = after_action(state, Action.START)
     assert state is State.STARTING
 
-    state = after_step(state, Step.READY)
+    state = after_event(state, LifecycleEvent.READY)
     paused = after_action(state, Action.PAUSE)
     assert (state, paused) == (State.RUNNING, State.PAUSED)
     assert paused is not None and after_action(paused, Action.RESUME) is State.RUNNING
 
-    state = after_step(state, Step.TRAINED)
-    assert after_step(state, Step.QUIET, outcome=State.COMPLETED) is State.COMPLETED
+    state = after_event(state, LifecycleEvent.TRAINED)
+    assert after_event(state, LifecycleEvent.QUIET, outcome=State.COMPLETED) is State.COMPLETED
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -39,10 +39,10 @@ def test_an_action_is_either_allowed_or_refused_with_the_names_of_those_that_are
 @pytest.mark.parametrize("state", [state for state in State if state.is_final])
 def test_nothing_leads_out_of_a_final_state_but_deletion(state: State) -> None:
     assert allowed_actions(state) == [Action.DELETE]
-    assert all(after_step(state, step) is state for step in Step)
+    assert all(after_event(state, event) is state for event in LifecycleEvent)
 
 
 def test_every_state_at_work_can_break() -> None:
     working = [State.STARTING, State.RUNNING, State.PAUSED, State.STOPPING]
-    assert [after_step(state, Step.BROKEN) for state in working] == [State.FAILED] * 4
-    assert after_step(State.DRAFT, Step.BROKEN) is State.DRAFT
+    assert [after_event(state, LifecycleEvent.BROKEN) for state in working] == [State.FAILED] * 4
+    assert after_event(State.DRAFT, LifecycleEvent.BROKEN) is State.DRAFT

@@ -1,4 +1,4 @@
-"""Publications against the registry, the book and the clock; the state machine itself is tested beside it."""
+"""Publications against the registry, the repository and the clock; the state machine itself is tested beside it."""
 
 import asyncio
 
@@ -46,10 +46,10 @@ class Stage:
     async def restart(self, store: MemoryStore) -> None:
         """Replace the gateway by one that knows what the store does."""
         self.gateway = a_gateway(store)
-        await self.gateway.book.load()
+        await self.gateway.repository.load()
         await self.gateway.registry.load()
         await self.gateway.publications.load()
-        self.experiment = self.gateway.book.get(self.experiment.id)
+        self.experiment = self.gateway.repository.get(self.experiment.id)
 
     async def announce(self, version: int = 1) -> object:
         return await self.gateway.publications.announce(self.experiment.id, a_request(self.trainer, version))

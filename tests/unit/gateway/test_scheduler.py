@@ -48,27 +48,27 @@ async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_
     await add_spares(gateway)
     second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
     # Told to leave, and working still: nobody has got anything yet, and the second says why.
     told = gateway.registry.get(rollouts[1])
     assert gateway.fleet.desired(told).state is WorkState.DRAINING
     assert gateway.fleet.desired(gateway.registry.get(rollouts[0])).state is WorkState.RUNNING
     assert gateway.registry.of(second.id) == []
-    problem = gateway.control.view(second).problem
+    problem = gateway.commands.view(second).problem
     assert problem is not None
     assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 rollout, which first gives back")
     view = gateway.registry.view(told)
     assert (view.experiment_id, view.leaving) == ("first", "another experiment needs it for its minimum")
 
     await say(gateway, told.id, ObservedState(experiment_id=first.id, state=WorkState.FINISHED))
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert told.experiment_id is None
     await say(gateway, told.id, ObservedState())
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
     assert of(gateway, second.id) == [told.id]
-    assert gateway.control.view(second).problem is None
+    assert gateway.commands.view(second).problem is None
     assert {service.kind for service in gateway.registry.of(second.id)} == set(EVERY_KIND)
     assert of(gateway, first.id) == [rollouts[0]]
     kinds = [event.type for event in await gateway.store.events(first.id, after=0, limit=100)]
@@ -83,16 +83,16 @@ async def test_a_service_that_does_not_leave_in_time_is_released() -> None:
     await add_spares(gateway)
     await add(gateway, "second", ExperimentState.STARTING, 2.0)
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     clock.advance(7.9)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert gateway.registry.get(rollouts[1]).experiment_id == "first"
 
     clock.advance(0.2)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     # Released, but not given away before it says that it is idle.
     assert gateway.registry.get(rollouts[1]).experiment_id is None
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert of(gateway, "second") == []
     await stop(gateway)
 
@@ -102,10 +102,10 @@ async def test_a_notice_is_taken_back_when_nobody_needs_the_service_any_more() -
     _, rollouts = await run_alone(gateway, 2)
     await add_spares(gateway)
     second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
-    await gateway.book.update(second, state=ExperimentState.STOPPED)
-    await gateway.conductor.round()
+    await gateway.repository.update(second, state=ExperimentState.STOPPED)
+    await gateway.reconciler.round()
 
     service = gateway.registry.get(rollouts[1])
     assert service.leaving is None
@@ -121,13 +121,13 @@ async def test_an_unfair_share_moves_services_only_when_it_lasts() -> None:
     for kind in EVERY_KIND:
         await add_service(gateway, kind, f"second {kind}", second.id)
 
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     clock.advance(4.9)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     assert [service.leaving for service in gateway.registry] == [None] * 8
 
     clock.advance(0.2)
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
     asked = [service.id for service in gateway.registry if service.leaving is not None]
     assert len(asked) == 1 and asked[0] in of(gateway, "first")
     await stop(gateway)
@@ -139,7 +139,7 @@ async def test_a_drained_rollout_is_replaced_at_once() -> None:
     spare = await add_service(gateway, ROLLOUT, "spare")
 
     await gateway.fleet.drain(rollouts[0])
-    await gateway.conductor.round()
+    await gateway.reconciler.round()
 
     assert of(gateway, first.id) == [rollouts[0], spare]
     await stop(gateway)
@@ -170,8 +170,8 @@ async def test_a_change_of_quotas_takes_effect_and_no_service_notices() -> None:
     gateway = a_gateway()
     first, _ = await run_alone(gateway, 3)
 
-    await gateway.control.change(first.id, "{resources: {rollouts: {max: 1}, priority: 4}}")
-    await gateway.conductor.round()
+    await gateway.commands.change(first.id, "{resources: {rollouts: {max: 1}, priority: 4}}")
+    await gateway.reconciler.round()
 
     assert (first.spec.resources.rollouts.max, first.spec.resources.priority) == (1, 4)
     assert first.record.spec["resources"]["rollouts"] == {"min": 1, "max": 1}
@@ -196,15 +196,15 @@ async def test_a_change_that_is_not_possible_says_what_is(body: str, words: str)
     first = await add(gateway, "first", ExperimentState.RUNNING)
 
     with pytest.raises(InvalidSpec, match=words):
-        await gateway.control.change(first.id, body)
+        await gateway.commands.change(first.id, body)
 
     assert first.spec == a_spec()
 
 
 async def test_an_experiment_that_has_ended_is_not_changed() -> None:
     gateway = a_gateway()
-    await gateway.book.add(a_record("over", state=ExperimentState.COMPLETED), a_spec())
+    await gateway.repository.add(a_record("over", state=ExperimentState.COMPLETED), a_spec())
 
     with pytest.raises(ActionNotAllowed, match="completed"):
-        await gateway.control.change("over", "{resources: {priority: 1}}")
+        await gateway.commands.change("over", "{resources: {priority: 1}}")
     await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.lifecycle.repository import FullStream
-from services.gateway.monitoring.watchdog import LOOK_SECONDS, Watchdog, pauses
+from services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.service import ServiceKind
@@ -15,9 +15,15 @@ from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
 
 def a_watchdog(gateway: GatewayState, clock: ManualClock) -> Watchdog:
-    experiment = gateway.book.get("tiny-1")
+    experiment = gateway.repository.get("tiny-1")
     return Watchdog(
-        experiment, gateway.book, gateway.registry, gateway.publications, gateway.events, clock, stall_seconds=30.0
+        experiment,
+        gateway.repository,
+        gateway.registry,
+        gateway.publications,
+        gateway.events,
+        clock,
+        stall_seconds=30.0,
     )
 
 
@@ -34,17 +40,17 @@ async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_re
     await watchdog.look()
     clock.advance(29.0)
     await watchdog.look()
-    assert gateway.control.view(experiment).problem is None
+    assert gateway.commands.view(experiment).problem is None
 
     clock.advance(2.0)
     await watchdog.look()
-    problem = gateway.control.view(experiment).problem
+    problem = gateway.commands.view(experiment).problem
     assert problem is not None
     assert (problem.component, problem.cause) == ("rollout", "1 tasks wait and none is claimed")
 
     await experiment.train.admission.issue(dataset.task(1, group_size=2), limit=9)
     await watchdog.look()
-    assert gateway.control.view(experiment).problem is None
+    assert gateway.commands.view(experiment).problem is None
     events = [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
     assert events.count("stalled") == events.count("progress_resumed") == 1
 
@@ -56,7 +62,7 @@ async def test_a_full_stream_is_named_at_once() -> None:
     watchdog = a_watchdog(gateway, ManualClock())
 
     await watchdog.look()
-    problem = gateway.control.view(experiment).problem
+    problem = gateway.commands.view(experiment).problem
     assert problem is not None
     assert problem.component == "streams"
     assert problem.cause.startswith("stream scored has reached resources.stream_bytes (2 MiB)")
@@ -64,25 +70,25 @@ async def test_a_full_stream_is_named_at_once() -> None:
 
     experiment.full_stream = None
     await watchdog.look()
-    assert gateway.control.view(experiment).problem is None
+    assert gateway.commands.view(experiment).problem is None
 
 
 async def test_what_the_scheduler_waits_for_is_not_overwritten() -> None:
     clock = ManualClock()
     gateway = a_gateway(clock=clock)
     experiment = await add_experiment(gateway)
-    await gateway.book.set_problem(experiment, "scheduler", "waiting for 1 trainer to register")
+    await gateway.repository.set_problem(experiment, "scheduler", "waiting for 1 trainer to register")
     watchdog = a_watchdog(gateway, clock)
 
     await watchdog.look()
     clock.advance(60.0)
     await watchdog.look()
 
-    problem = gateway.control.view(experiment).problem
+    problem = gateway.commands.view(experiment).problem
     assert problem is not None and problem.component == "scheduler"
 
 
-@pytest.mark.parametrize("step_seconds", [LOOK_SECONDS / 4, LOOK_SECONDS / 2, LOOK_SECONDS, 2 * LOOK_SECONDS])
+@pytest.mark.parametrize("step_seconds", [POLL_SECONDS / 4, POLL_SECONDS / 2, POLL_SECONDS, 2 * POLL_SECONDS])
 def test_looks_see_each_phase_of_a_step_for_its_share_of_the_time(step_seconds: float) -> None:
     """Looks that were a whole number of steps apart would see one phase and no other."""
     looks = [0.0, *accumulate(islice(pauses(Random(1)), 400))]
@@ -91,5 +97,5 @@ def test_looks_see_each_phase_of_a_step_for_its_share_of_the_time(step_seconds: 
 
     for begin in (0.0, 0.25, 0.5, 0.75):
         assert fmean(begin <= phase < begin + 0.25 for phase in phases) == pytest.approx(0.25, abs=0.06)
-    assert looks[-1] / 400 == pytest.approx(LOOK_SECONDS, rel=0.05)
-    assert all(LOOK_SECONDS / 2 <= after - before <= 1.5 * LOOK_SECONDS for before, after in pairwise(looks))
+    assert looks[-1] / 400 == pytest.approx(POLL_SECONDS, rel=0.05)
+    assert all(POLL_SECONDS / 2 <= after - before <= 1.5 * POLL_SECONDS for before, after in pairwise(looks))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.worker import for_training, why_filtered
+from services.reward.consumer import for_training, why_filtered
 from shared.config.reward import RewardConfig
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.testing.builders import a_task, a_trajectory

@@ -16,7 +16,7 @@ SPEC = {
 }
 
 
-class ScriptedCrew:
+class ScriptedSession:
     """Worker and verifier in one; works until it is cancelled."""
 
     def __init__(self) -> None:
@@ -45,36 +45,36 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_reward_that_drains_finishes_what_it_has_and_stays_finished() -> None:
-    crews: list[ScriptedCrew] = []
+    sessions: list[ScriptedSession] = []
 
-    async def open_crew(spec: ExperimentSpec, assignment: Assignment) -> ScriptedCrew:
-        crews.append(ScriptedCrew())
-        return crews[-1]
+    async def open_session(spec: ExperimentSpec, assignment: Assignment) -> ScriptedSession:
+        sessions.append(ScriptedSession())
+        return sessions[-1]
 
     async def want(state: WorkState) -> None:
         assignment = Assignment(experiment_id="e1", revision=1, spec=SPEC, directory="/data")
         await service.apply(DesiredState(tag=state.value, state=state, assignment=assignment))
 
-    service = RewardService(open_crew)  # type: ignore[arg-type]
+    service = RewardService(open_session)  # type: ignore[arg-type]
     running = asyncio.create_task(service.run())
     await want(WorkState.RUNNING)
-    await until(lambda: crews and crews[0].is_claiming)
+    await until(lambda: sessions and sessions[0].is_claiming)
 
     await want(WorkState.DRAINING)
     await until(lambda: service.observe().state is WorkState.DRAINING)
-    assert not crews[0].is_claiming and not crews[0].is_closed
+    assert not sessions[0].is_claiming and not sessions[0].is_closed
     # A notice that is taken back in time costs nothing.
     await want(WorkState.RUNNING)
-    await until(lambda: crews[0].is_claiming)
+    await until(lambda: sessions[0].is_claiming)
     await want(WorkState.DRAINING)
-    await until(lambda: not crews[0].is_claiming)
-    crews[0].in_work = 0
+    await until(lambda: not sessions[0].is_claiming)
+    sessions[0].in_work = 0
 
     await until(lambda: service.observe().state is WorkState.FINISHED)
-    assert crews[0].is_closed
+    assert sessions[0].is_closed
     assert service.observe().experiment_id == "e1"
     await want(WorkState.DRAINING)
     await asyncio.sleep(0.01)
-    assert len(crews) == 1 and service.observe().state is WorkState.FINISHED
+    assert len(sessions) == 1 and service.observe().state is WorkState.FINISHED
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

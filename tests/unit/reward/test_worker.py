@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.reward.worker import RewardLane, RewardWorker
+from services.reward.consumer import RewardConsumer, RewardLane
 from shared.config.reward import RewardConfig
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
@@ -37,7 +37,7 @@ class World:
         self.tasks = self.plane.hop(HopName.TASKS, "rollout")
         self.verifier = ScriptedVerifier(grade)
         hop = self.plane.hop(HopName.GENERATED, "reward")
-        self.worker = RewardWorker([RewardLane("train", hop, is_filtered)], self.verifier, config, concurrency=4)
+        self.worker = RewardConsumer([RewardLane("train", hop, is_filtered)], self.verifier, config, concurrency=4)
 
     async def generate(self, *groups: Group) -> None:
         await self.plane.admission.issue_many([group.task for group in groups], limit=1000)

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
+from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.version import VersionGate
-from services.rollout.worker import LaneConfig, RolloutWorker
 from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task
 from shared.schemas.trajectory import FinishReason, Group
@@ -43,7 +43,7 @@ class Rollout:
         sampling = SamplingConfig(max_new_tokens=LENGTH)
         self.episodes = SingleTurnEpisodes(self.engine, Numbers(), Turns(sampling, sampling), rule)
         lanes = [(LaneConfig(name, max_groups=4, task_seconds=30), plane.hop(HopName.TASKS, name))]
-        self.worker = RolloutWorker(lanes, self.episodes, self.gate, lambda _: None)
+        self.worker = RolloutConsumer(lanes, self.episodes, self.gate, lambda _: None)
 
     async def until_sampled(self, tokens: int) -> None:
         async with asyncio.timeout(5):

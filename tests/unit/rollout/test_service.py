@@ -11,10 +11,10 @@ import pytest
 
 import services.rollout.service as rollout_service
 from services.rollout.busy import BusyTime
-from services.rollout.departure import HAND_OVER_SECONDS
 from services.rollout.engines.base import EngineLoad
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.service import MAX_DEATHS, RolloutService
+from services.rollout.shutdown import HAND_OVER_SECONDS
 from services.rollout.version import VersionGate
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, WorkerDied
@@ -29,7 +29,7 @@ SPEC = {
 }
 
 
-class ScriptedCrew:
+class ScriptedSession:
     """Engine, worker and receiver in one; works until it is cancelled."""
 
     def __init__(self, answered: int = 0) -> None:
@@ -70,20 +70,22 @@ class ScriptedCrew:
 
 class World:
     def __init__(self) -> None:
-        self.crews: list[ScriptedCrew] = []
+        self.sessions: list[ScriptedSession] = []
         self.refusal: Exception | None = None
         self.answered = 0
         self.on_death: Callable[[WorkerDied], None] | None = None
         self.running: asyncio.Task[None] | None = None
-        self.service = RolloutService(self.open_crew)  # type: ignore[arg-type]
+        self.service = RolloutService(self.open_session)  # type: ignore[arg-type]
 
-    async def open_crew(self, spec: ExperimentSpec, assignment: Assignment, tell: Any, on_death: Any) -> ScriptedCrew:
+    async def open_session(
+        self, spec: ExperimentSpec, assignment: Assignment, tell: Any, on_death: Any
+    ) -> ScriptedSession:
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None
             raise refusal
         self.on_death = on_death
-        self.crews.append(ScriptedCrew(self.answered))
-        return self.crews[-1]
+        self.sessions.append(ScriptedSession(self.answered))
+        return self.sessions[-1]
 
     async def want(
         self, state: WorkState, experiment_id: str | None = "e1", notice_seconds: float | None = None
@@ -118,30 +120,30 @@ async def a_world() -> AsyncIterator[World]:
         world.running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await world.running
-    assert all(crew.is_closed for crew in world.crews)
+    assert all(session.is_closed for session in world.sessions)
 
 
 async def test_it_works_pauses_and_falls_idle_as_it_is_told() -> None:
     async with a_world() as world:
         await world.want(WorkState.RUNNING)
-        await world.until(lambda: world.is_in(WorkState.RUNNING) and world.crews[0].is_claiming)
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and world.sessions[0].is_claiming)
 
         await world.want(WorkState.PAUSED)
-        await world.until(lambda: world.is_in(WorkState.PAUSED) and not world.crews[0].is_claiming)
+        await world.until(lambda: world.is_in(WorkState.PAUSED) and not world.sessions[0].is_claiming)
 
         await world.want(WorkState.IDLE, None)
-        await world.until(lambda: world.is_in(WorkState.IDLE) and world.crews[0].is_closed)
+        await world.until(lambda: world.is_in(WorkState.IDLE) and world.sessions[0].is_closed)
 
 
-async def test_another_experiment_gets_a_crew_of_its_own() -> None:
+async def test_another_experiment_gets_a_session_of_its_own() -> None:
     async with a_world() as world:
         await world.want(WorkState.RUNNING, "e1")
         await world.until(lambda: world.is_in(WorkState.RUNNING))
 
         await world.want(WorkState.RUNNING, "e2")
 
-        await world.until(lambda: len(world.crews) == 2 and world.service.observe().experiment_id == "e2")
-        assert world.crews[0].is_closed
+        await world.until(lambda: len(world.sessions) == 2 and world.service.observe().experiment_id == "e2")
+        assert world.sessions[0].is_closed
 
 
 async def test_a_model_that_cannot_be_loaded_is_fatal() -> None:
@@ -169,7 +171,7 @@ async def test_an_engine_that_keeps_dying_without_an_answer_is_fatal() -> None:
     async with a_world() as world:
         await world.want(WorkState.RUNNING)
         for number in range(1, MAX_DEATHS + 1):
-            await world.until(lambda n=number: len(world.crews) == n and world.is_in(WorkState.RUNNING))
+            await world.until(lambda n=number: len(world.sessions) == n and world.is_in(WorkState.RUNNING))
             assert world.on_death is not None
             world.on_death(WorkerDied("out of memory"))
 
@@ -185,41 +187,41 @@ async def test_an_engine_that_answers_between_its_deaths_is_always_replaced() ->
         world.answered = 1
         await world.want(WorkState.RUNNING)
         for number in range(1, 2 * MAX_DEATHS):
-            await world.until(lambda n=number: len(world.crews) == n and world.is_in(WorkState.RUNNING))
+            await world.until(lambda n=number: len(world.sessions) == n and world.is_in(WorkState.RUNNING))
             assert world.on_death is not None
             world.on_death(WorkerDied("killed by SIGKILL"))
 
-        await world.until(lambda: len(world.crews) == 2 * MAX_DEATHS and world.is_in(WorkState.RUNNING))
+        await world.until(lambda: len(world.sessions) == 2 * MAX_DEATHS and world.is_in(WorkState.RUNNING))
 
 
-async def a_busy_world(world: World) -> ScriptedCrew:
+async def a_busy_world(world: World) -> ScriptedSession:
     await world.want(WorkState.RUNNING)
     await world.until(lambda: world.is_in(WorkState.RUNNING))
-    world.crews[0].in_work = 1
-    return world.crews[0]
+    world.sessions[0].in_work = 1
+    return world.sessions[0]
 
 
 async def test_a_draining_service_finishes_what_it_has_within_its_notice() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
         await world.want(WorkState.DRAINING, notice_seconds=60.0)
-        await world.until(lambda: world.is_in(WorkState.DRAINING) and not crew.is_claiming)
+        await world.until(lambda: world.is_in(WorkState.DRAINING) and not session.is_claiming)
         await asyncio.sleep(0.05)
-        assert not (crew.is_interrupted or crew.is_closed)
+        assert not (session.is_interrupted or session.is_closed)
 
-        crew.in_work = 0
+        session.in_work = 0
 
-        await world.until(lambda: world.is_in(WorkState.FINISHED) and crew.is_closed)
-        assert not crew.is_interrupted
+        await world.until(lambda: world.is_in(WorkState.FINISHED) and session.is_closed)
+        assert not session.is_interrupted
 
 
 async def test_a_notice_that_ends_interrupts_the_work() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
         wanted_at = time.monotonic()
         await world.want(WorkState.DRAINING, notice_seconds=HAND_OVER_SECONDS + 0.1)
 
-        await world.until(lambda: crew.is_interrupted)
+        await world.until(lambda: session.is_interrupted)
 
         assert time.monotonic() >= wanted_at + 0.1, "not before that"
         await world.until(lambda: world.is_in(WorkState.FINISHED))
@@ -227,25 +229,25 @@ async def test_a_notice_that_ends_interrupts_the_work() -> None:
 
 async def test_news_while_it_drains_do_not_prolong_the_notice() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
         await world.want(WorkState.DRAINING, notice_seconds=HAND_OVER_SECONDS + 0.1)
         for _ in range(5):
             await world.want(WorkState.DRAINING)
             await asyncio.sleep(0.01)
 
         await world.until(lambda: world.is_in(WorkState.FINISHED))
-        assert crew.is_interrupted
+        assert session.is_interrupted
 
 
 async def test_a_drain_that_is_taken_back_lets_it_work_on() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
         await world.want(WorkState.DRAINING, notice_seconds=60.0)
         await world.until(lambda: world.is_in(WorkState.DRAINING))
 
         await world.want(WorkState.RUNNING)
 
-        await world.until(lambda: world.is_in(WorkState.RUNNING) and crew.is_claiming)
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and session.is_claiming)
 
 
 async def test_a_service_that_was_released_from_its_drain_ends() -> None:
@@ -270,19 +272,19 @@ async def test_a_released_service_that_is_not_drained_for_good_waits_for_other_w
         await world.until(lambda: world.is_in(WorkState.IDLE))
 
         await world.want(WorkState.RUNNING, "e2")
-        await world.until(lambda: world.is_in(WorkState.RUNNING) and len(world.crews) == 2)
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and len(world.sessions) == 2)
 
 
 async def test_a_signal_drains_whatever_the_gateway_says_and_ends_the_service() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
 
         leaving = asyncio.create_task(world.service.leave(0.0))
         await world.want(WorkState.RUNNING)
 
         async with asyncio.timeout(3):
             await leaving
-        assert crew.is_interrupted
+        assert session.is_interrupted
         assert world.is_in(WorkState.FINISHED)
         assert world.running is not None
         await world.until(world.running.done)
@@ -295,9 +297,9 @@ async def test_a_signal_without_work_in_hand_waits_for_nothing() -> None:
 
 async def test_another_experiment_takes_over_only_after_the_work_was_handed_over() -> None:
     async with a_world() as world:
-        crew = await a_busy_world(world)
+        session = await a_busy_world(world)
 
         await world.want(WorkState.RUNNING, "e2")
 
         await world.until(lambda: world.service.observe().experiment_id == "e2")
-        assert crew.is_interrupted
+        assert session.is_interrupted

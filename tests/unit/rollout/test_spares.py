@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.spares import Spare, SpareImages
+from services.rollout.staged_images import Spare, StagedImages
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights.image import WeightImage
 
 
 @pytest.fixture
-def spares() -> Iterator[SpareImages]:
-    made = SpareImages()
+def spares() -> Iterator[StagedImages]:
+    made = StagedImages()
     yield made
     made.close()
 
@@ -31,7 +31,7 @@ def is_free(image: WeightImage) -> bool:
         return False
 
 
-def test_an_image_that_waits_or_is_used_is_not_given_away(spares: SpareImages) -> None:
+def test_an_image_that_waits_or_is_used_is_not_given_away(spares: StagedImages) -> None:
     with spares.own(64) as waiting:
         spares.keep(Spare(1, "c", waiting))
     with spares.own(64) as used, spares.own(64) as third:
@@ -40,7 +40,7 @@ def test_an_image_that_waits_or_is_used_is_not_given_away(spares: SpareImages) -
         assert again in (used, third)
 
 
-def test_an_image_of_another_size_is_replaced(spares: SpareImages) -> None:
+def test_an_image_of_another_size_is_replaced(spares: StagedImages) -> None:
     with spares.own(64) as old:
         pass
     with spares.own(128) as new:
@@ -48,7 +48,7 @@ def test_an_image_of_another_size_is_replaced(spares: SpareImages) -> None:
         assert not old.path.exists()
 
 
-def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(spares: SpareImages, theirs: WeightImage) -> None:
+def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(spares: StagedImages, theirs: WeightImage) -> None:
     with spares.mapped(theirs.path, 64) as image:
         assert not is_free(theirs)
         spares.keep(Spare(1, "c", image))
@@ -60,7 +60,7 @@ def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(spares: SpareI
     assert theirs.path.exists()
 
 
-def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(spares: SpareImages, theirs: WeightImage) -> None:
+def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(spares: StagedImages, theirs: WeightImage) -> None:
     with spares.mapped(theirs.path, 64) as image:
         spares.keep(Spare(1, "c", image))
     with spares.using(image):
@@ -70,7 +70,7 @@ def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(spares: SpareIm
     assert is_free(theirs)
 
 
-def test_an_image_that_was_not_kept_is_let_go(spares: SpareImages, theirs: WeightImage) -> None:
+def test_an_image_that_was_not_kept_is_let_go(spares: StagedImages, theirs: WeightImage) -> None:
     with pytest.raises(ValueError, match="wrong checksum"), spares.mapped(theirs.path, 64):
         raise ValueError("wrong checksum")
 
@@ -79,7 +79,7 @@ def test_an_image_that_was_not_kept_is_let_go(spares: SpareImages, theirs: Weigh
 
 @pytest.mark.parametrize(("image_bytes", "message"), [(65, "manifest says 65"), (64, "being written")])
 def test_an_image_that_is_not_as_told_is_refused(
-    spares: SpareImages, theirs: WeightImage, image_bytes: int, message: str
+    spares: StagedImages, theirs: WeightImage, image_bytes: int, message: str
 ) -> None:
     if image_bytes == 64:
         with theirs.writing(), pytest.raises(WeightTransferFailed, match=message), spares.mapped(theirs.path, 64):
@@ -90,14 +90,14 @@ def test_an_image_that_is_not_as_told_is_refused(
     assert is_free(theirs)
 
 
-def test_the_same_image_is_mapped_once(spares: SpareImages, theirs: WeightImage) -> None:
+def test_the_same_image_is_mapped_once(spares: StagedImages, theirs: WeightImage) -> None:
     with spares.mapped(theirs.path, 64) as first:
         pass
     with spares.mapped(theirs.path, 64) as second:
         assert second is first
 
 
-def test_withdrawn_images_are_forgotten(spares: SpareImages, tmp_path: Path) -> None:
+def test_withdrawn_images_are_forgotten(spares: StagedImages, tmp_path: Path) -> None:
     gone = WeightImage.create(64, directory=tmp_path)
     with spares.mapped(gone.path, 64) as image:
         pass

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.version import VersionGate
-from services.rollout.worker import LaneConfig, RolloutWorker
 from shared.errors import InvalidRequest, WorkerDied
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
@@ -40,7 +40,7 @@ class World:
         self.deaths: list[WorkerDied] = []
         hop = self.plane.hop(HopName.TASKS, "rollout")
         lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), hop)]
-        self.worker = RolloutWorker(lanes, episodes, self.gate, self.deaths.append)  # type: ignore[arg-type]
+        self.worker = RolloutConsumer(lanes, episodes, self.gate, self.deaths.append)  # type: ignore[arg-type]
 
     async def issue(self, *tasks: Task) -> None:
         await self.plane.admission.issue_many(tasks, limit=1000)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.supervisor.process import Ending, environment_of
-from services.trainer.supervisor.served_images import OfferedImages
+from services.trainer.supervisor.process import ExitStatus, environment_of
+from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
 from services.trainer.wire import Failed, Launch, Line, Order, Status
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
@@ -25,7 +25,7 @@ class FakeWorker:
     def __init__(self, launch: Launch, on_message: Callable[[Any], None]) -> None:
         self.launch, self.say, self.pid = launch, on_message, 1
         self.orders: list[WorkState] = []
-        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
 
     def tell(self, line: Line) -> None:
         if isinstance(line, Order):
@@ -35,9 +35,9 @@ class FakeWorker:
 
     def end(self, code: int, cause: str = "it ended") -> None:
         if not self._ended.done():
-            self._ended.set_result(Ending(code, cause))
+            self._ended.set_result(ExitStatus(code, cause))
 
-    async def ended(self) -> Ending:
+    async def ended(self) -> ExitStatus:
         return await asyncio.shield(self._ended)
 
     async def stop(self, wait_seconds: float) -> None:
@@ -50,7 +50,7 @@ class FakeWorker:
 class Rig:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
-        self.supervisor = Supervisor(ADDRESSES, OfferedImages(PublishedImages()), lambda: "trainer-1", self._start)
+        self.supervisor = Supervisor(ADDRESSES, ServedImages(PublishedImages()), lambda: "trainer-1", self._start)
         self.supervisor.tell = lambda: None
 
     async def _start(self, launch: Launch, threads: int, on_message: Callable[[Any], None]) -> FakeWorker:
@@ -167,7 +167,7 @@ async def test_a_hopeless_failure_is_fatal_at_once(monkeypatch: pytest.MonkeyPat
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
         failure = Failure(component="trainer", cause="model directory /nowhere does not exist")
-        rig.workers[0].say(Failed(failure=failure, is_hopeless=True))
+        rig.workers[0].say(Failed(failure=failure, is_permanent=True))
         rig.workers[0].end(1)
         await rig.until(lambda: rig.state is WorkState.FAILED)
         await rig.desire(WorkState.RUNNING, an_assignment())

@@ -43,7 +43,7 @@ class LaneConfig:
     task_seconds: float
 
 
-class RolloutWorker:
+class RolloutConsumer:
     """Answers the tasks of one experiment.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import Engine
 from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.engine import ProcessEngine
@@ -15,7 +16,6 @@ from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.receiver import Puller, WeightReceiver
 from services.rollout.version import VersionGate
-from services.rollout.worker import LaneConfig, RolloutWorker
 from shared.config.spec import ExperimentSpec
 from shared.errors import WorkerDied
 from shared.prompts import PromptLimit, PromptTemplate
@@ -32,12 +32,12 @@ SURPLUS = 1.25
 
 
 @dataclass
-class RolloutCrew:
-    """See ``services.rollout.service.Crew``."""
+class RolloutSession:
+    """See ``services.rollout.service.Session``."""
 
     engine: Engine
     gate: VersionGate
-    worker: RolloutWorker
+    worker: RolloutConsumer
     receiver: WeightReceiver
     endpoint: EndpointClient
 
@@ -48,8 +48,8 @@ class RolloutCrew:
 
 
 @dataclass(frozen=True, slots=True)
-class CrewOpener:
-    """Opens crews.
+class SessionOpener:
+    """Opens sessions.
 
     Attributes:
         redis: the data plane's client; stays its owner's to close.
@@ -71,7 +71,7 @@ class CrewOpener:
         assignment: Assignment,
         tell: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
-    ) -> RolloutCrew:
+    ) -> RolloutSession:
         """Load tokenizer and engine; both at once, since each takes seconds.
 
         Raises:
@@ -110,8 +110,8 @@ class CrewOpener:
             prompt=PromptLimit.of(spec),
         )
         episodes = SingleTurnEpisodes(engine, rendering.result(), turns, resume_rule(spec.asynchrony))
-        worker = RolloutWorker(self._lanes(spec, assignment), episodes, gate, on_engine_death)
-        return RolloutCrew(engine, gate, worker, receiver, endpoint)
+        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death)
+        return RolloutSession(engine, gate, worker, receiver, endpoint)
 
     def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:
         sizes = {Lane.TRAIN: spec.rollout.group_size}

@@ -109,7 +109,7 @@ def for_training(group: Group, config: RewardConfig) -> Group:
     )
 
 
-class RewardWorker:
+class RewardConsumer:
     """Grades the groups of one experiment.
 
     Args:

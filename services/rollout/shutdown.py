@@ -9,15 +9,15 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from services.rollout.worker import RolloutWorker
+from services.rollout.consumer import RolloutConsumer
 from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, WorkState
 
 HAND_OVER_SECONDS = 3.0
 """Kept of a notice for handing over; a step of the engine and one call to the data plane take far less."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
-class Departure:
+class GracefulShutdown:
     """Until when a service may work."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Departure:
         ends = [end for end in (self._by_gateway, self._by_signal) if end is not None]
         return min(ends, default=time.monotonic() + DRAIN_NOTICE_SECONDS) - time.monotonic()
 
-    async def finish(self, worker: RolloutWorker, has_news: Callable[[], bool]) -> bool:
+    async def finish(self, worker: RolloutConsumer, has_news: Callable[[], bool]) -> bool:
         """Let the worker finish what it can, and hand over the rest.
 
         Returns:
@@ -67,17 +67,17 @@ class Departure:
             is_over = self._interrupted_at is not None and now - self._interrupted_at >= HAND_OVER_SECONDS
             if is_over and self.seconds_left <= 0:
                 break
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             if has_news():
                 return False
         self._interrupted_at = None
         return True
 
 
-async def hand_over(worker: RolloutWorker) -> None:
+async def hand_over(worker: RolloutConsumer) -> None:
     """Interrupt a worker at once, and wait until it has handed over what it has, or cannot."""
     await worker.interrupt()
-    for _ in range(round(HAND_OVER_SECONDS / LOOK_SECONDS)):
+    for _ in range(round(HAND_OVER_SECONDS / POLL_SECONDS)):
         if not worker.in_work:
             return
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)

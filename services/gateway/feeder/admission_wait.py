@@ -5,7 +5,7 @@ from typing import Final
 ADMISSION_WAIT: Final = "admission/wait_seconds"
 
 
-class HeldByBudget:
+class AdmissionWait:
     """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
 
     In memory: what a restarted gateway reports of its first version is what it saw of it.

@@ -1,4 +1,4 @@
-"""Write the reference of the spec from the classes themselves: ``python -m shared.config.document``."""
+"""Write the reference of the spec from the classes themselves: ``python -m shared.config.reference_page``."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shared.config.spec import ExperimentSpec
 
 HEAD = """# Configuration
 
-Every key of an experiment spec, made from the classes in `shared/config/` (`python -m shared.config.document`; a
+Every key of an experiment spec, made from the classes in `shared/config/` (`python -m shared.config.reference_page`; a
 test keeps this page current). A spec is YAML or JSON. An unknown key is an error that names the nearest valid one; a
 key that would have no effect under the other settings is an error too. Relative paths are taken from the spec file's
 folder.

@@ -42,7 +42,7 @@ class CheckpointOverdue(FlotillaError):
     code, title, status = "checkpoint_overdue", "No checkpoint can be written", 507
 
 
-class Durability:
+class CheckpointPolicy:
     """Makes training durable.
 
     Args:

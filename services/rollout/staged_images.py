@@ -25,7 +25,7 @@ class Spare:
     image: WeightImage
 
 
-class SpareImages:
+class StagedImages:
     """Images by their use: at most one waits as the spare, any other is free unless it is in use."""
 
     def __init__(self) -> None:

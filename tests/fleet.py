@@ -17,7 +17,7 @@ import psutil
 from shared.client import GatewayClient
 
 ROOT = Path(__file__).parents[1]
-FLOTILLA = (sys.executable, "-m", "cli")
+FLOTILLA = (sys.executable, "-m", "flotilla")
 UP_SECONDS = 120.0
 DOWN_SECONDS = 60.0
 RESTART_SECONDS = 60.0

@@ -31,9 +31,9 @@ from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.outcomes import Generated
 from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
+from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import load_model
 from services.trainer.worker.images import ImagePool
-from services.trainer.worker.learner import Learner
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.load import validate_spec
 from shared.config.reward import NumericConfig

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,28 @@ def test_small_images_need_no_torch(package: str) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_is_known_here(service: str) -> None:
     assert (ROOT / "services" / service / "__main__.py").is_file()
+
+
+def rooms(service: str) -> dict[str, set[str]]:
+    """Find which folders of a service import which others; a module at its top is a room of its own."""
+    top = ROOT / "services" / service
+    found: dict[str, set[str]] = {}
+    for path in top.rglob("*.py"):
+        mine = path.relative_to(top).parts[0]
+        for name in imported_by(path):
+            parts = name.split(".")
+            if parts[:2] == ["services", service] and len(parts) > 2:
+                other = parts[2] if (top / parts[2]).is_dir() else f"{parts[2]}.py"
+                found.setdefault(mine, set()).update({other} - {mine})
+    return found
+
+
+@pytest.mark.parametrize("service", ["trainer"])
+def test_folders_of_a_service_import_each_other_in_one_direction(service: str) -> None:
+    list(TopologicalSorter(rooms(service)).static_order())
+
+
+def test_the_trainers_supervisor_needs_no_torch() -> None:
+    assert not rooms("trainer")["supervisor"] - {"wire.py"}
+    for path in (ROOT / "services/trainer/supervisor").rglob("*.py"):
+        assert not TORCH & {name.split(".")[0] for name in imported_by(path)}

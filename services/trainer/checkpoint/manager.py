@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.checkpoint.state import CheckpointState, check_same_lineage, software_versions
 from services.trainer.checkpoint.storage import CheckpointStorage, StoredCheckpoint
-from services.trainer.metrics import Totals
+from services.trainer.data.group_metrics import Totals
+from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
-from services.trainer.worker.learner import Learner
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.streams.intervals import IntervalSet

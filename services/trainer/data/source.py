@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from services.trainer.data.batch import check_group, scored_trajectories
-from services.trainer.metrics import Totals
+from services.trainer.data.group_metrics import Totals
 from shared.errors import Conflict, DataError, Unavailable
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.hop import Claim, Resolution

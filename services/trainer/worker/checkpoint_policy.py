@@ -17,8 +17,8 @@ from functools import partial
 
 from services.trainer.checkpoint.manager import CheckpointManager, Progress
 from services.trainer.data.source import GroupSource
+from services.trainer.learning.learner import Learner
 from services.trainer.patience import retrying
-from services.trainer.worker.learner import Learner
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
 from shared.clock import rfc3339

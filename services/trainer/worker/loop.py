@@ -14,12 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from services.trainer.data.group_metrics import describe_groups
 from services.trainer.data.plan import StepGroups, StepPlanner
-from services.trainer.metrics import describe_groups
+from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
-from services.trainer.worker.learner import Learner, StepResult
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
 from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step

@@ -15,10 +15,10 @@ from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
+from services.trainer.learning.learner import Learner
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
-from services.trainer.worker.learner import Learner
 from services.trainer.worker.loop import TrainingLoop
 from services.trainer.worker.publisher import Gateway, Publisher
 from services.trainer.worker.reporter import Reporter

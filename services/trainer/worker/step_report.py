@@ -3,7 +3,7 @@
 import math
 
 from services.trainer.data.plan import StepGroups
-from services.trainer.worker.learner import StepResult
+from services.trainer.learning.learner import StepResult
 from shared.errors import ModelError
 
 MAX_BROKEN_STEPS = 3

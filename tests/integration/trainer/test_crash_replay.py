@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.trainer.checkpoint.manager import CheckpointManager
+from services.trainer.learning.learner import Learner
 from services.trainer.worker.images import ImagePool
-from services.trainer.worker.learner import Learner
 from shared.errors import ClaimLost
 from shared.schemas.publication import PublicationRequest
 from shared.streams.memory.hop import MemoryDataPlane

@@ -9,8 +9,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.trainer.checkpoint.manager import CheckpointManager, Progress
 from services.trainer.checkpoint.storage import CheckpointStorage
+from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
-from services.trainer.worker.learner import Learner
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
-from services.trainer.worker.learner import Learner
 from shared.config.load import validate_spec
 from shared.errors import DataError
 from shared.schemas.trajectory import Group

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
-from services.trainer.worker.learner import Learner
 from shared.schemas.trajectory import Group
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 

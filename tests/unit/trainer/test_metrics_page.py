@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 from flotilla.importers.metrics import RECORDED
+from services.trainer.data.group_metrics import Totals, describe_groups
 from services.trainer.data.plan import StepGroups
-from services.trainer.metrics import RENAMED, Totals, describe_groups
+from services.trainer.learning.learner import StepResult
+from services.trainer.learning.metrics import RENAMED
 from services.trainer.models.optimizer import UpdateResult
-from services.trainer.worker.learner import StepResult
 from services.trainer.worker.step_report import StepTimes, describe_step
 from shared.schemas.trajectory import Group
 from shared.testing.builders import a_task

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from services.trainer.data.group_metrics import Totals
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements, find_problem
-from services.trainer.metrics import Totals
 from shared.config.spec import ExperimentSpec
 from shared.errors import Conflict
 from shared.schemas.task import Task

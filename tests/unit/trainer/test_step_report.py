@@ -1,9 +1,9 @@
 import pytest
 
+from services.trainer.data.group_metrics import Totals, describe_groups
 from services.trainer.data.plan import StepGroups
-from services.trainer.metrics import Totals, describe_groups
+from services.trainer.learning.learner import StepResult
 from services.trainer.models.optimizer import UpdateResult
-from services.trainer.worker.learner import StepResult
 from services.trainer.worker.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
 from shared.errors import ModelError
 from shared.schemas.trajectory import Group

@@ -1,50 +1,15 @@
-"""Names and definitions of what a step reports. verl's names where they exist; lags are exact, per token.
+"""What is measured of the groups of a step, and the figures that grow over a whole experiment.
 
-A metric of a ratio of sums is computed from the sums. Cumulative figures travel with the checkpoint.
+verl's names where they exist; lags are exact, per token. Cumulative figures travel with the checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from services.trainer.data.batch import scored_trajectories
 from shared.schemas.trajectory import Group
-
-RENAMED: Mapping[str, str] = {
-    "loss": "loss/total",
-    "policy_loss": "loss/policy",
-    "kl_loss": "loss/kl",
-    "supervised_loss": "loss/supervised",
-    "value_loss": "loss/value",
-    "value": "value/mean",
-    "value_clip_fraction": "value/clip_fraction",
-    "kl": "kl/mean",
-    "ratio": "ratio/mean",
-    "approx_kl": "ratio/approx_kl",
-    "clip_fraction": "ratio/clip_fraction",
-    "clip_fraction_lower": "ratio/clip_fraction_lower",
-    "advantage": "advantage/mean",
-    "advantage_squared": "advantage/mean_square",
-    "advantage_clip_fraction": "advantage/clip_fraction",
-    "flat_group_fraction": "groups/flat_fraction",
-    "group_std": "reward/std_within_group",
-}
-SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss", "value_loss")
-"""Reported per update: their tallies add up over the updates of a step."""
-
-
-def mean_of_updates(summary: Mapping[str, float], num_updates: int) -> dict[str, float]:
-    """Divide what was summed over a step's updates by their number."""
-    return {
-        name: value / num_updates if name in SUMS_OVER_UPDATES and num_updates else value
-        for name, value in summary.items()
-    }
-
-
-def algorithm_names(summary: Mapping[str, float]) -> dict[str, float]:
-    """Give the algorithms' figures the names they are reported under; ``score`` is reported as the reward."""
-    return {RENAMED.get(name, name): value for name, value in summary.items() if name != "score"}
 
 
 @dataclass
@@ -86,7 +51,7 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
     Returns:
         Rewards, lengths, lags and verl's counts of stale and partial trajectories. ``stale`` means that some sampled
         token of the group or trajectory has a lag of 1 or more (verl looks at the version at the end alone);
-        ``partial`` that its tokens bear several versions, ``span`` how far those are apart. ``resumed`` tokens came
+        ``partial`` that its tokens have several versions, ``span`` how far those are apart. ``resumed`` tokens came
         from a rollout that left and handed them over.
     """
     members = [[(t, t.sampled_versions()) for t in scored_trajectories(group)] for group in groups]

@@ -21,7 +21,7 @@ from services.trainer.algorithms.resampling import redraw
 from services.trainer.algorithms.sample_weights import sequence_weights
 from services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
-from services.trainer.metrics import algorithm_names, mean_of_updates
+from services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from services.gateway.lifecycle.repository import Experiment
 from services.gateway.monitoring.bottleneck import COMPONENTS
+from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.schemas.experiment import ExperimentState
 from shared.streams.keys import HopName

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from services.gateway import signals
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.repository import ExperimentRepository, OpenPlane
+from services.gateway.membership.fleet import Fleet
 from services.gateway.publications.publications import Publications
-from services.gateway.registry.fleet import Fleet
+from services.gateway.records.repository import ExperimentRepository, OpenPlane
 from services.gateway.registry.services import Registry
 from services.gateway.runtime.reconciler import Reconciler
 from services.gateway.runtime.work import ExperimentWork

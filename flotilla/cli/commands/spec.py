@@ -17,7 +17,7 @@ from shared.config.yaml_text import write_value
 from shared.errors import InvalidSpec, Scalar
 
 if TYPE_CHECKING:
-    from services.gateway.datasets.inspection import Inspection, Rows
+    from services.gateway.preflight.inspection import Inspection, Rows
 
 COLUMN = 56
 DATA_HELP = (
@@ -71,7 +71,7 @@ async def check(arguments: argparse.Namespace) -> int:
 
 def _inspect(spec: ExperimentSpec) -> "Inspection":
     # Here, since a spec is checked without it in a moment.
-    from services.gateway.datasets.inspection import inspect
+    from services.gateway.preflight.inspection import inspect
 
     return inspect(spec)
 

@@ -12,7 +12,7 @@ from services.gateway.evaluation.schedule import due_version
 from services.gateway.evaluation.summary import summarise_sets
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339

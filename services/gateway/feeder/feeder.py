@@ -10,7 +10,7 @@ import logging
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.admission import admitted, groups_left
 from services.gateway.feeder.admission_wait import ADMISSION_WAIT
-from services.gateway.lifecycle.repository import Experiment, FullStream
+from services.gateway.records.repository import Experiment, FullStream
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339

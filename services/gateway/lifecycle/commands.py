@@ -5,11 +5,11 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from services.gateway.datasets import preflight
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event
+from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from services.gateway.store.records import ExperimentRecord
 from shared.clock import Clock, rfc3339
@@ -45,7 +45,7 @@ class ExperimentCommands:
             InvalidSpec, DataError, ModelError: the spec, or what it points to, is wrong.
         """
         spec = validate_spec(parse_document(body, source="the request body"))
-        await asyncio.to_thread(preflight.check, spec)
+        await asyncio.to_thread(checks.check, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
         now = self._clock.now()
         record = ExperimentRecord(
@@ -76,7 +76,7 @@ class ExperimentCommands:
             raise ActionNotAllowed(f"cannot delete {experiment_id} yet: its services are still coming to rest")
         changes: dict[str, Any] = {}
         if action is Action.START:
-            await asyncio.to_thread(preflight.check, experiment.spec)
+            await asyncio.to_thread(checks.check, experiment.spec)
             await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
             changes["started_at"] = self._clock.now()
         if action is Action.STOP:

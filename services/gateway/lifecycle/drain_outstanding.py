@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from shared.schemas.task import Lane
 from shared.streams.hop import Hop, Resolution
 from shared.streams.keys import HopName

@@ -9,10 +9,10 @@ import random
 from collections.abc import Iterator
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.bottleneck import Look
 from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
 from services.gateway.publications.publications import Publications
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from shared.clock import Clock
 from shared.errors import Unavailable

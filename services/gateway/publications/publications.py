@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.publications.durations import Durations
 from services.gateway.publications.epochs import Epoch, epoch_for
 from services.gateway.publications.negotiation import DeadlinePassed as Late
@@ -23,6 +22,7 @@ from services.gateway.publications.negotiation import (
     transition,
 )
 from services.gateway.publications.transports import transport_for
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
 from services.gateway.store.base import Store

@@ -3,12 +3,11 @@
 Equal facts give equal tags in every process, so a restarted gateway does not disturb a service that is up to date.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.digest import digest
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationOrder
 from shared.schemas.service import Assignment, DesiredState, ServiceKind, WorkState
@@ -60,12 +59,6 @@ class ExperimentFacts:
     policy_version: int
     weights_address: str | None
     hold_version: int | None
-
-
-def digest(document: Any) -> str:
-    """Hash a JSON document by content."""
-    encoded = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode()
-    return hashlib.blake2b(encoded, digest_size=12).hexdigest()
 
 
 def desired(

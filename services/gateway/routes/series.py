@@ -134,7 +134,7 @@ async def events(
         async for event in follow:
             yield frame_of(event)
 
-    headers = {"Cache-ExperimentCommands": "no-store", "X-Accel-Buffering": "no"}
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 

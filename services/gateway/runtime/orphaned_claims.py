@@ -8,7 +8,7 @@ it lived finds its claims lost, throws its work away and claims anew once it has
 import logging
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.registry.services import Registry
 from services.gateway.signals import wait_for_any
 from shared.errors import Unavailable

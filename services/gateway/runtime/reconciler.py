@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 
 from services.gateway import signals
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.lifecycle.states import LifecycleEvent
+from services.gateway.membership.fleet import Fleet
 from services.gateway.publications.publications import Publications
-from services.gateway.registry.fleet import Fleet
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import DRAINED, LiveService, Registry
 from services.gateway.scheduler.placement import quotas_of
 from services.gateway.scheduler.quota import Scheduler

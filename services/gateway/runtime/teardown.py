@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.lifecycle.drain_outstanding import drain_outstanding
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.lifecycle.states import LifecycleEvent
-from services.gateway.registry.fleet import Fleet
+from services.gateway.membership.fleet import Fleet
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from services.gateway.signals import wait_for_any
 from shared.clock import Clock

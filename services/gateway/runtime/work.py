@@ -5,17 +5,17 @@ import functools
 import threading
 
 from services.gateway import signals
-from services.gateway.datasets import preflight
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.overlong import without_overlong
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.feeder import Feeder
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.membership.fleet import Fleet
 from services.gateway.monitoring.watchdog import Watchdog
+from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
-from services.gateway.registry.fleet import Fleet
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from services.gateway.runtime.orphaned_claims import OrphanedClaims
 from services.gateway.runtime.teardown import Teardown
@@ -82,8 +82,8 @@ class ExperimentWork:
     async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
         """Load the datasets, without the rows that are too long."""
         spec, stop = experiment.spec, threading.Event()
-        dataset = await asyncio.to_thread(preflight.train_dataset, spec)
-        held_out = await asyncio.to_thread(preflight.evaluation_dataset, spec)
+        dataset = await asyncio.to_thread(checks.train_dataset, spec)
+        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec)
         found: list[Dataset] = []
         try:
             for what, each in (("training", dataset), ("held-out", held_out)):

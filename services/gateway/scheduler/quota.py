@@ -7,9 +7,9 @@ until it says that it is done or its notice is over. Only then is it released, a
 import logging
 
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
+from services.gateway.membership.fleet import Fleet
 from services.gateway.monitoring.watchdog import SCHEDULER
-from services.gateway.registry.fleet import Fleet
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.scheduler.explanation import why_waiting
 from services.gateway.scheduler.placement import Candidate, Demand, Placement, WhyLeave, place, quotas_of

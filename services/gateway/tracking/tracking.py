@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.gateway import signals
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.store.base import Store
 from services.gateway.tracking.base import TrackedRun
 from services.gateway.tracking.exporter import Exporter

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flotilla.cli.commands.spec import add_parsers
-from services.gateway.datasets import preflight
+from services.gateway.preflight import checks
 from shared.config.load import load_spec
 from shared.errors import FlotillaError
 
@@ -125,7 +125,7 @@ async def test_what_creation_refuses_is_refused(
     (tmp_path / missing).unlink()
 
     with pytest.raises(FlotillaError) as refused:
-        preflight.check(load_spec(path))
+        checks.check(load_spec(path))
 
     assert await check(path, "--data") == 1
     assert refused.value.detail.partition(": ")[2] in capsys.readouterr().err

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, assemble
 from services.gateway.store.memory import MemoryStore

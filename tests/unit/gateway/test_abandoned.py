@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.runtime.orphaned_claims import OrphanedClaims
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock

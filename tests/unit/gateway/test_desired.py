@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.digest import digest
 from services.gateway.registry.desired import (
     MOST_BODIES,
     Bodies,
@@ -9,7 +10,6 @@ from services.gateway.registry.desired import (
     ExperimentFacts,
     ServiceFacts,
     desired,
-    digest,
 )
 from shared.schemas.experiment import ExperimentState as State
 from shared.schemas.publication import PublicationOrder, PublicationPhase

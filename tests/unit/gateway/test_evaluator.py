@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.errors import Unavailable
 from shared.schemas.service import ServiceKind

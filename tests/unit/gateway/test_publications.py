@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from services.gateway.lifecycle.repository import Experiment
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock

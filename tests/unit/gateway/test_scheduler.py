@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.lifecycle.repository import Experiment
+from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import ActionNotAllowed, InvalidSpec

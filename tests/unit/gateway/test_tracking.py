@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.datasets import preflight
 from services.gateway.events.log import EventLog
+from services.gateway.preflight import checks
 from services.gateway.store.memory import MemoryStore
 from services.gateway.tracking import exporter as exporting
 from services.gateway.tracking.base import Record, TrackedRun, Tracker
@@ -141,7 +141,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_anything_starts(mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(InvalidSpec) as caught:
-        preflight.check_trackers(a_spec(tracking={"trackers": [{"kind": "jsonl"}, {"kind": "wandb"}]}))
+        checks.check_trackers(a_spec(tracking={"trackers": [{"kind": "jsonl"}, {"kind": "wandb"}]}))
 
     assert [entry["path"] for entry in caught.value.errors] == ["tracking.trackers.1.kind"]
     assert "pip install 'flotilla[wandb]'" in str(caught.value)
@@ -151,4 +151,4 @@ def test_a_tracker_writes_to_no_relative_place() -> None:
     spec = a_spec(tracking={"trackers": [{"kind": "tensorboard", "directory": "logs"}]})
 
     with pytest.raises(InvalidSpec, match=r"tracking\.trackers\.0\.directory: an absolute path"):
-        preflight.check_paths(spec)
+        checks.check_paths(spec)

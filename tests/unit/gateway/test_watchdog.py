@@ -5,8 +5,8 @@ from statistics import fmean
 import pytest
 
 from services.gateway.datasets.dataset import Dataset
-from services.gateway.lifecycle.repository import FullStream
 from services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
+from services.gateway.records.repository import FullStream
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.service import ServiceKind

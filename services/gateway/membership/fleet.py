@@ -11,10 +11,10 @@ from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.repository import Experiment, ExperimentRepository
 from services.gateway.monitoring.idleness import IDLE_RATIO
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
+from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import wait_for_any

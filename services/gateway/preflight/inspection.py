@@ -1,14 +1,14 @@
 """Everything that a spec names, opened as the creation of an experiment does, with all that is wrong at once.
 
-For people who want to know before there is a gateway. What creation checks is ``preflight.check``, which stops at the
+For people who want to know before there is a gateway. What creation checks is ``checks.check``, which stops at the
 first thing; here each of the same checks is made, and what was read is told.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.datasets import preflight
 from services.gateway.datasets.dataset import Dataset, Part
+from services.gateway.preflight import checks
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import RowsConfig
 from shared.config.spec import ExperimentSpec
@@ -59,16 +59,16 @@ def inspect(spec: ExperimentSpec) -> Inspection:
             errors.extend(error.errors or [_entry(field, error)])
 
     def read_training() -> None:
-        rows.extend(_rows_of(preflight.train_dataset(spec), spec.data.all_sources, "data", "sources"))
+        rows.extend(_rows_of(checks.train_dataset(spec), spec.data.all_sources, "data", "sources"))
 
     def read_held_out() -> None:
-        held_out = preflight.evaluation_dataset(spec)
+        held_out = checks.evaluation_dataset(spec)
         if held_out is not None and spec.evaluation is not None:
             rows.extend(_rows_of(held_out, spec.evaluation.all_sets, "evaluation", "sets"))
 
-    attempt("", lambda: preflight.check_paths(spec))
-    attempt("model.path", lambda: preflight.check_model(spec))
-    attempt("reward.components", lambda: preflight.check_functions(spec))
+    attempt("", lambda: checks.check_paths(spec))
+    attempt("model.path", lambda: checks.check_model(spec))
+    attempt("reward.components", lambda: checks.check_functions(spec))
     attempt("tracking.trackers", lambda: check_trackers(spec))
     attempt("data", read_training)
     attempt("evaluation", read_held_out)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from services.gateway.digest import digest
 from services.gateway.feeder.admission_wait import AdmissionWait
 from services.gateway.monitoring.bottleneck import Bottleneck
 from services.gateway.monitoring.idleness import Idleness
 from services.gateway.monitoring.lags import LagHistogram
 from services.gateway.monitoring.window import Window
-from services.gateway.registry.desired import DesiredStates, digest
+from services.gateway.registry.desired import DesiredStates
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, ExperimentRecord

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
 """Longest time after which a waiting claimer looks for entries that are free again."""
+STRAYS_SECONDS = 5.0
+"""Longest time after which a trainer that claims looks for deliveries that never arrived. It looks at once after a call
+that got no answer; but that call may yet take effect, when a server that was stopped reads what was sent to it."""
 SCRIPT_BYTES = 128 * 1024
 """Most that one script forwards: the server works on it while it receives the next."""
 APPENDED_BYTES = SCRIPT_BYTES
@@ -244,13 +247,14 @@ class TrainerHop(RedisHop):
     """The scored hop of the trainer: its claims last until a later trainer takes over.
 
     No lease ends here, so an entry whose delivery never arrived is found by comparing the server's list with what is
-    held, after any call that failed or was cancelled.
+    held: after any call that failed or was cancelled, and every few seconds.
     """
 
     def __init__(self, runner: ScriptRunner, keys: StreamKeys, consumer: str, config: StreamsConfig) -> None:
         super().__init__(runner, keys, HopName.SCORED, consumer, config)
         self._held: set[str] = set()
         self._is_delivery_lost = False
+        self._next_look = 0.0
         self._one_at_a_time = asyncio.Lock()
         self.regain: Callable[[], Awaitable[bool]] | None = None
         """Makes this the trainer again where the server forgot it and nobody else took over; set by the queue."""
@@ -278,8 +282,12 @@ class TrainerHop(RedisHop):
         return is_handed_back
 
     async def _sweep(self, count: int) -> list[Claim]:
-        strays = ["-", *self._held] if self._is_delivery_lost else []
+        now = asyncio.get_running_loop().time()
+        is_due = self._is_delivery_lost or now >= self._next_look
+        strays = ["-", *self._held] if is_due else []
         self._is_delivery_lost = False
+        if is_due:
+            self._next_look = now + STRAYS_SECONDS
         try:
             claims = await self._delivered(self._run_sweep(count, "trainer", *strays))
         except ClaimLost:

@@ -129,11 +129,14 @@ class ScriptRunner:
 
     async def _retried(self, operation: Callable[[], Awaitable[Answer]]) -> Answer:
         async def counted() -> Answer:
+            is_answered = False
             try:
-                return await operation()
-            except (RedisError, OSError):
-                self.failures += 1
-                raise
+                answer = await operation()
+                is_answered = True
+                return answer
+            finally:
+                # Not by kind of error: the end of an attempt's time arrives here as a cancellation.
+                self.failures += not is_answered
 
         return await retried(counted, deadline_seconds=self.deadline_seconds)
 

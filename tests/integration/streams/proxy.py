@@ -1,4 +1,4 @@
-"""A relay before a server that can swallow one answer, as a broken connection does."""
+"""A relay before a server that can swallow one answer, as a broken connection does, or make one that never comes."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,28 @@ class Relay:
     def __init__(self, server_path: str) -> None:
         self._server_path = server_path
         self._needle: bytes | None = None
+        self._is_cut = True
+        self._released = asyncio.Event()
+        self._released.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self.swallowed = 0
 
     def swallow_answer_to(self, needle: bytes) -> None:
         """Let the next request that holds these bytes reach the server, and cut its connection before the answer."""
-        self._needle = needle
+        self._needle, self._is_cut = needle, True
+
+    def withhold_answer_to(self, needle: bytes) -> None:
+        """Let the next request that holds these bytes reach the server, and its answer nobody: the client waits."""
+        self._needle, self._is_cut = needle, False
+
+    def hold_back(self, needle: bytes) -> None:
+        """Keep the next request that holds these bytes until ``release``; its answer reaches nobody."""
+        self.withhold_answer_to(needle)
+        self._released.clear()
+
+    def release(self) -> None:
+        """Let the request that is kept reach the server, though its client may have gone."""
+        self._released.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_unix_connection(self._server_path)
@@ -32,6 +48,7 @@ class Relay:
                 if self._needle is not None and self._needle in data:
                     self._needle = None
                     is_doomed.set()
+                    await self._released.wait()
                 server_writer.write(data)
                 await server_writer.drain()
 
@@ -39,7 +56,9 @@ class Relay:
             while data := await server_reader.read(CHUNK_BYTES):
                 if is_doomed.is_set():
                     self.swallowed += 1
-                    return
+                    if self._is_cut:
+                        return
+                    continue
                 writer.write(data)
                 await writer.drain()
 

@@ -1,5 +1,6 @@
 """Answers that are lost with their connection: what was done is done once, and what was delivered comes again."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,12 +10,13 @@ from shared.errors import Unavailable
 from shared.streams.admission import IssueOutcome
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
+from shared.streams.redis import connection, hop
 from shared.streams.redis.connection import connect
 from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.redis.scripts import script
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, a_trajectory, graded
-from tests.contract.streams.conftest import a_trainer, issue, ledger_of, move_to_scored
+from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 from tests.integration.streams.proxy import Relay, relaying
 
 
@@ -131,10 +133,16 @@ async def test_a_delivery_that_was_lost_comes_again_when_its_lease_ends(
     assert claim.deliveries == 2
 
 
+@pytest.mark.parametrize("is_cut", [True, False], ids=["its connection broke", "no answer in time"])
 @pytest.mark.parametrize("swallowed", ["XREADGROUP", "sweep"])
 async def test_a_delivery_to_the_trainer_that_was_lost_comes_again(
-    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane, swallowed: str
+    cut: tuple[Relay, RedisDataPlane],
+    plane: RedisDataPlane,
+    monkeypatch: pytest.MonkeyPatch,
+    swallowed: str,
+    is_cut: bool,
 ) -> None:
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 1.0)
     relay, through = cut
     await issue(plane, 3)
     await move_to_scored(plane, 3)
@@ -143,7 +151,8 @@ async def test_a_delivery_to_the_trainer_that_was_lost_comes_again(
     if swallowed == "sweep":
         trainer = await a_trainer(through)  # what the first one held waits to be swept
         held = []
-    relay.swallow_answer_to(b"XREADGROUP" if swallowed == "XREADGROUP" else digest("sweep"))
+    lose = relay.swallow_answer_to if is_cut else relay.withhold_answer_to
+    lose(b"XREADGROUP" if swallowed == "XREADGROUP" else digest("sweep"))
 
     while len(held) < 3:
         claims = await trainer.hop.claim(3, wait_seconds=3)
@@ -154,6 +163,29 @@ async def test_a_delivery_to_the_trainer_that_was_lost_comes_again(
     assert sorted(claim.header.group_id for claim in held) == [0, 1, 2]
     assert await trainer.plan(1, held, version=0)
     assert (await ledger_of(plane)).planned == 3
+
+
+async def test_a_delivery_to_the_trainer_that_takes_effect_after_it_was_given_up_comes_again(
+    cut: tuple[Relay, RedisDataPlane], plane: RedisDataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was stopped reads what a connection sent before it was closed."""
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(hop, "STRAYS_SECONDS", 0.2)
+    relay, through = cut
+    trainer = await a_trainer(through)
+    await trainer.hop.claim(wait_seconds=0.1)
+    relay.hold_back(b"XREADGROUP")
+    assert await trainer.hop.claim(wait_seconds=1.6) == []
+    assert await trainer.hop.claim(wait_seconds=0.1) == [], "the look after a call that failed"
+    await issue(plane, 1)
+    await move_to_scored(plane, 1)
+
+    relay.release()
+    async with asyncio.timeout(10):
+        while not (await ledger_of(plane)).claimed.scored:
+            await asyncio.sleep(0.01)
+
+    assert await claim_ids(trainer.hop, wait_seconds=5) == [0]
 
 
 async def test_a_plan_and_its_commit_survive_lost_answers(

@@ -34,8 +34,8 @@ DATA: tuple[Parameter, ...] = (
     translated("data.train_batch_size", ("asynchrony.require_batches",), integer,
                "prompts of one step: ppo_mini_batch_size times require_batches (0 in fully asynchronous training)",
                example=512, default=1024),
-    refused("data.gen_batch_size", "the stream's unit is one group: leave it at 1, or out",
-            default=1),
+    refused("data.gen_batch_size", "prompts are issued one by one: leave it out", default=None, is_judged=True,
+            convert=integer),
     translated("data.max_prompt_length", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
                "longest prompt, and with max_response_length the engine's context",
                example=1024, default=512),
@@ -60,8 +60,10 @@ DATA: tuple[Parameter, ...] = (
                default=None, context={"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"}),
     refused("data.tokenizer", "the tokenizer is that of model.path: put the other one into that directory",
             default=None),
-    refused("data.image_key", "there are no images: text only", default="images"),
-    refused("data.video_key", "there are no videos: text only", default="videos"),
+    *(refused(f"data.{kind}_key", f"there are no {kind}s, only text: where the rows have none, leave it out, or give "
+              "null", default=None) for kind in ("image", "video")),
+    refused("data.audio_key", "there is no sound, only text: where the rows have none, leave it out, or give null",
+            default=None),
     refused("data.trust_remote_code", "code from a model directory is never run: use a model that transformers has",
             default=False),
     refused("data.sampler", "rows are drawn in order or shuffled: prepare the file instead", is_tree=True),
@@ -74,6 +76,18 @@ DATA: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
+SINGLE = "episodes are single turns, without tools or a simulated user: leave it out"
+TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("max_turns", None, ()), ("max_assistant_turns", None, ()), ("max_user_turns", None, ()),
+    ("tool_config_path", None, ()), ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
+    ("completion_callback", None, ()), ("num_repeat_rollouts", None, ()), ("max_parallel_calls", 1, (None,)),
+    ("max_tool_response_length", 256, (None,)), ("tool_response_truncate_side", "middle", (None,)),
+    ("format", "hermes", (None,)), ("use_inference_chat_template", False, (None,)),
+    ("tokenization_sanity_check_mode", "strict", (None, "disable", "ignore_strippable")),
+    ("enable_tokenization_sanity_check", True, (None, False)),
+)  # fmt: skip
+"""Options of turns and tools, verl's defaults, and other values that ask for nothing. The default agent loop may read
+them although ``enable`` is false, since each row can name another one."""
 VALIDATED_BY_SAMPLES = {f"{ROLLOUT_NAME}.val_kwargs.do_sample": True, f"{ROLLOUT_NAME}.val_kwargs.temperature": 1.0}
 
 ROLLOUT: tuple[Parameter, ...] = (
@@ -85,7 +99,7 @@ ROLLOUT: tuple[Parameter, ...] = (
     applied(f"{ROLLOUT_NAME}.top_p", "rollout.sampling.top_p", number, "smallest set of tokens of this probability",
             example=0.9, default=1.0),
     translated(f"{ROLLOUT_NAME}.n", "rollout.group_size", count,
-               "trajectories per prompt (by itself 1, in fully asynchronous training 4)", example=8),
+               "trajectories per prompt", example=8, default=1),
     applied(f"{ROLLOUT_NAME}.ignore_eos", "rollout.sampling.ignore_eos", flag, "go on after the end of sequence",
             example=True, default=False),
     translated(f"{ROLLOUT_NAME}.prompt_length", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
@@ -119,19 +133,16 @@ ROLLOUT: tuple[Parameter, ...] = (
     refused(f"{ROLLOUT_NAME}.use_fire_sampling", "a hotter first token would not be the policy's: leave it false",
             default=False),
     refused(f"{ROLLOUT_NAME}.multi_turn.enable", "episodes are single turns: leave it false", default=False),
+    *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}", SINGLE, default=default, harmless=harmless)
+      for name, default, harmless in TURNS),
+    refused(f"{ROLLOUT_NAME}.multi_turn", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.agent.custom_async_server.path", "the engine is the fleet's own: leave it null",
             default=None),
     refused(f"{ROLLOUT_NAME}.agent.default_agent_loop", "episodes are single turns: use single_turn_agent",
             default="single_turn_agent"),
+    refused(f"{ROLLOUT_NAME}.agent", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.repetition_penalty", "the sampled distribution is the model's own: leave it at 1",
             default=1.0),
-    *ignored("only read where multi_turn.enable, which is refused, is true",
-             f"{ROLLOUT_NAME}.multi_turn.max_turns", f"{ROLLOUT_NAME}.multi_turn.tool_config_path",
-             f"{ROLLOUT_NAME}.multi_turn.completion_callback",
-             f"{ROLLOUT_NAME}.multi_turn.use_inference_chat_template",
-             f"{ROLLOUT_NAME}.multi_turn.enable_tokenization_sanity_check"),
-    *ignored("only read where multi_turn.enable, which is refused, is true", f"{ROLLOUT_NAME}.multi_turn",
-             is_tree=True),
     *ignored("only names what agent.custom_async_server.path, which is refused, would load",
              f"{ROLLOUT_NAME}.agent.custom_async_server.name"),
     *ignored("the sampler's log-probabilities are always recorded", f"{ROLLOUT_NAME}.calculate_log_probs"),

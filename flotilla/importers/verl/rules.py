@@ -17,9 +17,8 @@ from shared.config.publication import MAX_SLICE_MEGABYTES
 Fields = dict[str, Any]
 
 ASYNC_ONLY = frozenset(
-    {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.n",
-     "rollout.total_epochs"}
-)  # fmt: skip
+    {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node"}
+)
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
@@ -44,7 +43,7 @@ def steps(source: Source) -> int | None:
     if is_fully_async(source):
         limits = [source.value("rollout.total_rollout_steps")]
         if source.rows is not None:
-            limits.append(source.rows * source.required("rollout.total_epochs"))
+            limits.append(source.rows * source.required("trainer.total_epochs"))
         known = [limit for limit in limits if limit is not None]
         return min(known) // per_step if known else None
     total = source.value("trainer.total_training_steps")
@@ -60,6 +59,7 @@ def batches(source: Source) -> Fields:
     if number > 1 and source.value(f"{ACTOR}.shuffle"):
         fields["optimisation.shuffle"] = True
     batch = source.value("data.train_batch_size")
+    _check_generated(source, batch)
     if not is_fully_async(source):
         if batch != mini * number:
             source.refuse(
@@ -74,6 +74,17 @@ def batches(source: Source) -> Fields:
     if threshold > 0:
         fields["asynchrony.on_weight_update"] = "interrupt" if source.value(f"{ASYNC}.partial_rollout") else "drain"
     return fields
+
+
+def _check_generated(source: Source, batch: int) -> None:
+    """Refuse prompts that are generated for a step and are not those that it trains on."""
+    name = "data.gen_batch_size"
+    if not source.has(name):
+        return
+    generated, wanted = source.value(name), 1 if is_fully_async(source) else batch
+    if generated not in {None, wanted}:
+        source.refuse(name, f"a step would be made of {generated} prompts, and data.train_batch_size says {batch}: "
+                      f"make it {wanted}, or leave it out")  # fmt: skip
 
 
 def schedule(source: Source) -> Fields:
@@ -129,7 +140,7 @@ def lengths(source: Source) -> Fields:
         "data.max_prompt_tokens": max(context - answer, 1),
         "rollout.sampling.max_new_tokens": answer,
         "rollout.engine.context_tokens": context,
-        "rollout.group_size": _group_size(source),
+        "rollout.group_size": source.required(f"{ROLLOUT_NAME}.n"),
         "model.dtype": dtype or "bfloat16",
     }
     if source.value(f"{ACTOR}.use_dynamic_bsz"):
@@ -151,23 +162,26 @@ def _length(source: Source, own: str, general: str) -> int:
     return int(value)
 
 
-def _group_size(source: Source) -> int:
-    if source.has(f"{ROLLOUT_NAME}.n"):
-        return int(source.required(f"{ROLLOUT_NAME}.n"))
-    return int(source.required("rollout.n")) if is_fully_async(source) else 1
-
-
 def evaluation(source: Source) -> Fields:
     """Make the evaluation, where there are held-out rows."""
     fields = held_out_rows(source)
     if not fields:
         return {}
-    own = is_fully_async(source) and not source.has("trainer.test_freq")
-    every = source.value("rollout.test_freq" if own else "trainer.test_freq")
+    every = source.value(_period_of_evaluation(source))
     return fields | {
         "evaluation.every_versions": every if every and every > 0 else None,
         **_evaluation_sampling(source),
     }
+
+
+def _period_of_evaluation(source: Source) -> str:
+    """Give the name that is read: releases of the fully asynchronous trainer differ."""
+    older, newer = "rollout.test_freq", "trainer.test_freq"
+    if not is_fully_async(source):
+        return newer
+    if source.has(older) and source.has(newer) and source.value(older) != source.value(newer):
+        source.refuse(older, f"older releases of verl read it, newer ones {newer}: give the one that yours reads")
+    return newer if source.has(newer) else older
 
 
 def _evaluation_sampling(source: Source) -> Fields:
@@ -194,7 +208,8 @@ def checkpoints(source: Source) -> Fields:
     elif is_fully_async(source):
         every *= source.required(f"{ASYNC}.trigger_parameter_sync_step")
     every = min(every, total)
-    keep = source.value("trainer.max_actor_ckpt_to_keep")
+    alone = source.value("trainer.remove_previous_ckpt_in_save")
+    keep = 1 if alone else source.value("trainer.max_actor_ckpt_to_keep")
     return {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
 
 

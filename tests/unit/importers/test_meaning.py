@@ -74,7 +74,7 @@ def field(found: Imported, path: str) -> Any:
         ("verl", ASYNC, "asynchrony.staleness_threshold", 0.1),
         ("verl", ASYNC, "asynchrony.trigger_parameter_sync_step", 4),
         ("verl", ASYNC, "optimisation.steps", 10_000 // 256),
-        ("verl", ASYNC, "rollout.group_size", 4),
+        ("verl", ASYNC, "rollout.group_size", 1),
         ("verl", ASYNC, "algorithm.old_log_probs", "rollout"),
         ("verl", {**ASYNC, "async_training.staleness_threshold": 0}, "asynchrony.on_weight_update", "drain"),
         ("verl", {**ASYNC, "async_training.staleness_threshold": 0, "async_training.compute_prox_log_prob": True},

@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from services.gateway.feeder.status import FeederStatus
 from services.gateway.monitoring.bottleneck import COMPONENTS
+from services.gateway.monitoring.measurements import Measurements
+from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.schemas.experiment import ExperimentState
@@ -58,10 +61,10 @@ def page_of(gateway: GatewayState) -> str:
     page.declare("experiments_left_out", "gauge", f"Experiments at work beyond the {MAX_EXPERIMENTS} of this page")
     page.add(max(0, len(active) - MAX_EXPERIMENTS))
     shown = active[:MAX_EXPERIMENTS]
-    _progress(page, shown)
-    _streams(page, shown)
-    _lags(page, shown)
-    _speed(page, shown, gateway.clock.monotonic())
+    _progress(page, shown, gateway.feeder_status)
+    _streams(page, shown, gateway.measurements)
+    _lags(page, shown, gateway.measurements)
+    _speed(page, shown, gateway)
     return str(page)
 
 
@@ -71,16 +74,19 @@ def _count(page: Page, name: str, meaning: str, label: str, found: Iterable[str]
         page.add(count, **{label: value})
 
 
-def _progress(page: Page, experiments: Iterable[Experiment]) -> None:
+def _progress(page: Page, experiments: Iterable[Experiment], feeders: PerExperiment[FeederStatus]) -> None:
+    def read_ledger(read: Callable[[Ledger], int]) -> Callable[[Experiment], int | None]:
+        return lambda experiment: read(ledger) if (ledger := feeders.of(experiment).ledger) is not None else None
+
     gauges: dict[str, tuple[str, Callable[[Experiment], int | None]]] = {
         "step": ("Last step that was trained", lambda e: e.record.step),
         "policy_version": ("Version that is current", lambda e: e.record.policy_version),
         "outstanding_groups": (
             "Groups issued and neither planned nor resolved",
-            lambda e: e.ledger.outstanding if e.ledger else None,
+            read_ledger(lambda ledger: ledger.outstanding),
         ),
-        "issued_groups": ("Groups issued", lambda e: e.ledger.issued if e.ledger else None),
-        "trained_groups": ("Groups in a durable checkpoint", lambda e: e.ledger.trained if e.ledger else None),
+        "issued_groups": ("Groups issued", read_ledger(lambda ledger: ledger.issued)),
+        "trained_groups": ("Groups in a durable checkpoint", read_ledger(lambda ledger: ledger.trained)),
         "has_problem": ("Whether it stalls or waits", lambda e: int(e.record.problem is not None)),
     }
     for name, (meaning, read) in gauges.items():
@@ -89,11 +95,11 @@ def _progress(page: Page, experiments: Iterable[Experiment]) -> None:
             page.add(read(experiment), experiment=experiment.id)
 
 
-def _streams(page: Page, experiments: Iterable[Experiment]) -> None:
+def _streams(page: Page, experiments: Iterable[Experiment], measured: PerExperiment[Measurements]) -> None:
     """Write what waits in the streams; nothing of an experiment whose data plane did not answer at the last look."""
     seen: list[tuple[str, Ledger, Mapping[HopName, float], float]] = []
     for experiment in experiments:
-        look = experiment.window.last_look
+        look = measured.of(experiment).window.last_look
         if look is not None and look.ledger is not None:
             seen.append((experiment.id, look.ledger, look.oldest_seconds, look.redis_seconds))
     page.declare("experiment_stream_groups", "gauge", "Groups in a stream that wait or are claimed")
@@ -112,10 +118,10 @@ def _streams(page: Page, experiments: Iterable[Experiment]) -> None:
         page.add(seconds, experiment=experiment_id)
 
 
-def _lags(page: Page, experiments: Iterable[Experiment]) -> None:
+def _lags(page: Page, experiments: Iterable[Experiment], measured: PerExperiment[Measurements]) -> None:
     page.declare("experiment_trained_token_lag", "histogram", "Lag in versions of the sampled tokens that were trained")
     for experiment in experiments:
-        lags = experiment.lags
+        lags = measured.of(experiment).lags
         for bound, count in lags.cumulative():
             page.add(count, "_bucket", experiment=experiment.id, le=str(bound))
         page.add(lags.num_tokens, "_bucket", experiment=experiment.id, le="+Inf")
@@ -123,12 +129,13 @@ def _lags(page: Page, experiments: Iterable[Experiment]) -> None:
         page.add(lags.num_tokens, "_count", experiment=experiment.id)
 
 
-def _speed(page: Page, experiments: Iterable[Experiment], now: float) -> None:
+def _speed(page: Page, experiments: Iterable[Experiment], gateway: GatewayState) -> None:
     page.declare("experiment_admission_wait_seconds_total", "counter", "Time in which the budget held the feeder")
     for experiment in experiments:
-        page.add(experiment.held.total_seconds, experiment=experiment.id)
+        page.add(gateway.feeder_status.of(experiment).wait.total_seconds, experiment=experiment.id)
     running = [each for each in experiments if each.state is ExperimentState.RUNNING]
-    found = {each.id: each.bottleneck(now) for each in running}
+    now = gateway.clock.monotonic()
+    found = {each.id: gateway.measurements.of(each).bottleneck(now, each.spec) for each in running}
     page.declare("experiment_bottleneck", "gauge", "1 for what bounds the speed now, 0 for the others")
     for experiment_id, bottleneck in found.items():
         for component in COMPONENTS:

@@ -5,15 +5,19 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from services.gateway import signals
 from services.gateway.events.log import EventLog
+from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.membership.fleet import Fleet
+from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.publications import Publications
+from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import ExperimentRepository, OpenPlane
 from services.gateway.registry.services import Registry
+from services.gateway.runtime.parts import GatewayParts
 from services.gateway.runtime.reconciler import Reconciler
 from services.gateway.runtime.work import ExperimentWork
 from services.gateway.scheduler.quota import Scheduler
@@ -35,23 +39,14 @@ CLEANING_SECONDS = 3600.0
 READY_SECONDS = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayState:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayState(GatewayParts):
     """What the routes work with.
 
     Attributes:
         ping_streams: proves that the data plane's server answers, or raises ``Unavailable``.
     """
 
-    settings: GatewaySettings
-    store: Store
-    clock: Clock
-    registry: Registry
-    repository: ExperimentRepository
-    publications: Publications
-    commands: ExperimentCommands
-    fleet: Fleet
-    events: EventLog
     scheduler: Scheduler
     reconciler: Reconciler
     ping_streams: Callable[[], Awaitable[None]]
@@ -146,28 +141,10 @@ def assemble(
     publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
     commands = ExperimentCommands(repository, registry, publications, events, clock, settings.experiments)
     news = asyncio.Event()
-    fleet = Fleet(registry, repository, publications, commands, events, clock, store, on_news=news.set)
+    measurements = PerExperiment(Measurements)
+    fleet = Fleet(registry, repository, publications, commands, events, clock, store, measurements, on_news=news.set)
 
-    work = ExperimentWork(settings, store, clock, registry, repository, publications, commands, fleet, events)
-    scheduler = Scheduler(
-        registry,
-        repository,
-        fleet,
-        commands,
-        clock,
-        patience_seconds=settings.patience_seconds,
-        notice_seconds=settings.notice_seconds,
-    )
-    reconciler = Reconciler(
-        registry, repository, publications, fleet, commands, scheduler, news, work=work.run, end=work.end
-    )
-
-    def on_change(experiment_id: str) -> None:
-        fleet.wake(experiment_id)
-        news.set()
-
-    repository.on_change = on_change
-    return GatewayState(
+    parts = GatewayParts(
         settings=settings,
         store=store,
         clock=clock,
@@ -177,10 +154,28 @@ def assemble(
         commands=commands,
         fleet=fleet,
         events=events,
-        scheduler=scheduler,
-        reconciler=reconciler,
-        ping_streams=ping_streams,
+        feeder_status=PerExperiment(FeederStatus),
+        measurements=measurements,
     )
+    work = ExperimentWork(parts)
+    scheduler = Scheduler(
+        registry,
+        repository,
+        fleet,
+        commands,
+        clock,
+        patience_seconds=settings.patience_seconds,
+        notice_seconds=settings.notice_seconds,
+    )
+    reconciler = Reconciler(parts, scheduler, news, work=work.run, end=work.end)
+
+    def on_change(experiment_id: str) -> None:
+        fleet.wake(experiment_id)
+        news.set()
+
+    repository.on_change = on_change
+    given = {field.name: getattr(parts, field.name) for field in fields(GatewayParts)}
+    return GatewayState(**given, scheduler=scheduler, reconciler=reconciler, ping_streams=ping_streams)
 
 
 async def _clean(state: GatewayState) -> None:

@@ -10,7 +10,8 @@ import logging
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.admission import admitted, groups_left
 from services.gateway.feeder.admission_wait import ADMISSION_WAIT
-from services.gateway.records.repository import Experiment, FullStream
+from services.gateway.feeder.status import FeederStatus, FullStream
+from services.gateway.records.repository import Experiment
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
@@ -33,15 +34,21 @@ SILENT_SECONDS = 600.0
 
 
 class Feeder:
-    """Issues tasks of one experiment while it runs."""
+    """Issues tasks of one experiment while it runs.
 
-    def __init__(self, experiment: Experiment, dataset: Dataset, store: Store, clock: Clock) -> None:
+    Args:
+        status: what an earlier task of this experiment left, and what others read.
+    """
+
+    def __init__(
+        self, experiment: Experiment, dataset: Dataset, store: Store, clock: Clock, status: FeederStatus
+    ) -> None:
         self._experiment = experiment
         self._dataset = dataset
         self._clock = clock
         self._store = store
-        self._held = experiment.held
-        self._held.release()
+        self._status = status
+        self._status.wait.release()
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
@@ -56,7 +63,7 @@ class Feeder:
             except Unavailable as error:
                 log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
                 pause = UNAVAILABLE_BACKOFF_SECONDS
-                self._held.release()
+                self._status.wait.release()
             if pause:
                 await wait_for_any(pause, changed)
             else:
@@ -66,7 +73,7 @@ class Feeder:
         """Issue one batch, as far as the budget admits; return how long to wait before the next, in seconds."""
         version = self._experiment.record.policy_version
         now = self._clock.monotonic()
-        if (ended := self._held.look(version, now)) is not None:
+        if (ended := self._status.wait.look(version, now)) is not None:
             await self._store_wait(*ended)
         # Recorded again now and then: a server that came back from its log may have forgotten it.
         if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
@@ -78,7 +85,7 @@ class Feeder:
             for plane in (self._experiment.train, self._experiment.evaluation):
                 await plane.admission.forget_consumers(SILENT_SECONDS)
         ledger = await self._experiment.train.ledger()
-        self._experiment.ledger = ledger
+        self._status.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:
             return IDLE_SECONDS
         spec = self._experiment.spec
@@ -86,7 +93,7 @@ class Feeder:
         room = admitted(ledger, budget=spec.admission_budget, **wanted)
         if room == 0:
             if groups_left(ledger, **wanted):
-                self._held.hold(now)
+                self._status.wait.hold(now)
             return BLOCKED_SECONDS
         first = await self._admission.next_group_id()
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
@@ -107,9 +114,9 @@ class Feeder:
         bound = self._experiment.spec.resources.stream_bytes
         sizes = await self._admission.bound(bound)
         # Said until there is real room again, so that a stream that is kept full by its claimers is one piece of news.
-        limit = bound if self._experiment.full_stream is None else LOW_WATERMARK * bound
+        limit = bound if self._status.full_stream is None else LOW_WATERMARK * bound
         full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
-        self._experiment.full_stream = full[0] if full else None
+        self._status.full_stream = full[0] if full else None
 
     def _tasks(self, group_ids: range, version: int) -> list[Task]:
         size, now = self._experiment.spec.rollout.group_size, self._clock.now()

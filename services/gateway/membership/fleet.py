@@ -12,12 +12,14 @@ from typing import Any
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.monitoring.idleness import IDLE_RATIO
+from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
+from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
-from services.gateway.signals import wait_for_any
+from services.gateway.signals import Signal, wait_for_any
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
@@ -45,7 +47,11 @@ class Fleet:
     """The gateway's side of membership.
 
     Args:
+        measurements: where the rollouts' idle times go.
         on_news: called when placement or an experiment's life may have to move.
+
+    Attributes:
+        left: fires whenever a service has left the experiment.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Fleet:
         events: EventLog,
         clock: Clock,
         store: Store,
+        measurements: PerExperiment[Measurements],
         on_news: Callable[[], None],
     ) -> None:
         self._registry = registry
@@ -67,7 +74,10 @@ class Fleet:
         self._clock = clock
         self._store = store
         self._on_news = on_news
+        self._measurements = measurements
         self._idle = DesiredStates()
+        self._desired_cache = PerExperiment(DesiredStates)
+        self.left = PerExperiment(Signal)
         self.bodies = Bodies()
 
     async def register(self, registration: Registration) -> Registered:
@@ -136,7 +146,7 @@ class Fleet:
         if experiment is None:
             return self._idle.of(self._registry.facts(service), None)
         order = self._publications.order_for(service.id, experiment.id)
-        return experiment.told.of(self._registry.facts(service), self._facts(experiment), order)
+        return self._desired_cache.of(experiment).of(self._registry.facts(service), self._facts(experiment), order)
 
     def _facts(self, experiment: Experiment) -> ExperimentFacts:
         record = experiment.record
@@ -192,7 +202,7 @@ class Fleet:
 
     async def _take_idleness(self, service: LiveService, experiment: Experiment) -> None:
         observed, spec = service.observed, experiment.spec
-        found = experiment.idleness.take_in(service.id, observed.policy_version, observed.load)
+        found = self._measurements.of(experiment).idleness.take_in(service.id, observed.policy_version, observed.load)
         if found is not None:
             version, ratio = found
             step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
@@ -271,7 +281,7 @@ class Fleet:
         await self._publications.gone(experiment_id, service, reason)
         experiment = self._repository.find(experiment_id)
         if experiment is not None:
-            experiment.left.fire()
+            self.left.of(experiment).fire()
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}
             await self._events.append(
                 experiment_id,

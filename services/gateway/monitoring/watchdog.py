@@ -6,11 +6,12 @@ third of one, always in the same phase, and the diagnosis would take that phase 
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.gateway.events.log import EventLog
 from services.gateway.monitoring.bottleneck import Look
 from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
+from services.gateway.monitoring.window import Window
 from services.gateway.publications.publications import Publications
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
@@ -40,6 +41,8 @@ class Watchdog:
     """Watches one experiment while it starts or runs.
 
     Args:
+        window: what the looks are kept in.
+        why_blocked: returns why no stream takes more, or None: that is named at once.
         stall_seconds: time without progress that makes a stall.
     """
 
@@ -52,6 +55,8 @@ class Watchdog:
         events: EventLog,
         clock: Clock,
         *,
+        window: Window,
+        why_blocked: Callable[[], str | None],
         stall_seconds: float,
     ) -> None:
         self._experiment = experiment
@@ -60,6 +65,8 @@ class Watchdog:
         self._publications = publications
         self._events = events
         self._clock = clock
+        self._window = window
+        self._why_blocked = why_blocked
         self._stall_seconds = stall_seconds
         self._progress: tuple[object, ...] = ()
         self._progress_at = clock.monotonic()
@@ -87,8 +94,9 @@ class Watchdog:
         if train is not None and progress != self._progress:
             self._progress, self._progress_at = progress, now
         is_paused = experiment.state is ExperimentState.PAUSED
-        if experiment.full_stream is not None and not is_paused:
-            await self._name(STREAMS, experiment.full_stream.cause)
+        blocked = self._why_blocked()
+        if blocked is not None and not is_paused:
+            await self._name(STREAMS, blocked)
             return
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
@@ -111,12 +119,12 @@ class Watchdog:
     async def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
         experiment = self._experiment
         if experiment.state is not ExperimentState.RUNNING:
-            experiment.window.clear()
+            self._window.clear()
             return
         is_publishing = self._publications.open_phase(experiment.id) is not None
         is_evaluating = experiment.record.evaluating_version is not None
         oldest = {} if ledger is None else await self._oldest()
-        experiment.window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest))
+        self._window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest))
 
     async def _name(self, component: str, cause: str) -> None:
         known = self._experiment.record.problem

@@ -5,16 +5,10 @@ restarted gateway finds the newest.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from services.gateway.digest import digest
-from services.gateway.feeder.admission_wait import AdmissionWait
-from services.gateway.monitoring.bottleneck import Bottleneck
-from services.gateway.monitoring.idleness import Idleness
-from services.gateway.monitoring.lags import LagHistogram
-from services.gateway.monitoring.window import Window
-from services.gateway.registry.desired import DesiredStates
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, ExperimentRecord
@@ -24,15 +18,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import NotFound
 from shared.schemas.experiment import ExperimentState, Problem
 from shared.schemas.task import Lane
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
 from shared.streams.plane import DataPlane
-
-MIB = 1024**2
-HINTS = {
-    HopName.SCORED: "; groups that are planned leave it with the next checkpoint, which the trainer then makes early: "
-    "raise the bound if those of one step do not fit"
-}
 
 
 class OpenPlane(Protocol):
@@ -42,35 +28,11 @@ class OpenPlane(Protocol):
         """Open it; ``lease_seconds`` is how long another's claim must be idle before it is taken over."""
 
 
-@dataclass(frozen=True, slots=True)
-class FullStream:
-    """A stream that takes as much of the server's memory as it may, in bytes."""
-
-    hop: HopName
-    bound: int
-
-    @property
-    def cause(self) -> str:
-        """What this means for the experiment, in one sentence."""
-        return (
-            f"stream {self.hop.value} has reached resources.stream_bytes ({self.bound / MIB:g} MiB): nothing is "
-            f"issued, and nothing that would go there is claimed, until it is emptied{HINTS.get(self.hop, '')}"
-        )
-
-
 class Experiment:
     """An experiment, its validated spec and its data plane.
 
     Attributes:
         changed: fires after each change of the record.
-        left: fires whenever a service has left it.
-        ledger: the train lane as last seen; None until it was read.
-        full_stream: the first stream of the train lane that has reached its bound, if any.
-        window: what was seen of it lately.
-        lags: of the tokens that it has trained.
-        held: how long its admission budget held the feeder.
-        idleness: how much of each version's time its rollouts sampled nothing.
-        told: what its services should do, as computed last.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -81,14 +43,6 @@ class Experiment:
         self.train = open_plane(record.id, Lane.TRAIN)
         self.evaluation = open_plane(record.id, Lane.EVALUATION)
         self.changed = Signal()
-        self.left = Signal()
-        self.ledger: Ledger | None = None
-        self.full_stream: FullStream | None = None
-        self.window = Window()
-        self.idleness = Idleness()
-        self.lags = LagHistogram()
-        self.held = AdmissionWait()
-        self.told = DesiredStates()
 
     @property
     def id(self) -> str:
@@ -104,11 +58,6 @@ class Experiment:
     def is_active(self) -> bool:
         """Whether services work for it, or should."""
         return self.state in {ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED}
-
-    def bottleneck(self, now: float) -> Bottleneck:
-        """Name what bounds its speed at a time of the monotonic clock."""
-        spec = self.spec
-        return self.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
 
     @property
     def hold_version(self) -> int | None:

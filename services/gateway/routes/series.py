@@ -82,8 +82,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         for name, value in batch.values.items()
     ]
     await gateway.store.put_metrics(experiment_id, points)
-    experiment.window.add_step(gateway.clock.monotonic(), batch.values)
-    experiment.lags.add_step(batch.step, batch.values)
+    gateway.measurements.of(experiment).add_step(gateway.clock.monotonic(), batch.step, batch.values)
     return Stored(stored=len(points))
 
 
@@ -172,14 +171,15 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
     """
     experiment = gateway.repository.get(experiment_id)
     now = gateway.clock.monotonic()
-    found = experiment.bottleneck(now)
+    measured = gateway.measurements.of(experiment)
+    found = measured.bottleneck(now, experiment.spec)
     problem = experiment.record.problem
     is_over = experiment.state is not ExperimentState.RUNNING
     return DiagnosisView(
         component="none" if is_over else found.component,
         cause=f"the experiment is {experiment.state.value}" if is_over else found.cause,
         advice="" if is_over else found.advice,
-        window_seconds=round(experiment.window.seconds(now), 3),
+        window_seconds=round(measured.window.seconds(now), 3),
         evidence=found.evidence,
         problem=Problem(**problem) if problem is not None else None,
     )

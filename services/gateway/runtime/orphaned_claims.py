@@ -10,7 +10,7 @@ import logging
 from services.gateway.events.log import EventLog
 from services.gateway.records.repository import Experiment
 from services.gateway.registry.services import Registry
-from services.gateway.signals import wait_for_any
+from services.gateway.signals import Signal, wait_for_any
 from shared.errors import Unavailable
 from shared.streams.hop import holder_of
 
@@ -20,17 +20,22 @@ POLL_SECONDS = 1.0
 
 
 class OrphanedClaims:
-    """Frees what nobody works on any more in the lanes of one experiment."""
+    """Frees what nobody works on any more in the lanes of one experiment.
 
-    def __init__(self, experiment: Experiment, registry: Registry, events: EventLog) -> None:
+    Args:
+        left: fires whenever a service has left the experiment.
+    """
+
+    def __init__(self, experiment: Experiment, registry: Registry, events: EventLog, left: Signal) -> None:
         self._experiment = experiment
         self._registry = registry
         self._events = events
+        self._left = left
 
     async def run(self) -> None:
         """Look after each departure, and now and then, until cancelled."""
         while True:
-            left = self._experiment.left.next
+            left = self._left.next
             try:
                 await self.look()
             except Unavailable as error:

@@ -10,12 +10,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from services.gateway import signals
-from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.lifecycle.states import LifecycleEvent
-from services.gateway.membership.fleet import Fleet
-from services.gateway.publications.publications import Publications
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import DRAINED, LiveService, Registry
+from services.gateway.records.repository import Experiment
+from services.gateway.registry.services import DRAINED, LiveService
+from services.gateway.runtime.parts import GatewayParts
 from services.gateway.scheduler.placement import quotas_of
 from services.gateway.scheduler.quota import Scheduler
 from shared.errors import FlotillaError
@@ -42,23 +40,13 @@ class Reconciler:
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        repository: ExperimentRepository,
-        publications: Publications,
-        fleet: Fleet,
-        commands: ExperimentCommands,
-        scheduler: Scheduler,
-        news: asyncio.Event,
-        *,
-        work: Work,
-        end: Work,
+        self, parts: GatewayParts, scheduler: Scheduler, news: asyncio.Event, *, work: Work, end: Work
     ) -> None:
-        self._registry = registry
-        self._repository = repository
-        self._publications = publications
-        self._fleet = fleet
-        self._commands = commands
+        self._registry = parts.registry
+        self._repository = parts.repository
+        self._publications = parts.publications
+        self._fleet = parts.fleet
+        self._commands = parts.commands
         self._scheduler = scheduler
         self._work = work
         self._end = end

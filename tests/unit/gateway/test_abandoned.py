@@ -15,7 +15,7 @@ from tests.unit.gateway.builders import a_gateway, a_registration, add_experimen
 
 
 def of(gateway: GatewayState, experiment: Experiment) -> OrphanedClaims:
-    return OrphanedClaims(experiment, gateway.registry, gateway.events)
+    return OrphanedClaims(experiment, gateway.registry, gateway.events, gateway.fleet.left.of(experiment))
 
 
 def hop_of(gateway: GatewayState, experiment: Experiment, service_id: str) -> Hop:
@@ -52,7 +52,7 @@ async def test_a_service_that_was_silent_too_long_loses_its_claims_with_its_regi
     hop = hop_of(gateway, experiment, service_id)
     claims = await hop.claim(wait_seconds=0)
     async with running(of(gateway, experiment).run()):
-        await until(lambda: experiment.left._next is not None)
+        await until(lambda: gateway.fleet.left.of(experiment)._next is not None)
         clock.advance(10.1)
 
         for service in gateway.registry.expired():
@@ -103,7 +103,7 @@ async def test_a_data_plane_that_is_away_is_asked_again() -> None:
     claims.look = look  # type: ignore[method-assign]
     async with running(claims.run()) as task:
         await until(lambda: len(asked) == 1)
-        experiment.left.fire()
+        gateway.fleet.left.of(experiment).fire()
         await until(lambda: len(asked) == 2)
         assert not task.done()
 

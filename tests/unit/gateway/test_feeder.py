@@ -8,6 +8,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.loading import load_training
 from services.gateway.feeder import feeder as feeding
 from services.gateway.feeder.feeder import Feeder
+from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.drain_outstanding import drain_outstanding
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
@@ -26,7 +27,7 @@ async def a_feeder(clock: ManualClock | None = None, **spec: object) -> Feeder:
     document = a_spec(**spec).model_dump(mode="json")
     experiment = await add_experiment(gateway, spec=document)
     dataset = Dataset(ROWS, experiment.spec.data, experiment.spec.seed)
-    return Feeder(experiment, dataset, gateway.store, clock or ManualClock())
+    return Feeder(experiment, dataset, gateway.store, clock or ManualClock(), gateway.feeder_status.of(experiment))
 
 
 async def test_it_fills_the_budget_and_waits() -> None:
@@ -104,13 +105,13 @@ async def test_a_paused_experiment_issues_nothing_and_goes_on_when_it_is_resumed
 
     experiment.record = replace(experiment.record, state=ExperimentState.PAUSED)
     async with running(feeder.run()):
-        await until(lambda: experiment.ledger is not None)
+        await until(lambda: feeder._status.ledger is not None)
         assert (await experiment.train.ledger()).issued == 0
 
         experiment.record = replace(experiment.record, state=ExperimentState.RUNNING)
         experiment.changed.fire()
 
-        await until(lambda: experiment.ledger is not None and experiment.ledger.issued == 2)
+        await until(lambda: feeder._status.ledger is not None and feeder._status.ledger.issued == 2)
 
 
 async def test_a_publication_that_the_server_forgot_is_recorded_again() -> None:
@@ -161,7 +162,7 @@ async def test_the_next_gateway_goes_on_with_the_next_group() -> None:
     feeder = await a_feeder()
     await feeder.feed()
 
-    again = Feeder(feeder._experiment, feeder._dataset, MemoryStore(), ManualClock())
+    again = Feeder(feeder._experiment, feeder._dataset, MemoryStore(), ManualClock(), FeederStatus())
     await again.feed()
 
     ledger = await feeder._experiment.train.ledger()
@@ -204,7 +205,7 @@ async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again(
     for _ in range(5):
         await feeder.feed()
         clock.advance(1.1)
-    full = experiment.full_stream
+    full = feeder._status.full_stream
     issued = (await experiment.train.ledger()).issued
 
     assert issued == 64, "one batch, issued before the stream was full"
@@ -218,11 +219,11 @@ async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again(
     for claim in claims[8:]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
     await feeder._measure()
-    assert experiment.full_stream == full, "8 of 10 entries that fit are no real room"
+    assert feeder._status.full_stream == full, "8 of 10 entries that fit are no real room"
     for claim in claims[:8]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
     await feeder._measure()
-    assert experiment.full_stream is None
+    assert feeder._status.full_stream is None
 
 
 async def test_leftovers_of_a_full_lane_are_resolved() -> None:
@@ -277,7 +278,7 @@ async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly
     for batch in (4, 3, 29):  # each by a gateway that knows nothing of the others, and loads the files again
         monkeypatch.setattr(feeding, "BATCH", batch)
         dataset = load_training(experiment.spec.data, seed=11)
-        await Feeder(experiment, dataset, MemoryStore(), ManualClock()).feed()
+        await Feeder(experiment, dataset, MemoryStore(), ManualClock(), FeederStatus()).feed()
 
     claims = await experiment.train.hop(HopName.TASKS, "r").claim(99, wait_seconds=0.01)
     issued = [(claim.task().group_id, claim.task().messages[0].content) for claim in claims]

@@ -32,10 +32,11 @@ def a_look(**changes: Any) -> Look:
 async def a_running_gateway(clock: ManualClock | None = None) -> GatewayState:
     gateway = a_gateway(clock=clock or ManualClock())
     experiment = await add_experiment(gateway, 'odd"name\\')
+    window = gateway.measurements.of(experiment).window
     for second in range(3):
         look = a_look(oldest_seconds={HopName.TASKS: 4.5 + second})
-        experiment.window.add_look(gateway.clock.monotonic(), look)
-    experiment.window.add_step(gateway.clock.monotonic(), {"time/step_seconds": 2.0, "time/wait_seconds": 1.5})
+        window.add_look(gateway.clock.monotonic(), look)
+    window.add_step(gateway.clock.monotonic(), {"time/step_seconds": 2.0, "time/wait_seconds": 1.5})
     return gateway
 
 
@@ -61,7 +62,8 @@ async def test_the_page_tells_queues_and_their_ages_and_what_bounds_the_speed() 
 async def test_of_a_data_plane_that_is_away_no_old_queues_are_told() -> None:
     gateway = await a_running_gateway()
     (experiment,) = gateway.repository
-    experiment.window.add_look(gateway.clock.monotonic(), a_look(ledger=None, redis_seconds=5.0))
+    window = gateway.measurements.of(experiment).window
+    window.add_look(gateway.clock.monotonic(), a_look(ledger=None, redis_seconds=5.0))
 
     series = parse_page(page_of(gateway))
 
@@ -87,7 +89,7 @@ async def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gauges, "MAX_EXPERIMENTS", 2)
     gateway = await a_running_gateway()
     (running,) = gateway.repository
-    running.lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})
+    gateway.measurements.of(running).lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})
     one = len(parse_page(page_of(gateway)))
     for number in range(5):
         await add_experiment(gateway, f"waiting-{number}", state=ExperimentState.STARTING)
@@ -106,8 +108,8 @@ async def test_the_wait_for_admission_only_grows() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway)
     for version, now in ((0, 1.0), (0, 3.0), (1, 6.5)):
-        experiment.held.look(version, now)
-        experiment.held.hold(now)
+        gateway.feeder_status.of(experiment).wait.look(version, now)
+        gateway.feeder_status.of(experiment).wait.hold(now)
 
     series = parse_page(page_of(gateway))
 
@@ -117,9 +119,9 @@ async def test_the_wait_for_admission_only_grows() -> None:
 async def test_lags_are_a_histogram_over_all_steps() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway)
-    experiment.lags.add_step(1, {"lag/tokens/0": 10.0, "lag/tokens/1": 5.0, "lag/mean": 0.3})
-    experiment.lags.add_step(2, {"lag/tokens/5": 2.0, "lag/tokens/99": 1.0})
-    experiment.lags.add_step(2, {"lag/tokens/5": 2.0})
+    gateway.measurements.of(experiment).lags.add_step(1, {"lag/tokens/0": 10.0, "lag/tokens/1": 5.0, "lag/mean": 0.3})
+    gateway.measurements.of(experiment).lags.add_step(2, {"lag/tokens/5": 2.0, "lag/tokens/99": 1.0})
+    gateway.measurements.of(experiment).lags.add_step(2, {"lag/tokens/5": 2.0})
 
     series = parse_page(page_of(gateway))
 

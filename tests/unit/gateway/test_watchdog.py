@@ -5,8 +5,8 @@ from statistics import fmean
 import pytest
 
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.feeder.status import FullStream
 from services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
-from services.gateway.records.repository import FullStream
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.service import ServiceKind
@@ -23,6 +23,8 @@ def a_watchdog(gateway: GatewayState, clock: ManualClock) -> Watchdog:
         gateway.publications,
         gateway.events,
         clock,
+        window=gateway.measurements.of(experiment).window,
+        why_blocked=gateway.feeder_status.of(experiment).why_blocked,
         stall_seconds=30.0,
     )
 
@@ -58,7 +60,7 @@ async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_re
 async def test_a_full_stream_is_named_at_once() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway)
-    experiment.full_stream = FullStream(HopName.SCORED, 2 * 1024**2)
+    gateway.feeder_status.of(experiment).full_stream = FullStream(HopName.SCORED, 2 * 1024**2)
     watchdog = a_watchdog(gateway, ManualClock())
 
     await watchdog.look()
@@ -68,7 +70,7 @@ async def test_a_full_stream_is_named_at_once() -> None:
     assert problem.cause.startswith("stream scored has reached resources.stream_bytes (2 MiB)")
     assert "raise the bound if those of one step do not fit" in problem.cause
 
-    experiment.full_stream = None
+    gateway.feeder_status.of(experiment).full_stream = None
     await watchdog.look()
     assert gateway.commands.view(experiment).problem is None
 

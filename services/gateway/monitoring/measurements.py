@@ -1,0 +1,40 @@
+"""What is measured of one experiment while it runs. In memory: a restarted gateway begins with nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.gateway.monitoring.bottleneck import Bottleneck
+from services.gateway.monitoring.idleness import Idleness
+from services.gateway.monitoring.lags import LagHistogram
+from services.gateway.monitoring.window import Window
+from shared.config.spec import ExperimentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The measurements of one experiment.
+
+    Attributes:
+        window: the looks and steps of the last minute.
+        lags: of the tokens that it has trained.
+        idleness: how much of each version's time its rollouts sampled nothing.
+    """
+
+    window: Window = field(default_factory=Window)
+    lags: LagHistogram = field(default_factory=LagHistogram)
+    idleness: Idleness = field(default_factory=Idleness)
+
+    def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
+        """Record a step's metrics.
+
+        Args:
+            at: when they were reported, in seconds of the monotonic clock.
+            step: of the optimiser.
+            values: by the name of the metric.
+        """
+        self.window.add_step(at, values)
+        self.lags.add_step(step, values)
+
+    def bottleneck(self, now: float, spec: ExperimentSpec) -> Bottleneck:
+        """Name what bounds the experiment's speed at a time of the monotonic clock."""
+        return self.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)

@@ -1,0 +1,30 @@
+"""What a room keeps of an experiment lives as long as the experiment."""
+
+import gc
+
+from services.gateway.records.per_experiment import PerExperiment
+from shared.schemas.experiment import ExperimentState
+from tests.unit.gateway.builders import a_gateway, add_experiment
+
+
+async def test_each_experiment_has_one_of_its_own() -> None:
+    gateway = a_gateway()
+    one, two = await add_experiment(gateway, "one"), await add_experiment(gateway, "two")
+    kept: PerExperiment[list[str]] = PerExperiment(list)
+
+    kept.of(one).append("seen")
+
+    assert kept.of(one) is kept.of(one)
+    assert (kept.of(one), kept.of(two)) == (["seen"], [])
+
+
+async def test_it_goes_when_the_experiment_is_deleted() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway, "one", state=ExperimentState.STOPPED)
+    gateway.measurements.of(gateway.repository.get("one")).lags.add_step(1, {"lag/tokens/0": 3.0})
+    assert len(gateway.measurements) == 1
+
+    await gateway.repository.remove(gateway.repository.get("one"))
+    gc.collect()
+
+    assert len(gateway.measurements) == 0

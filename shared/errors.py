@@ -2,12 +2,14 @@
 
     FlotillaError                    500  internal
     ├── InvalidRequest               422  invalid_request       (carries one entry per offending field)
-    │   └── InvalidSpec              422  invalid_spec
+    │   ├── InvalidSpec              422  invalid_spec
+    │   └── PromptTooLong            422  prompt_too_long
     ├── NotFound                     404  not_found
     ├── Unauthorized                 401  unauthorized
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
     │   ├── IdempotencyMismatch      409  idempotency_mismatch
+    │   ├── RequestInFlight          409  request_in_flight
     │   └── StalePolicyVersion       409  stale_policy_version
     ├── Unavailable                  503  unavailable           (retryable)
     ├── DeadlineExceeded             504  deadline_exceeded     (retryable)
@@ -61,6 +63,12 @@ class InvalidSpec(InvalidRequest):
     code, title = "invalid_spec", "The experiment spec is not valid"
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt is longer than allowed, or does not fit the engine's context together with its completion."""
+
+    code, title = "prompt_too_long", "The prompt is too long"
+
+
 class NotFound(FlotillaError):
     """The named resource does not exist."""
 
@@ -89,6 +97,12 @@ class IdempotencyMismatch(Conflict):
     """An idempotency key was used again with another body."""
 
     code, title = "idempotency_mismatch", "Idempotency key was used with another body"
+
+
+class RequestInFlight(Conflict):
+    """An engine samples a request of this id already."""
+
+    code, title = "request_in_flight", "The request is being sampled already"
 
 
 class StalePolicyVersion(Conflict):

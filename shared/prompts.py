@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shared.config.data import PLACE, DataConfig, ErrorOverlongConfig, TruncateOverlongConfig
 from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidRequest, ModelError
+from shared.errors import ModelError, PromptTooLong
 from shared.schemas.task import Message
 
 
@@ -89,7 +89,7 @@ class PromptLimit:
         """Cut a prompt to its limit L: left keeps the last L tokens, right the first, middle L // 2 and the rest last.
 
         Raises:
-            InvalidRequest: it is too long, and is not to be cut.
+            PromptTooLong: it is too long, and is not to be cut.
         """
         limit, num_tokens = self.max_tokens, len(token_ids)
         if limit is None or num_tokens <= limit:
@@ -101,7 +101,7 @@ class PromptLimit:
                 return token_ids[:limit]
             case "middle":
                 return token_ids[: limit // 2] + token_ids[num_tokens - (limit - limit // 2) :]
-        raise InvalidRequest(
+        raise PromptTooLong(
             f"a prompt of {num_tokens} tokens is longer than the {limit} allowed",
             errors=[{"field": "data.max_prompt_tokens", "value": num_tokens, "allowed": f"at most {limit}"}],
         )

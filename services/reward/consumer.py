@@ -15,11 +15,12 @@ from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
 from services.reward.verifiers.base import Verifier
 from shared.config.reward import RewardConfig
-from shared.errors import FlotillaError
+from shared.errors import ClaimLost, FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.schemas.grading import Grade, GradingMessage, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.streams.holding import holding
 from shared.streams.hop import Claim, Hop, Resolution
 
 log = logging.getLogger(__name__)
@@ -180,9 +181,11 @@ class RewardConsumer:
             sampled = await self._readable(lane.hop, claim)
             if sampled is None:
                 return
-            async with lane.hop.renewing(claim):
+            async with holding(lane.hop, claim):
                 group = await self._graded(sampled)
             await self._send_on(lane, claim, group)
+        except ClaimLost as error:
+            log.info("claim was lost, its grading was ended", extra={"error": error.detail})
         except FlotillaError as error:
             log.warning("group is handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
             await self._give_up(lane.hop, claim)

@@ -3,6 +3,9 @@
 One dispatcher per lane claims as many tasks as there is room for; each claimed task is answered by its own asyncio
 task. A task is never sampled by a version older than its ``min_version``, nor by another than its
 ``pinned_version``. What is interrupted is handed over with the tokens that it has; what cannot be begun is handed back.
+
+A claim may be lost (after a pause of this process the gateway takes it for dead): its request is then ended in the
+engine at once. The task may come back to this very process, so a request is named after its claim, not its task.
 """
 
 import asyncio
@@ -14,9 +17,10 @@ from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.version import VersionGate
-from shared.errors import FlotillaError, InvalidRequest, WorkerDied
+from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
+from shared.streams.holding import holding
 from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.partials import is_finished
 
@@ -27,6 +31,10 @@ HAND_BACK_SECONDS = 5.0
 VERSION_WAIT_SECONDS = 60.0
 OTHER_VERSION_PAUSE_SECONDS = 0.2
 
+UNREADABLE = "unreadable"
+ROLLOUT_TIMEOUT = "rollout_timeout"
+"""Reasons for which a task fails, besides the codes of ``InvalidRequest`` and its kinds."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneConfig:
@@ -35,7 +43,7 @@ class LaneConfig:
     Attributes:
         name: for logs and task names.
         max_groups: groups in work at the same time.
-        task_seconds: longest time to answer one task.
+        task_seconds: longest time to sample one task's group, once its version serves.
     """
 
     name: str
@@ -141,23 +149,14 @@ class RolloutConsumer:
 
     async def _answer(self, config: LaneConfig, hop: Hop, claim: Claim) -> None:
         try:
-            async with hop.renewing(claim), asyncio.timeout(config.task_seconds):
-                task = claim.task()
-                version = await self._right_version(task, claim.header.newest_version)
-                if version is None:
-                    # Held for a moment first: handed back at once, it would come straight back here.
-                    await asyncio.sleep(0 if self._is_interrupted.is_set() else OTHER_VERSION_PAUSE_SECONDS)
-                    await hop.hand_back(claim)
-                    return
-                with self.busy.sampling():
-                    group = await self._episodes.run(task, claim.partials(), version)
-            await self._end(hop, claim, group)
+            group = await self._sampled(config, hop, claim)
+            if group is not None:
+                await self._end(hop, claim, group)
+        except ClaimLost as error:
+            log.info("claim was lost, its request was ended", extra={"error": error.detail})
         except InvalidRequest as error:
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})
-            await hop.resolve(claim, Resolution.FAILED, "prompt_too_long")
-        except TimeoutError:
-            log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
-            await hop.resolve(claim, Resolution.FAILED, "rollout_timeout")
+            await self._fail(hop, claim, error.code)
         except WorkerDied as error:
             self._on_engine_death(error)
             await self._give_up(hop, claim)
@@ -167,6 +166,37 @@ class RolloutConsumer:
         except asyncio.CancelledError:
             await asyncio.shield(self._give_up(hop, claim))
             raise
+
+    async def _sampled(self, config: LaneConfig, hop: Hop, claim: Claim) -> Group | None:
+        """Sample a task's group under the right version; None if the claim has ended otherwise.
+
+        Raises:
+            ClaimLost: it was lost meanwhile, and the engine no longer samples it.
+        """
+        async with holding(hop, claim):
+            try:
+                task, partials = claim.task(), claim.partials()
+            except ValueError as error:
+                log.warning("task is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
+                await self._fail(hop, claim, UNREADABLE)
+                return None
+            version = await self._right_version(task, claim.header.newest_version)
+            if version is None:
+                # Held for a moment first: handed back at once, it would come straight back here.
+                await asyncio.sleep(0 if self._is_interrupted.is_set() else OTHER_VERSION_PAUSE_SECONDS)
+                await hop.hand_back(claim)
+                return None
+            sampling = asyncio.timeout(config.task_seconds)
+            try:
+                with self.busy.sampling():
+                    async with sampling:
+                        return await self._episodes.run(task, partials, version, delivery=claim.token)
+            except TimeoutError:
+                if not sampling.expired():
+                    raise
+                log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
+                await self._fail(hop, claim, ROLLOUT_TIMEOUT)
+                return None
 
     async def _end(self, hop: Hop, claim: Claim, group: Group) -> None:
         """Forward a group that is finished; hand another one over with what it has."""
@@ -208,6 +238,13 @@ class RolloutConsumer:
             return None
         version = waiting.result()
         return version if task.pinned_version in {None, version} else None
+
+    async def _fail(self, hop: Hop, claim: Claim, reason: str) -> None:
+        # If this fails too, the lease ends and somebody else finds the same.
+        try:
+            await hop.resolve(claim, Resolution.FAILED, reason)
+        except FlotillaError as error:
+            log.warning("claim could not be resolved", extra={"entry_id": claim.entry_id, "error": repr(error)})
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

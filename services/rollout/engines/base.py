@@ -131,7 +131,9 @@ class Engine(Protocol):
         """Sample one completion per seed; returns when the last one is finished.
 
         Raises:
-            InvalidRequest: the prompt and ``max_new_tokens`` do not fit the engine's context.
+            InvalidRequest: a field is not allowed.
+            PromptTooLong: the prompt and ``max_new_tokens`` do not fit the engine's context.
+            RequestInFlight: a request with this id is being sampled.
             WorkerDied: the engine's process ended.
         """
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from services.rollout.engines.base import Completion, GenerationRequest
-from shared.errors import InvalidRequest, Scalar
+from shared.errors import InvalidRequest, PromptTooLong, Scalar
 from shared.schemas.trajectory import FinishReason
 
 
@@ -14,6 +14,7 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
 
     Raises:
         InvalidRequest: with one entry per offending field.
+        PromptTooLong: the prompt and the completion do not fit the context.
     """
     sampling, prompt = request.sampling, request.prompt_ids
     outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < vocab_size] if prompt else []
@@ -38,7 +39,7 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
         raise InvalidRequest(f"{first['field']} {first['value']!r} is not allowed: {first['allowed']}", errors=errors)
     needed = len(prompt) + sampling.max_new_tokens
     if needed > context_tokens:
-        raise InvalidRequest(
+        raise PromptTooLong(
             f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones make {needed}, "
             f"the engine's context holds {context_tokens}",
             errors=[

@@ -16,7 +16,7 @@ from services.rollout.engines.base import Completion, EngineLoad, GenerationRequ
 from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.stop_text import StopText
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, InvalidRequest, WeightTransferFailed, WorkerDied
+from shared.errors import FlotillaError, RequestInFlight, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
 
 NextToken = Callable[[Sequence[int], int, int, int], int]
@@ -155,7 +155,7 @@ class ScriptedEngine:
         self._check_running()
         check_request(request, self._context_tokens, self._vocab_size)
         if request.request_id in self._requests:
-            raise InvalidRequest(f"request {request.request_id} is in flight already")
+            raise RequestInFlight(f"request {request.request_id} is in flight already")
         active = _Request(request, [_Sample(s) for s in request.seeds], asyncio.get_running_loop().create_future())
         self._requests[request.request_id] = active
         self._work.set()

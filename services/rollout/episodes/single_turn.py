@@ -13,7 +13,7 @@ import numpy as np
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.episodes.rendering import Renderer
-from services.rollout.episodes.resumption import Begun, begun, rule_of
+from services.rollout.episodes.resumption import begun, rule_of
 from shared.config.rollout import SamplingConfig
 from shared.errors import FlotillaError
 from shared.prompts import PromptLimit
@@ -48,25 +48,38 @@ class SingleTurnEpisodes:
         self._resume = resume
         self._in_flight: set[str] = set()
 
-    async def run(self, task: Task, partials: Partials = (), serving: int = 0) -> Group:
+    async def run(self, task: Task, partials: Partials = (), serving: int = 0, *, delivery: str = "") -> Group:
         """Sample the task's group; after ``interrupt`` its unfinished members are aborted, with the tokens they have.
 
         Args:
             task: what to answer.
             partials: what its members have already.
             serving: the version that serves now.
+            delivery: names this delivery of the task: the engine may still sample what an earlier one asked for.
 
         Raises:
-            InvalidRequest: the prompt is longer than the spec allows and not to be cut, or does not fit the engine's
+            InvalidRequest: the engine does not take what the spec says of sampling.
+            PromptTooLong: the prompt is longer than the spec allows and not to be cut, or does not fit the engine's
                 context together with a completion.
             WorkerDied: the engine's process ended.
         """
         started = time.perf_counter()
         prompt_ids = self._turns.prompt.fit(self._renderer.prompt_ids(task.messages))
         sampling = self._parameters(task)
-        had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, sampling.max_new_tokens)
+        rule = rule_of(task, self._resume)
+        had = begun(task, partials, prompt_ids, rule, serving, sampling.max_new_tokens)
         wanted = [index for index in range(task.group_size) if index not in had.finished]
-        completions = await self._generate(self._request(task, prompt_ids, sampling, had, wanted)) if wanted else ()
+        request_id = f"{'e' if task.pinned_version is not None else 't'}{task.group_id}-{delivery}"
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            seeds=tuple(sample_seed(task.seed, index) for index in wanted),
+            sampling=sampling,
+            holds_weights=task.pinned_version is not None,
+            prefixes=tuple(had.prefixes.get(index) for index in wanted) if had.prefixes else (),
+            resume=rule,
+        )
+        completions = await self._generate(request) if wanted else ()
         seconds = time.perf_counter() - started
         members = {index: replace(each, resumed_tokens=each.num_sampled) for index, each in had.finished.items()}
         for index, completion in zip(wanted, completions, strict=True):
@@ -89,19 +102,6 @@ class SingleTurnEpisodes:
             return await self._engine.generate(request)
         finally:
             self._in_flight.discard(request.request_id)
-
-    def _request(
-        self, task: Task, prompt_ids: tuple[int, ...], sampling: SamplingParameters, had: Begun, wanted: Sequence[int]
-    ) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=f"{'e' if task.pinned_version is not None else 't'}{task.group_id}",
-            prompt_ids=prompt_ids,
-            seeds=tuple(sample_seed(task.seed, index) for index in wanted),
-            sampling=sampling,
-            holds_weights=task.pinned_version is not None,
-            prefixes=tuple(had.prefixes.get(index) for index in wanted) if had.prefixes else (),
-            resume=rule_of(task, self._resume),
-        )
 
     def _parameters(self, task: Task) -> SamplingParameters:
         sampling = self._turns.train if task.pinned_version is None else self._turns.evaluation

@@ -14,7 +14,7 @@ from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.resumption import Prefix, ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidRequest, WeightTransferFailed, WorkerDied
+from shared.errors import InvalidRequest, PromptTooLong, RequestInFlight, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.models import EOS, make_model, save_image, save_model
 from tests.contract.engine.requests import a_request
@@ -132,7 +132,7 @@ async def test_a_stop_token_ends_a_completion_and_stays_in_it(engine: Engine) ->
 
 
 async def test_what_does_not_fit_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
-    with pytest.raises(InvalidRequest, match=f"make {CONTEXT + 1}.* holds {CONTEXT}"):
+    with pytest.raises(PromptTooLong, match=f"make {CONTEXT + 1}.* holds {CONTEXT}"):
         await engine.generate(a_request([5] * 100, max_new_tokens=CONTEXT - 99))
 
     assert len(await engine.generate(a_request())) == 1
@@ -163,7 +163,7 @@ async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
     running = asyncio.create_task(engine.generate(a_request(request_id="same", max_new_tokens=LONG)))
     await until_running(engine, running=1)
 
-    with pytest.raises(InvalidRequest, match="same is in flight"):
+    with pytest.raises(RequestInFlight, match="same is in flight"):
         await engine.generate(a_request(request_id="same"))
 
     await engine.abort("same")

@@ -13,6 +13,7 @@ from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_group, a_task, a_trajectory
 
 Grader = Callable[[GradingSample], Grade]
@@ -170,3 +171,32 @@ async def test_an_aborted_completion_is_not_graded() -> None:
 
     assert [t.status for t in read.trajectories] == [GradeStatus.ABSTAINED, GradeStatus.SCORED]
     assert [sample.id for sample in world.verifier.seen] == ["0/1"]
+
+
+async def test_a_group_whose_claim_is_lost_is_graded_no_longer() -> None:
+    class Endless(ScriptedVerifier):
+        ended = 0
+
+        async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+            try:
+                self.seen += samples
+                if len(self.seen) == len(samples):
+                    await asyncio.Event().wait()
+                return [self.grade(sample) for sample in samples]
+            except asyncio.CancelledError:
+                self.ended += 1
+                raise
+
+    world = World(by_index, RewardConfig())
+    plane = world.plane = MemoryDataPlane(config=StreamsConfig(lease_seconds=0.2))
+    world.tasks = plane.hop(HopName.TASKS, "rollout")
+    hop, verifier = plane.hop(HopName.GENERATED, "reward"), Endless(by_index)
+    world.worker = RewardConsumer([RewardLane("train", hop, True)], verifier, RewardConfig(), concurrency=4)
+    async with grading(world):
+        await world.generate(a_group(0))
+        await world.until(lambda ledger: ledger.claimed.generated == 1 and bool(verifier.seen))
+
+        await plane.release([hop.consumer])
+
+        await world.until(lambda ledger: ledger.waiting.scored == 1 and verifier.ended == 1)
+        assert world.worker.in_work == 0

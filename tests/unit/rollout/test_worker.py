@@ -8,7 +8,7 @@ import pytest
 
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.version import VersionGate
-from shared.errors import InvalidRequest, WorkerDied
+from shared.errors import PromptTooLong, WorkerDied
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
 from shared.streams.keys import HopName
@@ -27,7 +27,7 @@ class ScriptedEpisodes:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
 
-    async def run(self, task: Task, partials: Partials, serving: int) -> Group:
+    async def run(self, task: Task, partials: Partials, serving: int, *, delivery: str) -> Group:
         self.asked.append(task)
         await self.may_finish.wait()
         return self.answer(task)
@@ -140,7 +140,7 @@ async def test_a_cancelled_worker_hands_its_claims_back() -> None:
 
 async def test_a_prompt_that_does_not_fit_fails_with_its_reason() -> None:
     def refuse(task: Task) -> Group:
-        raise InvalidRequest("too long")
+        raise PromptTooLong("too long")
 
     async with World(ScriptedEpisodes(refuse)).running() as world:
         await world.issue(a_task(0))

@@ -24,7 +24,7 @@ from services.rollout.engines.embedded.updates import Update, UpdateQueue
 from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidRequest, ModelError
+from shared.errors import ModelError, RequestInFlight
 from shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
@@ -86,11 +86,13 @@ class TorchEngine:
         """Accept a request; its outcome comes from a later ``step``.
 
         Raises:
-            InvalidRequest: it does not fit the engine or the model, or its id is in flight.
+            InvalidRequest: it does not fit the engine or the model.
+            PromptTooLong: it does not fit the context.
+            RequestInFlight: its id is in use.
         """
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.request_id in self._requests:
-            raise InvalidRequest(f"request {request.request_id} is in flight already")
+            raise RequestInFlight(f"request {request.request_id} is in flight already")
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self._eos_token_ids
         stop_text = StopText(self._tokens_to_text(), sampling.stop) if sampling.stop else None

@@ -21,7 +21,7 @@ class SystemClock:
     """The machine's clocks."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Seconds from an arbitrary start; never goes back, and does not count while the machine is suspended."""
         return time.monotonic()
 
     def now(self) -> float:

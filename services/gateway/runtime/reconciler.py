@@ -13,6 +13,7 @@ from services.gateway import signals
 from services.gateway.lifecycle.states import LifecycleEvent
 from services.gateway.records.repository import Experiment
 from services.gateway.registry.services import DRAINED, LiveService
+from services.gateway.runtime.heartbeat import Heartbeat
 from services.gateway.runtime.parts import GatewayParts
 from services.gateway.scheduler.placement import quotas_of
 from services.gateway.scheduler.quota import Scheduler
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
 RETRY_SECONDS = 1.0
-OVERSLEPT_SECONDS = 1.0
-"""A wait that lasts so much longer than it should means that this process stood still, and heard nobody."""
 
 Work = Callable[[Experiment], Awaitable[None]]
 
@@ -52,34 +51,41 @@ class Reconciler:
         self._end = end
         self._news = news
         self._tasks: dict[str, tuple[Work, asyncio.Task[None]]] = {}
+        self.heartbeat = Heartbeat(parts.registry.now, self._stood_still)
 
     async def run(self) -> None:
         """Go round until cancelled; cancels its tasks then."""
+        beating = asyncio.create_task(self.heartbeat.run(), name="heartbeat")
         try:
             while True:
                 try:
+                    # In the same turn of the loop as the look at leases and deadlines that a round begins with.
+                    self.heartbeat.look()
                     await self.round()
                 except FlotillaError as error:
                     log.warning("a round was cut short", extra={"error": repr(error)})
                     await asyncio.sleep(PERIOD_SECONDS)
                 await self._wait()
         finally:
-            await signals.end(*(task for _, task in self._tasks.values()))
+            await signals.end(beating, *(task for _, task in self._tasks.values()))
 
     async def _wait(self) -> None:
-        began = self._registry.now()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_SECONDS):
                 await self._news.wait()
         self._news.clear()
-        overslept = self._registry.now() - began - PERIOD_SECONDS
-        if overslept > OVERSLEPT_SECONDS:
-            log.warning("this process stood still: leases last so much longer", extra={"seconds": round(overslept, 3)})
-            self._registry.extend(overslept)
+
+    def _stood_still(self, seconds: float) -> None:
+        log.warning("this process stood still: leases last so much longer", extra={"seconds": round(seconds, 3)})
+        self._registry.extend(seconds)
+        self._publications.extend(seconds)
 
     async def round(self) -> None:
         """Compare what is with what should be, once."""
-        for service in self._registry.expired():
+        # Both lists are made before anything is waited for: no time passes between the heartbeat's look and theirs.
+        expired = self._registry.expired()
+        await self._publications.check_deadlines()
+        for service in expired:
             with contextlib.suppress(FlotillaError):
                 await self._fleet.leave(service.id, reason="its lease ended")
         for service in self._registry:
@@ -91,7 +97,6 @@ class Reconciler:
                 await self._fleet.release(service, "its notice is over")
             elif self._repository.find(service.experiment_id) is None:
                 await self._fleet.release(service, "its experiment was deleted")
-        await self._publications.check_deadlines()
         await self._scheduler.round()
         for experiment in self._repository:
             await self._advance(experiment)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.publications.publications import can_receive
+from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
@@ -47,28 +48,38 @@ async def test_the_same_process_gets_the_same_id_again() -> None:
     assert gateway.registry.get(first.service_id).record.address == "http://elsewhere"
 
 
-async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["between two rounds", "inside a round"])
+async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     gateway = a_gateway(clock=clock, lease_seconds=10.0)
     await add_service(gateway, ServiceKind.REWARD, "one")
     begun = clock.monotonic()
     (service,) = gateway.registry
+    rounds, standstills = 0, [60.0]
 
-    looks: list[float] = []
-    monkeypatch.setattr(gateway.registry, "now", lambda: looks.append(clock.monotonic()) or clock.monotonic())
+    async def a_round() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds > 2 and where == "inside a round" and standstills:
+            clock.advance(standstills.pop())
 
+    monkeypatch.setattr(reconciler, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(gateway.scheduler, "round", a_round)
     async with running(gateway.reconciler.run()):
-        await until(lambda: looks)
-        clock.advance(60.0)
-        gateway.reconciler._news.set()
-        await until(lambda: service.lease_ends > begun + 60)
+        await until(lambda: rounds > 2)
+        if where == "between two rounds":
+            clock.advance(standstills.pop())
+        await until(lambda: not standstills)
+        seen = rounds
+        await until(lambda: rounds > seen + 1)
 
         assert len(gateway.registry) == 1
+        assert service.lease_ends > begun + 60
         assert 9.0 < service.lease_ends - clock.monotonic() <= 10.0
 
-        clock.advance(10.0)
-        await gateway.reconciler.round()
-        assert len(gateway.registry) == 0
+    clock.advance(10.0)
+    await gateway.reconciler.round()
+    assert len(gateway.registry) == 0
     await stop(gateway)
 
 

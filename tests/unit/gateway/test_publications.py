@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.records.repository import Experiment
+from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
@@ -19,8 +20,11 @@ from tests.unit.gateway.builders import (
     a_request,
     add_experiment,
     add_service,
+    running,
     say,
+    stop,
     turns,
+    until,
 )
 
 
@@ -384,3 +388,28 @@ async def test_an_aborted_publication_is_not_timed() -> None:
     await stage.gateway.publications.close(stage.experiment.id, "stopped")
 
     assert await durations(stage) == {}
+
+
+async def test_a_gateway_that_stood_still_closes_no_epoch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    stage = await Stage.of(1, clock=clock)
+    rounds, standstills = 0, [60.0]
+    await stage.announce()
+    await stage.open(1)
+
+    async def a_round() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds > 2 and standstills:
+            clock.advance(standstills.pop())
+
+    monkeypatch.setattr(reconciler, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(stage.gateway.scheduler, "round", a_round)
+    async with running(stage.gateway.reconciler.run()):
+        await until(lambda: not standstills)
+        seen = rounds
+        await until(lambda: rounds > seen + 1)
+
+        assert await stage.phase() is PublicationPhase.PREPARING
+        assert len(stage.gateway.registry) == 2
+    await stop(stage.gateway)

@@ -26,12 +26,13 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
 
-# Whole fleets want the machine for themselves; all other tests share it by twos. A failure in one part still runs the other.
+# Whole fleets want the machine for themselves, in a worker process that may crash; all other tests share it by twos. A
+# failure in one part still runs the other. What has failed runs once more at the end of its part, alone (tests/suite).
 APART := tests/e2e tests/faults
-SIDE_BY_SIDE := -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile --retry-failed-alone
 BOTH = trap 'exit 130' INT; failed=0; \
-	$(BIN)/python -m pytest -q --durations=15 $(1) $(SIDE_BY_SIDE) $(addprefix --ignore=,$(APART)) || failed=1; \
-	$(BIN)/python -m pytest -q --durations=15 $(1) $(APART) || failed=1; exit $$failed
+	$(PYTEST) --durations=15 $(1) -n 2 $(addprefix --ignore=,$(APART)) || failed=1; \
+	$(PYTEST) --durations=15 $(1) -n 1 $(APART) || failed=1; exit $$failed
 
 test: install ## the whole test suite (about 15 minutes on two cores)
 	@$(call BOTH,-m "not long")
@@ -40,7 +41,7 @@ check: install ## format, lint, types, unit and contract tests: passes on every 
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not long" tests/unit tests/contract
+	@$(PYTEST) --durations=15 -n 2 -m "not slow and not long" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .

@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.suite.hangs", "tests.suite.retries", "tests.suite.schedule", "tests.suite.timings"]
+
 # How long an example takes is the machine's affair, not the code's.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -8,7 +8,20 @@ from fastapi import FastAPI
 from starlette.types import Scope
 
 from services.gateway.middleware import Guard
-from services.gateway.routes import experiments, fleet, health, publications, series, services
+from services.gateway.routes import (
+    audit,
+    checkpoints,
+    diagnosis,
+    events,
+    experiments,
+    fleet,
+    health,
+    ledger,
+    metrics,
+    publications,
+    services,
+    steps,
+)
 from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, OpenState, open_state
@@ -32,7 +45,8 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    for module in (services, experiments, fleet, publications, series):
+    series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps)
+    for module in (services, experiments, fleet, publications, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.
     app.add_middleware(StatusCalls)

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.schemas.publication import Wire
 from shared.schemas.service import Assignment, Failure, WorkState
+from shared.schemas.wire import Wire
 
 
 class Line(Wire):

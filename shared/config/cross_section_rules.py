@@ -3,24 +3,85 @@
 Each names both fields and the way out.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shared.config.advantage import GdpoConfig
-from shared.config.reward import CodeConfig, MatchConfig
+from shared.config.algorithm import AlgorithmConfig
+from shared.config.asynchrony import AsynchronyConfig
+from shared.config.data import DataConfig, check_data_source_column
+from shared.config.evaluation import EvaluationConfig
+from shared.config.model import ModelConfig
+from shared.config.optimisation import OptimisationConfig
+from shared.config.parallelism import ParallelismConfig
+from shared.config.publication import TransportChoice
+from shared.config.resources import ResourcesConfig
+from shared.config.reward import CodeConfig, MatchConfig, RewardConfig
+from shared.config.rollout import RolloutConfig
 
-if TYPE_CHECKING:
-    from shared.config.spec import ExperimentSpec
+
+class Sections(Protocol):
+    """What the rules look at of an ``ExperimentSpec``."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def optimisation(self) -> OptimisationConfig: ...
+    @property
+    def asynchrony(self) -> AsynchronyConfig: ...
+    @property
+    def parallelism(self) -> ParallelismConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig | None: ...
+    @property
+    def resources(self) -> ResourcesConfig: ...
+    @property
+    def runs_code(self) -> bool: ...
+    @property
+    def is_on_gpus(self) -> bool: ...
+    @property
+    def room_for_a_prompt(self) -> int: ...
 
 
-def check_agreement(spec: "ExperimentSpec") -> None:
+def check_sections(spec: Sections) -> None:
     """Check all rules.
 
     Raises:
         ValueError: the first that is broken.
     """
+    _weights(spec)
     _advantage(spec)
     _lengths(spec)
     _labels(spec)
+    _shuffle(spec)
+    _sandboxes(spec)
+    _prompts(spec)
+    _held_out_sets(spec)
+
+
+def _weights(spec: Sections) -> None:
+    publication = spec.asynchrony.publication
+    if publication.transport is TransportChoice.NCCL and not spec.is_on_gpus:
+        raise ValueError(
+            f"asynchrony.publication.transport nccl needs GPUs, but parallelism.device is "
+            f"{spec.parallelism.device} and rollout.engine.device {spec.rollout.engine.device}: set both to "
+            "cuda devices, or transport to auto"
+        )
+    if publication.wire_dtype is not None and publication.wire_dtype == spec.model.dtype:
+        raise ValueError(
+            f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
+            "same: leave it out"
+        )
+
+
+def _shuffle(spec: Sections) -> None:
     if spec.optimisation.shuffle and spec.asynchrony.require_batches == 1:
         raise ValueError(
             "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
@@ -28,7 +89,7 @@ def check_agreement(spec: "ExperimentSpec") -> None:
         )
 
 
-def _advantage(spec: "ExperimentSpec") -> None:
+def _advantage(spec: Sections) -> None:
     advantage, size = spec.algorithm.advantage, spec.rollout.group_size
     if isinstance(advantage, GdpoConfig):
         names = [component.name or component.kind for component in spec.reward.components]
@@ -46,7 +107,7 @@ def _advantage(spec: "ExperimentSpec") -> None:
         )
 
 
-def _labels(spec: "ExperimentSpec") -> None:
+def _labels(spec: Sections) -> None:
     for number, component in enumerate(spec.reward.components):
         where = f"reward.components.{number}"
         if component.data_sources is not None and spec.data.data_source_column is None:
@@ -61,7 +122,7 @@ def _labels(spec: "ExperimentSpec") -> None:
             )
 
 
-def _lengths(spec: "ExperimentSpec") -> None:
+def _lengths(spec: Sections) -> None:
     most = spec.rollout.sampling.max_new_tokens
     wanted = spec.evaluation.max_new_tokens if spec.evaluation else None
     context = spec.rollout.engine.context_tokens
@@ -82,3 +143,26 @@ def _lengths(spec: "ExperimentSpec") -> None:
             f"reward.sample_mask.max_length {mask.max_length} is more than rollout.sampling.max_new_tokens {most}, so "
             "that no answer reaches it: lower the first"
         )
+
+
+def _sandboxes(spec: Sections) -> None:
+    if spec.resources.sandboxes is not None and not spec.runs_code:
+        raise ValueError(
+            "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
+            "component of kind code to reward.components"
+        )
+
+
+def _prompts(spec: Sections) -> None:
+    wanted, room = spec.data.max_prompt_tokens, spec.room_for_a_prompt
+    if wanted is not None and wanted > room:
+        raise ValueError(
+            f"data.max_prompt_tokens {wanted} is more than the {room} that rollout.engine.context_tokens "
+            f"{spec.rollout.engine.context_tokens} leaves beside max_new_tokens of rollout.sampling (or of "
+            "evaluation): lower the first or raise the second"
+        )
+
+
+def _held_out_sets(spec: Sections) -> None:
+    for number, each in enumerate((spec.evaluation and spec.evaluation.sets) or ()):
+        check_data_source_column(each, f"evaluation.sets.{number}", spec.data)

@@ -8,8 +8,8 @@ from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
-from shared.config.cross_section_rules import check_agreement
-from shared.config.data import DataConfig, check_data_source_column
+from shared.config.cross_section_rules import check_sections
+from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
@@ -68,59 +68,18 @@ class ExperimentSpec(Config):
         choice = self.asynchrony.publication.transport
         return choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and self.is_on_gpus)
 
-    @model_validator(mode="after")
-    def _weights_can_travel(self) -> Self:
-        publication = self.asynchrony.publication
-        if publication.transport is TransportChoice.NCCL and not self.is_on_gpus:
-            raise ValueError(
-                f"asynchrony.publication.transport nccl needs GPUs, but parallelism.device is "
-                f"{self.parallelism.device} and rollout.engine.device {self.rollout.engine.device}: set both to "
-                "cuda devices, or transport to auto"
-            )
-        if publication.wire_dtype is not None and publication.wire_dtype == self.model.dtype:
-            raise ValueError(
-                f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
-                "same: leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        check_agreement(self)
-        return self
-
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt in tokens."""
-        return self.data.max_prompt_tokens or self._room_for_a_prompt
+        return self.data.max_prompt_tokens or self.room_for_a_prompt
 
     @property
-    def _room_for_a_prompt(self) -> int:
+    def room_for_a_prompt(self) -> int:
+        """Tokens of the engine's context that no answer may take."""
         sampled = max(self.rollout.sampling.max_new_tokens, (self.evaluation and self.evaluation.max_new_tokens) or 0)
         return self.rollout.engine.context_tokens - sampled
 
     @model_validator(mode="after")
-    def _sandboxes_run_something(self) -> Self:
-        if self.resources.sandboxes is not None and not self.runs_code:
-            raise ValueError(
-                "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
-                "component of kind code to reward.components"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_fit(self) -> Self:
-        wanted, room = self.data.max_prompt_tokens, self._room_for_a_prompt
-        if wanted is not None and wanted > room:
-            raise ValueError(
-                f"data.max_prompt_tokens {wanted} is more than the {room} that rollout.engine.context_tokens "
-                f"{self.rollout.engine.context_tokens} leaves beside max_new_tokens of rollout.sampling (or of "
-                "evaluation): lower the first or raise the second"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _held_out_sets_have_columns(self) -> Self:
-        for number, each in enumerate((self.evaluation and self.evaluation.sets) or ()):
-            check_data_source_column(each, f"evaluation.sets.{number}", self.data)
+    def _sections_agree(self) -> Self:
+        check_sections(self)
         return self

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from shared.schemas.publication import Wire
+from shared.schemas.wire import Wire
 
 
 class ExperimentState(StrEnum):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shared.schemas.experiment import ExperimentState
-from shared.schemas.publication import Wire
+from shared.schemas.wire import Wire
 
 
 class KindShare(Wire):

@@ -7,9 +7,10 @@ Neither of the last two ever bears a reward: a failed grade is not a zero.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, model_validator
 
 from shared.schemas.trajectory import GradeStatus
+from shared.schemas.wire import TolerantWire
 
 GRADING_SCHEMA: Final = 1
 """Version of the request and of the answer; it changes only when a reader of the old form would misread the new one."""
@@ -23,20 +24,14 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-class Wire(BaseModel):
-    """A frozen message. A reader ignores fields that it does not know, so that fields can be added."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class GradingMessage(Wire):
+class GradingMessage(TolerantWire):
     """One message of the chat prompt."""
 
     role: str
     content: Text
 
 
-class GradingSample(Wire):
+class GradingSample(TolerantWire):
     """One answer to be graded, with all that a grader may need to know about it."""
 
     id: str
@@ -55,7 +50,7 @@ class GradingSample(Wire):
     """Further columns of the dataset's row, unchanged."""
 
 
-class Grade(Wire):
+class Grade(TolerantWire):
     """How grading of one sample ended."""
 
     status: Literal[GradeStatus.SCORED, GradeStatus.ABSTAINED, GradeStatus.ERROR]
@@ -103,7 +98,7 @@ class Grade(Wire):
         return cls(status=GradeStatus.ERROR, reason=reason)
 
 
-class GradingRequest(Wire):
+class GradingRequest(TolerantWire):
     """The body of the POST that a grader receives."""
 
     version: Literal[1] = GRADING_SCHEMA
@@ -118,7 +113,7 @@ class GradingRequest(Wire):
     """Where the answer may be posted later, after a 202. Null: the answer is expected at once."""
 
 
-class GradingResponse(Wire):
+class GradingResponse(TolerantWire):
     """A grader's answer: one grade per sample, in the order of the request."""
 
     version: Literal[1] = GRADING_SCHEMA

@@ -7,13 +7,9 @@ shapes, dtypes and data, and a received image can be served, mapped or saved as 
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Wire(BaseModel):
-    """Base of the control plane's bodies: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+from shared.schemas.wire import Wire
 
 
 class Transport(StrEnum):

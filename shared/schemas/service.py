@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import Field
 
-from shared.schemas.publication import PublicationOrder, PublicationReport, Wire
+from shared.schemas.publication import PublicationOrder, PublicationReport
+from shared.schemas.wire import Wire
 
 DRAIN_NOTICE_SECONDS = 30.0
 """The notice of a service that is to leave, where none is given."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.schemas.publication import Wire
+from shared.schemas.wire import Wire
 
 NUM_FORK_DESCRIPTORS = 2
 """Sent along with a :class:`Fork`: the member's socket and its standard error."""

@@ -8,7 +8,6 @@ Implementation: ``EndpointClient``. Beside it stand ``WeightPuller`` (HTTP) and,
 image (``WeightImage.attach``): one member at a time, without a group.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -53,39 +52,5 @@ class WeightSender(WeightMember, Protocol):
         Raises:
             NotFound: the epoch is not open.
             WeightTransferFailed: a member failed, or the image is not as told.
-            DeadlineExceeded: somebody stalled.
-        """
-
-
-class WeightReceiver(WeightMember, Protocol):
-    """A rollout's end."""
-
-    async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
-        """Begin to join an epoch.
-
-        Raises:
-            Conflict: the epoch is open.
-            WeightTransferFailed: joining cannot begin.
-        """
-
-    async def receive(
-        self,
-        epoch: int,
-        image_path: Path,
-        image_bytes: int,
-        slice_bytes: int,
-        deadline_seconds: float,
-        on_arrived: Callable[[int], None] | None = None,
-    ) -> str:
-        """Receive an image into an existing file of its size; after a failure the file's content is undefined.
-
-        ``on_arrived`` is called on the way with the number of bytes, from the first on, that are there.
-
-        Returns:
-            xxh3-64 of the bytes received, to hold against the manifest.
-
-        Raises:
-            NotFound: the epoch is not open.
-            WeightTransferFailed: a member failed, or the file is not as told.
             DeadlineExceeded: somebody stalled.
         """

@@ -13,13 +13,7 @@ Reports that bear another epoch or version mean nothing, so late and repeated on
 from dataclasses import dataclass, replace
 
 from services.gateway.publications.epochs import Epoch, without
-from shared.schemas.publication import (
-    Manifest,
-    PublicationPhase,
-    PublicationReport,
-    ReceiveState,
-    Rendezvous,
-)
+from shared.schemas.publication import Manifest, PublicationPhase, PublicationReport, ReceiveState, Rendezvous
 
 STALLS_BEFORE_BLAME = 1
 """Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does

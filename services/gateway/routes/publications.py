@@ -8,7 +8,8 @@ from pydantic import Field
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
 from shared.schemas.experiment import Page
-from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous, Wire
+from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous
+from shared.schemas.wire import Wire
 
 router = APIRouter(prefix="/experiments/{experiment_id}/publications", tags=["publications"])
 

@@ -6,13 +6,7 @@ Every call is durable when it returns. Nothing here is called per token, per tra
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from services.gateway.store.records import (
-    AuditRecord,
-    ExperimentRecord,
-    PublicationRecord,
-    ServiceRecord,
-    StoredAnswer,
-)
+from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from shared.schemas.experiment import CheckpointView, Event, MetricPoint
 
 MetricRow = tuple[int, MetricPoint]

@@ -4,13 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.store.base import MetricRow
-from services.gateway.store.records import (
-    AuditRecord,
-    ExperimentRecord,
-    PublicationRecord,
-    ServiceRecord,
-    StoredAnswer,
-)
+from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from shared.clock import rfc3339
 from shared.schemas.experiment import CheckpointView, Event, MetricPoint
 

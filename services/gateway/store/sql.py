@@ -19,13 +19,7 @@ from services.gateway.store import tables
 from services.gateway.store.base import MetricRow
 from services.gateway.store.memory import event_of
 from services.gateway.store.migrate import upgrade
-from services.gateway.store.records import (
-    AuditRecord,
-    ExperimentRecord,
-    PublicationRecord,
-    ServiceRecord,
-    StoredAnswer,
-)
+from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from shared.errors import FlotillaError, Unavailable
 from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 

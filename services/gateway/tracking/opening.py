@@ -8,12 +8,7 @@ from services.gateway.tracking.mlflow import MlflowTracker
 from services.gateway.tracking.tensorboard import TensorboardTracker
 from services.gateway.tracking.wandb import WandbTracker
 from shared.config.spec import ExperimentSpec
-from shared.config.tracking import (
-    JsonlTrackerConfig,
-    MlflowTrackerConfig,
-    TensorboardTrackerConfig,
-    TrackerConfig,
-)
+from shared.config.tracking import JsonlTrackerConfig, MlflowTrackerConfig, TensorboardTrackerConfig, TrackerConfig
 from shared.errors import InvalidSpec, Scalar
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}

@@ -1,7 +1,7 @@
 import asyncio
 
 from services.gateway.events.log import EventLog
-from services.gateway.routes.series import frame_of
+from services.gateway.routes.events import frame_of
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from tests.unit.gateway.builders import turns

@@ -1,0 +1,19 @@
+"""Who changed what of an experiment."""
+
+from fastapi import APIRouter
+
+from services.gateway.routes.dependencies import Gateway, Limit
+from shared.clock import rfc3339
+from shared.schemas.experiment import Page
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+
+@router.get("/audit")
+async def audit(experiment_id: str, gateway: Gateway, limit: Limit = 100) -> Page:
+    """List the newest mutations of an experiment, newest first; also of one that was deleted."""
+    records = await gateway.store.audit(f"experiments/{experiment_id}", limit=limit)
+    items = tuple(
+        {"at": rfc3339(r.at), "action": r.action, "actor": r.actor, "detail": dict(r.detail)} for r in records
+    )
+    return Page(items=items)

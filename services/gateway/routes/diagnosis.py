@@ -1,0 +1,31 @@
+"""What bounds the speed of an experiment."""
+
+from fastapi import APIRouter
+
+from services.gateway.routes.dependencies import Gateway
+from shared.schemas.experiment import DiagnosisView, ExperimentState, Problem
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+
+@router.get("/diagnosis")
+async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
+    """Name what bounds the experiment's speed now, with its evidence and what would change it.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+    """
+    experiment = gateway.repository.get(experiment_id)
+    now = gateway.clock.monotonic()
+    measured = gateway.measurements.of(experiment)
+    found = measured.bottleneck(now, experiment.spec)
+    problem = experiment.record.problem
+    is_over = experiment.state is not ExperimentState.RUNNING
+    return DiagnosisView(
+        component="none" if is_over else found.component,
+        cause=f"the experiment is {experiment.state.value}" if is_over else found.cause,
+        advice="" if is_over else found.advice,
+        window_seconds=round(measured.window.seconds(now), 3),
+        evidence=found.evidence,
+        problem=Problem(**problem) if problem is not None else None,
+    )

@@ -1,0 +1,51 @@
+"""Events of an experiment, streamed as server-sent events."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+from services.gateway.routes.dependencies import Cursor, Gateway, number_of
+from shared.schemas.experiment import Event
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+
+@router.get("/events", response_class=StreamingResponse)
+async def events(
+    experiment_id: str,
+    gateway: Gateway,
+    last_event_id: Annotated[str | None, Header()] = None,
+    after: Cursor = None,
+) -> StreamingResponse:
+    """Stream the events as server-sent events, from the first or from ``Last-Event-ID`` on.
+
+    A comment is sent when nothing happens for a while. The stream ends when the experiment is over and all was sent.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+    """
+    experiment = gateway.repository.get(experiment_id)
+    start = number_of(last_event_id if last_event_id is not None else after)
+
+    def is_over() -> bool:
+        is_gone = gateway.repository.find(experiment_id) is None
+        return is_gone or (experiment.state.is_final and experiment.record.final_ledger is not None)
+
+    async def stream() -> AsyncIterator[str]:
+        follow = gateway.events.follow(
+            experiment_id, start, is_over=is_over, heartbeat_seconds=gateway.settings.heartbeat_seconds
+        )
+        async for event in follow:
+            yield frame_of(event)
+
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+def frame_of(event: Event | None) -> str:
+    """Write one event as a server-sent event; None as a comment."""
+    if event is None:
+        return ": nothing new\n\n"
+    return f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"

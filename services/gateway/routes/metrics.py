@@ -1,0 +1,64 @@
+"""Metrics: what services measured in each step."""
+
+import math
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from services.gateway.routes.dependencies import LARGEST_PAGE, Cursor, Gateway, number_of
+from shared.clock import rfc3339
+from shared.errors import InvalidRequest
+from shared.schemas.experiment import MetricBatch, MetricPoint, Page
+from shared.schemas.wire import Wire
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+
+class Stored(Wire):
+    """How many values were stored."""
+
+    stored: int
+
+
+@router.post("/metrics", status_code=201)
+async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) -> Stored:
+    """Store what a service measured in one step; a step that is trained again replaces its values.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+        InvalidRequest: a value is not finite (422).
+    """
+    experiment = gateway.repository.get(experiment_id)
+    wrong = [name for name, value in batch.values.items() if not math.isfinite(value)]
+    if wrong:
+        errors = [
+            {"path": f"values.{name}", "value": str(batch.values[name]), "allowed": "a finite number"} for name in wrong
+        ]
+        raise InvalidRequest(f"not finite: {', '.join(wrong)}", errors=errors)
+    at = rfc3339(gateway.clock.now())
+    points = [
+        MetricPoint(name=name, step=batch.step, version=batch.version, value=value, at=at)
+        for name, value in batch.values.items()
+    ]
+    await gateway.store.put_metrics(experiment_id, points)
+    gateway.measurements.of(experiment).add_step(gateway.clock.monotonic(), batch.step, batch.values)
+    return Stored(stored=len(points))
+
+
+@router.get("/metrics")
+async def metrics(
+    experiment_id: str,
+    gateway: Gateway,
+    names: Annotated[str | None, Query(description="names, separated by commas; all if left out")] = None,
+    after: Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=10 * LARGEST_PAGE)] = LARGEST_PAGE,
+) -> Page:
+    """List metric values in the order of writing. An empty page has no ``next``: ask later with the same cursor.
+
+    Raises:
+        NotFound: nothing bears this id (404).
+    """
+    gateway.repository.get(experiment_id)
+    wanted = [name for name in (names or "").split(",") if name]
+    rows = await gateway.store.metrics(experiment_id, names=wanted, after=number_of(after), limit=limit)
+    return Page(items=tuple(point.model_dump() for _, point in rows), next=str(rows[-1][0]) if rows else None)

@@ -1,0 +1,15 @@
+"""The bases of all that goes over the wire: frozen models whose attributes' docstrings describe them."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Wire(BaseModel):
+    """A body between processes of one fleet, which run the same version: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class TolerantWire(Wire):
+    """A message to or from somebody else's program: unknown fields are ignored, so that fields can be added."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)

@@ -113,7 +113,10 @@ async def leave(notice_seconds: float, app: FastAPI) -> None:
 
 def _why_not_ready(request: Request) -> str | None:
     state: ServiceState = request.state.state
-    return None if state.membership.is_connected else "the gateway does not answer"
+    if not state.membership.is_connected:
+        return "the gateway does not answer"
+    failure = state.service.observe().failure
+    return f"{failure.component}: {failure.cause}" if failure is not None else None
 
 
 def _gauges(request: Request) -> dict[str, float]:

@@ -10,6 +10,7 @@ from services.reward.consumer import RewardConsumer
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.start_backoff import StartBackoff
 from shared.telemetry.logging import experiment_id as logged_experiment
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RewardService:
         self._session: Session | None = None
         self._working: asyncio.Task[None] | None = None
         self._failure: Failure | None = None
+        self._backoff = StartBackoff()
         self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
@@ -78,8 +80,7 @@ class RewardService:
             tasks.create_task(self._watch_failures(), name="grading failures")
             try:
                 while True:
-                    await self._changed.wait()
-                    self._changed.clear()
+                    await self._backoff.wait(self._changed)
                     if self._desired is not None:
                         await self._follow(self._desired)
             finally:
@@ -90,11 +91,13 @@ class RewardService:
         if assignment is None or self._is_another(assignment):
             await self._dismiss()
             self._failure = None
+            self._backoff.reset()
         if assignment is None or desired.state is WorkState.IDLE:
             await self._dismiss()
             self._become(WorkState.IDLE)
             return
-        if self._session is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
+        may_start = self._failure is None or self._backoff.is_due
+        if self._session is None and may_start and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             await self._hire(assignment)
         if self._session is None:
             return
@@ -137,11 +140,23 @@ class RewardService:
         try:
             self._session = await self._open_session(ExperimentSpec.model_validate(assignment.spec), assignment)
         except FlotillaError as error:
-            log.error("grading cannot start", extra={"error": error.detail})  # noqa: TRY400  the detail says it all
-            self._fail(error.detail)
+            self._on_failed_start(error)
             return
+        self._backoff.reset()
+        self._failure = None
         self._working = asyncio.create_task(self._session.worker.run(), name="reward worker")
         self._working.add_done_callback(self._on_end)
+
+    def _on_failed_start(self, error: FlotillaError) -> None:
+        if error.retryable:
+            pause = self._backoff.postpone()
+            log.warning("the start is tried again", extra={"error": error.detail, "pause_seconds": pause})
+            self._failure = Failure(component="reward", cause=error.detail, fatal=False)
+            self.tell()
+            return
+        log.error("grading cannot start", extra={"error": error.detail})
+        self._backoff.reset()
+        self._fail(error.detail)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

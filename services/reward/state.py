@@ -16,7 +16,7 @@ from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError
+from shared.errors import Unavailable
 from shared.membership import Membership
 from shared.schemas.experiment import Page
 from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
@@ -70,11 +70,13 @@ class SessionOpener:
         """Build the verifier and open the hops.
 
         Raises:
-            InvalidSpec: a custom function cannot be loaded, or code is to be graded without a sandbox.
+            InvalidSpec: a custom function cannot be loaded.
+            Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
+        sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
         surroundings = Surroundings(
             experiment=assignment.experiment_id,
-            sandbox_url=await self._sandbox_url(assignment.experiment_id),
+            sandbox_url=sandbox_url,
             sandbox_token=self.settings.token,
             secrets=os.environ,
         )
@@ -87,15 +89,18 @@ class SessionOpener:
             lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
         return RewardSession(RewardConsumer(lanes, verifier, spec.reward, CONCURRENCY), verifier)
 
-    async def _sandbox_url(self, experiment_id: str) -> str | None:
-        """Find a sandbox of the experiment, or any while it has none; several rewards spread over several."""
-        try:
-            page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
-        except FlotillaError:
-            return None
+    async def _sandbox_url(self, experiment_id: str) -> str:
+        """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.
+
+        Raises:
+            Unavailable: there is none now: it may have been killed a moment ago.
+        """
+        page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
         views = [ServiceView.model_validate(item) for item in Page.model_validate(page).items]
         usable = [view for view in views if view.experiment_id == experiment_id] or views
-        return usable[os.getpid() % len(usable)].address if usable else None
+        if not usable:
+            raise Unavailable("a reward component of kind code needs a sandbox service, and the fleet has none now")
+        return usable[os.getpid() % len(usable)].address
 
 
 @contextlib.asynccontextmanager

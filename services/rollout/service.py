@@ -6,7 +6,8 @@
 A service that was drained for good, or got a signal, leaves: ``run`` returns, and the process ends.
 
 The engine's process may die: its tasks are handed back, a new one is started, and only when that keeps happening
-without a group answered in between does the experiment fail.
+without a group answered in between does the experiment fail. A start that fails for a passing reason is tried again,
+without an end, and reported meanwhile.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ from services.rollout.receiver import WeightReceiver
 from services.rollout.shutdown import GracefulShutdown, hand_over
 from services.rollout.version import VersionGate
 from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, WorkerDied
+from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.start_backoff import StartBackoff
 from shared.telemetry.logging import experiment_id as logged_experiment
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class RolloutService:
         self._failure: Failure | None = None
         self._engine_died: WorkerDied | None = None
         self._deaths = 0
+        self._backoff = StartBackoff()
         self._load: dict[str, float] = {}
         self._shutdown = GracefulShutdown()
         self.tell: Callable[[], None] = lambda: None
@@ -100,8 +103,7 @@ class RolloutService:
             watching = tasks.create_task(self._watch_load(), name="load")
             try:
                 while not self._shutdown.has_left.is_set():
-                    await self._changed.wait()
-                    self._changed.clear()
+                    await self._backoff.wait(self._changed)
                     await self._follow()
             finally:
                 watching.cancel()
@@ -136,13 +138,15 @@ class RolloutService:
                 await self._dismiss()
                 self._failure = None
                 self._deaths = 0
+                self._backoff.reset()
             if assignment is None:
                 self._become(WorkState.IDLE)
                 if desired.state is WorkState.DRAINING:
                     # Drained and released, never to be assigned again.
                     self._shutdown.has_left.set()
                 return
-        if self._session is None and self._failure is None and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
+        may_start = self._failure is None or self._backoff.is_due
+        if self._session is None and may_start and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
             assert assignment is not None
             await self._hire(assignment)
         if self._session is None:
@@ -177,21 +181,32 @@ class RolloutService:
         try:
             spec = ExperimentSpec.model_validate(assignment.spec)
             self._session = await self._open_session(spec, assignment, self.tell, self._on_engine_death)
-        except WorkerDied as error:
-            # Killed while it loaded: unlike a model that cannot be loaded, that is worth another try.
-            self._on_engine_death(error)
+        except (WorkerDied, WeightTransferFailed) as error:
+            # A process was killed while it started: unlike a model that cannot be loaded, that is worth another try.
+            self._on_engine_death(WorkerDied(error.detail))
             return
         except FlotillaError as error:
-            log.error("the engine cannot start", extra={"error": error.detail})  # noqa: TRY400
-            self._failure = Failure(component="rollout", cause=error.detail, fatal=not error.retryable)
-            self._become(WorkState.FAILED)
+            self._on_failed_start(error)
             return
+        self._backoff.reset()
+        self._failure = None
         self._working = [
             asyncio.create_task(self._session.receiver.run(), name="weight receiver"),
             asyncio.create_task(self._session.worker.run(), name="rollout worker"),
         ]
         for task in self._working:
             task.add_done_callback(self._on_task_end)
+
+    def _on_failed_start(self, error: FlotillaError) -> None:
+        self._failure = Failure(component="rollout", cause=error.detail, fatal=not error.retryable)
+        if error.retryable:
+            pause = self._backoff.postpone()
+            log.warning("the start is tried again", extra={"error": error.detail, "pause_seconds": pause})
+            self.tell()
+            return
+        log.error("the engine cannot start", extra={"error": error.detail})
+        self._backoff.reset()
+        self._become(WorkState.FAILED)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:

@@ -120,11 +120,6 @@ class Supervisor:
             failure=self._failure or (status.failure if status else None),
         )
 
-    @property
-    def why_not_ready(self) -> str | None:
-        """Why it is of no use now; None if it is."""
-        return self._failure.cause if self._state is WorkState.FAILED and self._failure else None
-
     async def apply(self, desired: DesiredState) -> None:
         """Take a desired state in; the work of following it is done by ``run``."""
         self._desired = desired

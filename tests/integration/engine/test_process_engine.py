@@ -14,7 +14,7 @@ import pytest
 
 from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.engine import ProcessEngine
-from shared.errors import ModelError, WorkerDied
+from shared.errors import DeadlineExceeded, ModelError, WorkerDied
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
 
@@ -70,7 +70,7 @@ async def test_a_worker_that_ends_while_it_loads_says_why(saved: Saved, monkeypa
 async def test_starting_has_a_deadline(saved: Saved) -> None:
     engine = ProcessEngine(settings(saved("qwen3").path, start_seconds=0.05))
 
-    with pytest.raises(ModelError, match=r"within 0\.05 s"):
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
         await engine.start()
 
     assert engine.process_id is None

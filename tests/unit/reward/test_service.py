@@ -1,10 +1,14 @@
-"""A reward that is told to leave grades what it has in hand, and says when it is done."""
+"""A reward that is told to leave grades what it has in hand; a start that fails for a passing reason is tried again."""
 
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from services.reward.service import RewardService
+from shared import start_backoff
 from shared.config.spec import ExperimentSpec
+from shared.errors import Unavailable
 from shared.schemas.service import Assignment, DesiredState, WorkState
 
 SPEC = {
@@ -76,5 +80,32 @@ async def test_a_reward_that_drains_finishes_what_it_has_and_stays_finished() ->
     await want(WorkState.DRAINING)
     await asyncio.sleep(0.01)
     assert len(sessions) == 1 and service.observe().state is WorkState.FINISHED
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_reported_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.05)
+    refusals = [Unavailable("the fleet has no sandbox now")]
+
+    async def open_session(spec: ExperimentSpec, assignment: Assignment) -> ScriptedSession:
+        if refusals:
+            raise refusals.pop()
+        return ScriptedSession()
+
+    service = RewardService(open_session)  # type: ignore[arg-type]
+    running = asyncio.create_task(service.run())
+    assignment = Assignment(experiment_id="e1", revision=1, spec=SPEC, directory="/data")
+    await service.apply(DesiredState(tag="1", state=WorkState.RUNNING, assignment=assignment))
+
+    await until(lambda: service.observe().failure is not None)
+    failure = service.observe().failure
+    assert failure is not None
+    assert (failure.fatal, failure.cause) == (False, "the fleet has no sandbox now")
+
+    await until(lambda: service.observe().state is WorkState.RUNNING)
+    assert service.observe().failure is None
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -16,8 +16,9 @@ from services.rollout.handed_over import HandOverCounts
 from services.rollout.service import MAX_DEATHS, RolloutService
 from services.rollout.shutdown import HAND_OVER_SECONDS
 from services.rollout.version import VersionGate
+from shared import start_backoff
 from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError, WorkerDied
+from shared.errors import DeadlineExceeded, ModelError, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.service import Assignment, DesiredState, WorkState
 
 SPEC = {
@@ -71,7 +72,7 @@ class ScriptedSession:
 class World:
     def __init__(self) -> None:
         self.sessions: list[ScriptedSession] = []
-        self.refusal: Exception | None = None
+        self.refusals: list[Exception] = []
         self.answered = 0
         self.on_death: Callable[[WorkerDied], None] | None = None
         self.running: asyncio.Task[None] | None = None
@@ -80,9 +81,8 @@ class World:
     async def open_session(
         self, spec: ExperimentSpec, assignment: Assignment, tell: Any, on_death: Any
     ) -> ScriptedSession:
-        if self.refusal is not None:
-            refusal, self.refusal = self.refusal, None
-            raise refusal
+        if self.refusals:
+            raise self.refusals.pop()
         self.on_death = on_death
         self.sessions.append(ScriptedSession(self.answered))
         return self.sessions[-1]
@@ -148,7 +148,7 @@ async def test_another_experiment_gets_a_session_of_its_own() -> None:
 
 async def test_a_model_that_cannot_be_loaded_is_fatal() -> None:
     async with a_world() as world:
-        world.refusal = ModelError("no config.json")
+        world.refusals = [ModelError("no config.json")]
         await world.want(WorkState.RUNNING)
 
         await world.until(lambda: world.is_in(WorkState.FAILED))
@@ -160,7 +160,59 @@ async def test_a_model_that_cannot_be_loaded_is_fatal() -> None:
 
 async def test_an_engine_killed_while_it_loads_is_started_again() -> None:
     async with a_world() as world:
-        world.refusal = WorkerDied("killed by SIGKILL")
+        world.refusals = [WorkerDied("killed by SIGKILL")]
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        assert world.service.observe().failure is None
+
+
+async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_reported_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_world() as world:
+        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.05)
+        world.refusals = [DeadlineExceeded("starting the weight endpoint took more than 60 s")]
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.service.observe().failure is not None)
+        failure = world.service.observe().failure
+        assert failure is not None
+        assert (failure.fatal, failure.cause) == (False, "starting the weight endpoint took more than 60 s")
+        assert world.is_in(WorkState.STARTING)
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        assert world.service.observe().failure is None
+
+
+async def test_a_start_is_tried_again_as_often_as_its_reason_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_world() as world:
+        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.0)
+        world.refusals = [Unavailable("the disk is full")] * (3 * MAX_DEATHS)
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+
+        assert not world.refusals
+
+
+async def test_a_pause_before_the_next_start_ends_with_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_world() as world:
+        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 60.0)
+        world.refusals = [Unavailable("the disk is full")]
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.service.observe().failure is not None)
+
+        await world.want(WorkState.RUNNING, "e2")
+
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        assert world.service.observe().experiment_id == "e2"
+        assert world.service.observe().failure is None
+
+
+async def test_a_weight_endpoint_killed_while_it_starts_is_started_again() -> None:
+    async with a_world() as world:
+        world.refusals = [WeightTransferFailed("the weight endpoint ended")]
         await world.want(WorkState.RUNNING)
 
         await world.until(lambda: world.is_in(WorkState.RUNNING))

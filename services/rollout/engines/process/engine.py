@@ -17,7 +17,7 @@ from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.commands import Close, Command, command_to_wire, result_from_wire
 from services.rollout.engines.process.framing import encode, read_message
 from services.rollout.engines.process.remote import RemoteEngine
-from shared.errors import FlotillaError, ModelError, WorkerDied
+from shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from shared.processes import python_module, reap
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class ProcessEngine(RemoteEngine):
         """Start the child and load the model; see ``Engine.start``.
 
         Raises:
-            ModelError: the model cannot be loaded, or ``start_seconds`` went by.
+            ModelError: the model cannot be loaded.
+            DeadlineExceeded: ``start_seconds`` went by: a cold disk or a crowded machine is no fault of the model.
             WorkerDied: the child ended while it loaded.
         """
         try:
@@ -69,7 +70,7 @@ class ProcessEngine(RemoteEngine):
         except TimeoutError:
             await self._end(close_seconds=0)
             seconds = self._settings.start_seconds
-            raise ModelError(f"the engine did not load {self._settings.model_path} within {seconds} s") from None
+            raise DeadlineExceeded(f"the engine did not load {self._settings.model_path} within {seconds} s") from None
         except EOFError:
             raise WorkerDied(f"the engine ended while it loaded: {(await self._cause_of_death()).detail}") from None
         except asyncio.CancelledError:

@@ -58,6 +58,9 @@ def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) ->
 
     Args:
         leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
+
+    Raises:
+        Unavailable: the app's lifespan could not start.
     """
     asyncio.run(_serve(app, listening, leave))
 
@@ -93,6 +96,8 @@ async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) ->
     # uvicorn would install handlers of its own that raise the signal again after the shutdown.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     await server.serve(sockets=[listening])
+    if not server.started:
+        raise Unavailable("what it needs was there a moment ago and is not now: the log says what")
     if leaving is not None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -17,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from services.gateway.store import tables
 from services.gateway.store.base import MetricRow
+from services.gateway.store.lock import FileLock, lock_every_session
 from services.gateway.store.memory import event_of
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
@@ -39,7 +41,8 @@ def open_engine(url: str) -> Engine:
     if not url.startswith("sqlite"):
         # A server made under the C locale would answer in bytes.
         arguments = {"client_encoding": "utf8", "connect_timeout": CONNECT_SECONDS} if "psycopg" in url else {}
-        return sa.create_engine(url, pool_size=1, max_overflow=1, pool_pre_ping=True, connect_args=arguments)
+        # One connection at a time: it holds the database's lock.
+        return sa.create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
 
     @sa.event.listens_for(engine, "connect")
@@ -65,13 +68,15 @@ class SqlStore:
     def __init__(self, engine: Engine, thread: ThreadPoolExecutor) -> None:
         self._engine = engine
         self._thread = thread
+        path = engine.url.database if engine.dialect.name == "sqlite" else None
+        self._lock = FileLock(Path(path)) if path else None
 
     @classmethod
     async def open(cls, url: str) -> "SqlStore":
-        """Connect and bring the tables up to date.
+        """Connect, take the database's lock and bring the tables up to date.
 
         Raises:
-            Unavailable: the database does not answer, or its migration failed.
+            Unavailable: the database does not answer, another gateway works on it, or its migration failed.
         """
         try:
             engine = open_engine(url)
@@ -81,11 +86,18 @@ class SqlStore:
             raise Unavailable(f"FLOTILLA_DATABASE_URL is no database url: {error}") from None
         store = cls(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql"))
         try:
-            await store._in_thread(lambda: upgrade(store._engine), deadline_seconds=UPGRADE_SECONDS)
+            await store._in_thread(store._prepare, deadline_seconds=UPGRADE_SECONDS)
         except BaseException:
             await store.close()
             raise
         return store
+
+    def _prepare(self) -> None:
+        if self._lock is not None:
+            self._lock.take()
+        elif self._engine.dialect.name == "postgresql":
+            lock_every_session(self._engine)
+        upgrade(self._engine)
 
     async def _in_thread(self, work: Callable[[], T], *, deadline_seconds: float | None = None) -> T:
         """Run it after what was asked before.
@@ -127,8 +139,14 @@ class SqlStore:
         await self._rows(sa.select(sa.literal(1).label("one")))
 
     async def close(self) -> None:
-        """Give up the connection and the thread."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.dispose)
+        """Give up the connection, the lock and the thread."""
+
+        def give_up() -> None:
+            self._engine.dispose()
+            if self._lock is not None:
+                self._lock.give_up()
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
         self._thread.shutdown(wait=False)
 
     async def put_experiment(self, record: ExperimentRecord) -> None:

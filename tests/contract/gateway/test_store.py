@@ -1,5 +1,7 @@
 """What every store does."""
 
+import asyncio
+import contextlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,13 +10,14 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from services.gateway.store import tables
+from services.gateway.store import lock, tables
 from services.gateway.store.base import Store
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from services.gateway.store.sql import SqlStore, open_engine
 from shared.errors import Unavailable
 from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from tests.contract.gateway.conftest import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
 
 SERVICE = ServiceRecord("s1", "rollout", "http://h", "h", 3, {"cores": 2}, "i1", 1.5)
@@ -213,6 +216,56 @@ async def test_a_database_is_opened_again_with_all_that_it_held(database_url: st
     await second.close()
 
     assert [record.id for record in found] == ["a"]
+
+
+async def test_a_database_that_a_gateway_works_on_is_refused_to_another_until_the_first_has_ended(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "TAKE_OVER_SECONDS", 0.1)
+    first = await SqlStore.open(database_url)
+
+    with pytest.raises(Unavailable, match="another gateway works on this database") as refused:
+        await SqlStore.open(database_url)
+    await first.put_experiment(a_record("a"))
+    await first.close()
+
+    second = await SqlStore.open(database_url)
+    found = await second.experiments()
+    await second.close()
+    assert [record.id for record in found] == ["a"]
+    assert "\n" not in refused.value.detail
+
+
+async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psycopg
+
+    monkeypatch.setattr(lock, "TAKE_OVER_SECONDS", 0.1)
+    url = new_database(postgres_url)
+    first = await SqlStore.open(url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        connection.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}".encode())
+    second = await opened_soon(url)
+
+    with pytest.raises(Unavailable, match="another gateway works on this database"):
+        await first.put_experiment(a_record("a"))
+
+    assert await second.experiments() == []
+    await second.close()
+    await first.put_experiment(a_record("b"))
+    assert [record.id for record in await first.experiments()] == ["b"]
+    await first.close()
+
+
+async def opened_soon(url: str) -> SqlStore:
+    """Open a database whose server may not have ended the session before yet."""
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(Unavailable):
+                return await SqlStore.open(url)
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("url", ["sqlite:///{0}/no/such/folder/x.sqlite", "postgresql://127.0.0.1:1/x", "nonsense"])

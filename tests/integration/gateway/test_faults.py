@@ -300,6 +300,28 @@ def test_a_gateway_that_cannot_start_says_why_in_one_sentence(
     assert ended.stderr.count("\n") == 1
 
 
+async def test_a_second_gateway_on_the_same_data_is_refused_until_the_first_is_dead(settings: GatewaySettings) -> None:
+    first = GatewayProcess(settings)
+    first.start()
+    try:
+        async with GatewayClient(first.url, TOKEN) as client:
+            await first.ready(client)
+            environment = first.environment | {"FLOTILLA_PORT": "0"}
+            command = [sys.executable, "-P", "-m", "services.gateway"]
+
+            second = await asyncio.to_thread(
+                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60
+            )
+
+            assert second.returncode == 2, second.stderr
+            assert "another gateway works on this database" in second.stderr and second.stderr.count("\n") == 1
+            first.end(signal.SIGKILL)
+            first.start()
+            await first.ready(client)
+    finally:
+        assert first.end(signal.SIGTERM) == 0
+
+
 async def test_a_data_plane_that_is_killed_and_comes_back_costs_time_and_no_task(tmp_path: Path) -> None:
     with LocalRedis(tmp_path / "redis") as server:
         settings = GatewaySettings(token=TOKEN, redis_url=server.url, data=tmp_path / "data", ending_seconds=5.0)

@@ -1,52 +1,40 @@
-"""Random ``kill -9`` over every process of a fleet, Redis server included, under a running experiment.
+"""Random faults under a running experiment, and the accounting after them.
 
-    python -m benchmarks.survival --kills 200 --seed 0 --json survival.json --report docs/survival.md
+    python -m benchmarks.survival --faults 300 --seed 0 --json survival.json --report docs/survival.md
+    python -m benchmarks.survival --kills 200
 
-After each kill the run must move on and its ledger must balance; it is also read all the while. At the end the
-experiment is stopped, and every group is accounted for: trained once along the surviving lineage, or with a reason.
-Prompts differ in how long their answers are, so that a loss of slow ones would show. ``--kills 0 --steps N`` runs
-without faults. Exit code 1 if anything was lost, trained twice, too old or miscounted.
+``--kills`` ends processes by SIGKILL, the Redis server included. ``--faults`` also pauses them for 3 to 40 s, cuts the
+power with and without the end of the Redis server's log, fills the disk, deletes weight images, deletes or spoils
+checkpoints, lets clocks jump and drops packets. After each fault the run must move on and its ledger must balance; the
+ledger is also read all the while. At the end the experiment is stopped, and every group is accounted for: trained once
+along the surviving lineage, or with a reason. Prompts differ in how long their answers are, so that a loss of slow ones
+would show. Without either option it runs to ``--steps`` without faults. Exit code 1 if anything was lost, trained
+twice, too old or miscounted.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accounting import Account, account
 from benchmarks.long_tail import ROWS, make_long_tailed
+from benchmarks.survival_faults import PATIENCE_SECONDS, Draw, Fault, Fleet, possible_faults
 from benchmarks.survival_report import markdown
-from shared.client import GatewayClient
 from shared.errors import FlotillaError
-from tests.fleet import RunningFleet, running_fleet, until
 
-VICTIMS = {
-    "gateway": "services.gateway",
-    "rollout": "services.rollout",
-    "engine": "services.rollout.engines.process.child",
-    "reward": "services.reward",
-    "trainer": "services.trainer",
-    "training process": "services.trainer.worker",
-    "redis": "valkey-server",
-}
-PATIENCE_SECONDS = 150.0
 GROUPS_PER_STEP = 4
 POLL_SECONDS = 0.1
 STOP_SECONDS = 90.0
-WINDOW_SECONDS = 35.0
-MOST_IN_WINDOW = 3
-"""Of one kind in the window: a fleet gives up a process that dies five times in half a minute, as it should."""
 
 
 @dataclass
@@ -54,9 +42,10 @@ class Report:
     """What happened.
 
     Attributes:
-        seed: of the choice of victims.
-        kills: by kind of process.
-        recovery_seconds: from a kill to the next step that was done after it, by kind.
+        seed: of the choice.
+        faults: how many of each kind happened.
+        impossible: kinds that this machine does not allow, with the reason.
+        recovery_seconds: from the end of a fault to the next step that was done after it, by kind.
         seconds: of the whole run.
         looks: how often the ledger was read while processes died.
         unbalanced: ledgers that did not balance.
@@ -64,7 +53,8 @@ class Report:
     """
 
     seed: int
-    kills: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    impossible: list[str] = field(default_factory=list)
     recovery_seconds: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
     looks: int = 0
@@ -85,8 +75,9 @@ class Report:
         return {
             "is_sound": self.is_sound,
             "seed": self.seed,
-            "kills": sum(self.kills.values()),
-            "kills_by_kind": dict(sorted(self.kills.items())),
+            "faults": sum(self.faults.values()),
+            "faults_by_kind": dict(sorted(self.faults.items())),
+            "impossible": self.impossible,
             "seconds": round(self.seconds, 1),
             "recovery_seconds": recovery,
             "ledger_looks": self.looks,
@@ -95,42 +86,28 @@ class Report:
         }
 
 
-class Victims:
-    """Chooses whom to kill: any kind, but none so often that giving it up would be right."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._recent: deque[tuple[float, str]] = deque()
-
-    def choose(self) -> str:
-        """Choose a kind, and remember it."""
-        now = time.monotonic()
-        while self._recent and now - self._recent[0][0] > WINDOW_SECONDS:
-            self._recent.popleft()
-        counts = Counter(kind for _, kind in self._recent)
-        kind = self._chance.choice([each for each in sorted(VICTIMS) if counts[each] < MOST_IN_WINDOW])
-        self._recent.append((now, kind))
-        return kind
-
-
 async def survive(
     directory: Path,
     *,
-    kills: int,
-    seed: int,
+    kills: int = 0,
+    faults: int = 0,
+    seed: int = 0,
+    only: Sequence[str] = (),
     rollouts: int = 2,
     steps: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Report:
-    """Run an experiment while its processes are killed, then stop it and account for everything.
+    """Run an experiment while its fleet meets faults, then stop it and account for everything.
 
     Args:
         directory: for model, data and fleet.
-        kills: how many.
-        seed: of the choice of victims.
+        kills: how many processes to kill.
+        faults: instead of kills alone: how many faults of every kind that this machine allows.
+        seed: of the choice.
+        only: names of faults to choose from; all where it is empty.
         rollouts: rollout services.
         steps: go on to at least this step.
-        say: gets a line for each kill.
+        say: gets a line for each fault.
 
     Raises:
         AssertionError: the run failed or stood still.
@@ -142,103 +119,95 @@ async def survive(
         resources={"rollouts": {"min": 1}},
     )
     report, chance = Report(seed), random.Random(seed)
-    victims = Victims(chance)
-    started = time.monotonic()
-    async with running(directory / "fleet", spec, rollouts) as (fleet, client, experiment_id):
-        watching = asyncio.create_task(_watch(client, experiment_id, report))
-        await _until_further(client, experiment_id, 0)
-        for number in range(1, kills + 1):
-            kind = victims.choose()
-            await _kill(fleet, client, experiment_id, kind, report, chance)
-            if say:
-                took = report.recovery_seconds[kind][-1]
-                say(f"{time.monotonic() - started:6.0f} s  kill {number}/{kills}: {kind}, goes on after {took:.1f} s")
-            await asyncio.sleep(chance.uniform(0, 1.5))
-        await _until_further(client, experiment_id, steps - 1, (steps + 60) * 5.0)
-        watching.cancel()
-        await _stop(client, experiment_id)
-        report.account = await account(client, experiment_id, directory, rows=ROWS)
+    started, count = time.monotonic(), faults or kills
+    async with Fleet(directory, rollouts, only_kills=not faults) as fleet:
+        possible, report.impossible = possible_faults(fleet)
+        draw = Draw([each for each in possible if not only or each.name in only], chance)
+        await fleet.start(spec)
+        watching = asyncio.create_task(_watch(fleet, report))
+        try:
+            await _until_further(fleet, 0)
+            for number in range(1, count + 1):
+                fault = draw.next()
+                took = await _meet(fleet, fault, report, chance)
+                if say:
+                    at = time.monotonic() - started
+                    say(f"{at:6.0f} s  fault {number}/{count}: {fault.name}, goes on after {took:.1f} s")
+                await asyncio.sleep(chance.uniform(0, 1.5))
+            await _until_further(fleet, steps - 1, (steps + 60) * 5.0)
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+        await _stop(fleet)
+        report.account = await account(fleet.client, fleet.experiment_id, directory, rows=ROWS)
     report.seconds = time.monotonic() - started
     return report
 
 
-@contextlib.asynccontextmanager
-async def running(
-    data: Path, spec: dict[str, Any], rollouts: int
-) -> AsyncIterator[tuple[RunningFleet, GatewayClient, str]]:
-    """Run a fleet and start an experiment on it."""
-    with running_fleet(data, rollouts=rollouts) as fleet:
-        async with fleet.client() as client:
-            view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
-            await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
-            yield fleet, client, view["id"]
-
-
-async def _kill(
-    fleet: RunningFleet, client: GatewayClient, experiment_id: str, kind: str, report: Report, chance: random.Random
-) -> None:
-    step = await _step(client, experiment_id)
-    # The one killed last may not be back yet.
-    pids = await asyncio.to_thread(until, lambda: fleet.pids(VICTIMS[kind]), PATIENCE_SECONDS, f"a {kind} to kill")
-    with contextlib.suppress(ProcessLookupError):  # it died on the way, by an earlier kill
-        os.kill(chance.choice(pids), signal.SIGKILL)
-    report.kills[kind] += 1
+async def _meet(fleet: Fleet, fault: Fault, report: Report, chance: random.Random) -> float:
+    """Let a fault happen; return the seconds from its end to the next step that was done after it."""
+    step = await _step(fleet)
+    await fault.happen(fleet, chance)
+    report.faults[fault.name] += 1
     started = time.monotonic()
-    await _look(client, experiment_id, report, deadline_seconds=60.0)
-    await _until_further(client, experiment_id, step)
-    report.recovery_seconds.setdefault(kind, []).append(time.monotonic() - started)
+    await _look(fleet, report, deadline_seconds=60.0)
+    # What was done before or during the fault proves nothing; after a lost checkpoint it has to be done again.
+    await _until_further(fleet, max(step, await _step(fleet)))
+    took = time.monotonic() - started
+    report.recovery_seconds.setdefault(fault.name, []).append(took)
+    return took
 
 
-async def _stop(client: GatewayClient, experiment_id: str) -> None:
-    base = f"/v1/experiments/{experiment_id}"
-    await client.call("POST", f"{base}/stop", deadline_seconds=60)
+async def _stop(fleet: Fleet) -> None:
+    await fleet.client.call("POST", f"{fleet.path}/stop", deadline_seconds=60)
     end = time.monotonic() + STOP_SECONDS
     while True:
-        view = await client.call("GET", base, deadline_seconds=60, attempt_seconds=5)
+        view = await fleet.client.call("GET", fleet.path, deadline_seconds=60, attempt_seconds=5)
         if view["state"] == "stopped":
             return
         assert time.monotonic() < end, f"still {view['state']} after {STOP_SECONDS} s"
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _step(client: GatewayClient, experiment_id: str) -> int:
-    view = await client.call("GET", f"/v1/experiments/{experiment_id}", deadline_seconds=60, attempt_seconds=5)
+async def _step(fleet: Fleet) -> int:
+    view = await fleet.client.call("GET", fleet.path, deadline_seconds=60, attempt_seconds=5)
     assert view["state"] in {"starting", "running"}, (view["state"], view["problem"])
     return int(view["step"])
 
 
-async def _until_further(
-    client: GatewayClient, experiment_id: str, step: int, patience_seconds: float = PATIENCE_SECONDS
-) -> None:
+async def _until_further(fleet: Fleet, step: int, patience_seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until a step beyond ``step`` is done: a trainer that replays has to pass it again."""
     end = time.monotonic() + patience_seconds
-    while await _step(client, experiment_id) <= step:
+    while await _step(fleet) <= step:
         if time.monotonic() > end:
-            found = await client.call("GET", f"/v1/experiments/{experiment_id}/diagnosis", deadline_seconds=60)
+            found = await fleet.client.call("GET", f"{fleet.path}/diagnosis", deadline_seconds=60)
             raise AssertionError(f"nothing went on for {patience_seconds:g} s: {found['component']}: {found['cause']}")
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _look(client: GatewayClient, experiment_id: str, report: Report, *, deadline_seconds: float) -> None:
-    ledger = await client.call(
-        "GET", f"/v1/experiments/{experiment_id}/ledger", deadline_seconds=deadline_seconds, attempt_seconds=5
+async def _look(fleet: Fleet, report: Report, *, deadline_seconds: float) -> None:
+    ledger = await fleet.client.call(
+        "GET", f"{fleet.path}/ledger", deadline_seconds=deadline_seconds, attempt_seconds=5
     )
     report.looks += 1
     if not ledger["train"]["balanced"]:
         report.unbalanced.append(ledger["train"])
 
 
-async def _watch(client: GatewayClient, experiment_id: str, report: Report) -> None:
+async def _watch(fleet: Fleet, report: Report) -> None:
     while True:
         with contextlib.suppress(FlotillaError):
-            await _look(client, experiment_id, report, deadline_seconds=2.0)
+            await _look(fleet, report, deadline_seconds=2.0)
         await asyncio.sleep(POLL_SECONDS)
 
 
 def main() -> int:
     """Run it, print the report and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--kills", type=int, default=0, help="so many processes are killed")
+    number.add_argument("--faults", type=int, default=0, help="so many faults of every kind")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="choose from these faults alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="go on to at least this step")
@@ -247,29 +216,31 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="write a page here; it holds a run with and one without faults")
     arguments = parser.parse_args()
 
-    def run(kills: int, steps: int) -> Report:
+    def run(kills: int, faults: int, steps: int) -> Report:
         with contextlib.ExitStack() as stack:
             if arguments.keep:
-                directory = arguments.keep / f"{kills}-kills"
+                directory = arguments.keep / f"{kills + faults}-faults"
                 directory.mkdir(parents=True)
             else:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flotilla-survival-")))
             work = survive(
                 directory,
                 kills=kills,
+                faults=faults,
                 seed=arguments.seed,
+                only=arguments.only,
                 rollouts=arguments.rollouts,
                 steps=steps,
                 say=lambda line: print(line, flush=True),
             )
             return asyncio.run(work)
 
-    report = run(arguments.kills, arguments.steps)
+    report = run(arguments.kills, arguments.faults, arguments.steps)
     reports = [report]
     if arguments.report:
         assert report.account is not None
         print("the same without faults", flush=True)
-        reports.append(run(0, min(report.account.steps, 500)))
+        reports.append(run(0, 0, min(report.account.steps, 500)))
         arguments.report.write_text(markdown(*(each.to_dict() for each in reports)), encoding="utf-8")
     text = json.dumps([each.to_dict() for each in reports], indent=2)
     print(text)

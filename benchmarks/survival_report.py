@@ -7,12 +7,14 @@ from typing import Any
 
 HEAD = """# Survival
 
-`kill -9` of randomly chosen processes of a fleet on one machine, the Redis server (append-only file, `everysec`) among
-them, under a running experiment with stale samples (staleness threshold 0.5, `pace`, a publication after every step).
+Faults chosen at random under a running experiment with stale samples (staleness threshold 0.5, `pace`, a publication
+after every step), on a fleet on one machine with a Redis server of its own (append-only file, `everysec`): processes
+are killed and paused, the power is cut with and without the end of the server's log, the disk fills up, weight images
+and checkpoints are deleted or spoiled, clocks jump, packets are dropped (`benchmarks/survival_faults.py`).
 
-    python -m benchmarks.survival --kills {kills} --seed {seed} --report docs/survival.md
+    python -m benchmarks.survival --faults {faults} --seed {seed} --report docs/survival.md
 
-made this page on {cores} cores, {system}, Python {python}. After each kill the ledger is read and the next step is
+made this page on {cores} cores, {system}, Python {python}. After each fault the ledger is read and the next step is
 awaited; the ledger is also read all the while. At the end the experiment is stopped, and each group that was ever
 issued is looked for: in the last checkpoint, in the lineage, among those that ended with a reason. No kind of process
 is killed more than three times in 35 s, since a fleet gives up a process that dies five times in 30 s.
@@ -30,11 +32,11 @@ def markdown(faulty: Mapping[str, Any], quiet: Mapping[str, Any]) -> str:
     """Write the page.
 
     Args:
-        faulty: figures of the run with kills.
+        faulty: figures of the run with faults.
         quiet: figures of the run without.
     """
     head = HEAD.format(
-        kills=faulty["kills"],
+        faults=faulty["faults"],
         seed=faulty["seed"],
         cores=os.cpu_count(),
         system=platform.system(),
@@ -45,7 +47,7 @@ def markdown(faulty: Mapping[str, Any], quiet: Mapping[str, Any]) -> str:
 
 def _figures(faulty: Mapping[str, Any], quiet: Mapping[str, Any]) -> str:
     rows = [
-        ("kills", "kills"),
+        ("faults", "faults"),
         ("seconds", "seconds"),
         ("steps", "steps"),
         ("groups issued", "issued"),
@@ -63,7 +65,7 @@ def _figures(faulty: Mapping[str, Any], quiet: Mapping[str, Any]) -> str:
         ("answers graded once more, as their holder died", "graded_again_share"),
         ("trained share, slowest tenth of prompts over fastest", "slowest_over_fastest"),
     ]
-    lines = ["| | with kills | without |", "| --- | --- | --- |"]
+    lines = ["| | with faults | without |", "| --- | --- | --- |"]
     lines += [f"| {title} | {_shown(name, faulty[name])} | {_shown(name, quiet[name])} |" for title, name in rows]
     return "\n".join(lines)
 
@@ -85,18 +87,18 @@ def _recovery(faulty: Mapping[str, Any]) -> str:
     lines = [
         "\n## Recovery",
         "",
-        "Seconds from a kill to the next step done (a trainer that died first repeats steps).",
+        "Seconds from the end of a fault to the next step done (a trainer that died first repeats steps).",
         "",
     ]
-    lines += ["| killed | times | median | longest |", "| --- | --- | --- | --- |"]
-    for kind, count in faulty["kills_by_kind"].items():
+    lines += ["| fault | times | median | longest |", "| --- | --- | --- | --- |"]
+    for kind, count in faulty["faults_by_kind"].items():
         seconds = faulty["recovery_seconds"][kind]
         lines.append(f"| {kind} | {count} | {seconds['median']} | {seconds['max']} |")
     return "\n".join(lines)
 
 
 def _deciles(faulty: Mapping[str, Any], quiet: Mapping[str, Any]) -> str:
-    lines = ["| tenth | mean characters | trained of issued, with kills | mean characters | without |"]
+    lines = ["| tenth | mean characters | trained of issued, with faults | mean characters | without |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for number, (one, other) in enumerate(zip(faulty["deciles"], quiet["deciles"], strict=True), start=1):
         lines.append(

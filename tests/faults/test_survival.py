@@ -13,5 +13,5 @@ async def test_twenty_random_kills_lose_nothing(tmp_path: Path) -> None:
     report = await survive(tmp_path, kills=20, seed=1)
 
     assert report.is_sound, report.to_dict()
-    assert sum(report.kills.values()) == 20
+    assert sum(report.faults.values()) == 20
     assert report.looks > 50

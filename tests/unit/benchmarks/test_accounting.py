@@ -129,18 +129,18 @@ def test_deciles_go_from_the_shortest_answers_to_the_longest() -> None:
 async def test_the_report_says_what_happened(tmp_path: Path) -> None:
     sound = (await accounted(a_run(tmp_path), tmp_path)).to_dict()
     common = {"seed": 7, "seconds": 61.5, "ledger_looks": 99, "unbalanced": []}
-    quiet = {**sound, **common, "kills": 0, "kills_by_kind": {}, "recovery_seconds": {}}
+    quiet = {**sound, **common, "faults": 0, "faults_by_kind": {}, "recovery_seconds": {}}
     faulty = {
         **quiet,
-        "kills": 3,
-        "kills_by_kind": {"engine": 3},
-        "recovery_seconds": {"engine": {"median": 1.5, "max": 4.25}},
+        "faults": 3,
+        "faults_by_kind": {"kill engine": 3},
+        "recovery_seconds": {"kill engine": {"median": 1.5, "max": 4.25}},
         "is_lineage_checkpoint": False,
     }
 
     page = markdown(faulty, quiet)
 
-    assert "| engine | 3 | 1.5 | 4.25 |" in page
+    assert "| kill engine | 3 | 1.5 | 4.25 |" in page
     assert "| lineage and checkpoint hold the same groups | **no** | yes |" in page
     assert "dropped: stale 1" in page
     assert page.count("\n| 10 |") == 1

@@ -89,7 +89,7 @@ def _by_name(system: System, given: Sequence[Given]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for each in given:
         row = system.find(each.spelling)
-        if row is None or row.is_tree:
+        if row is None or row.is_tree or each.refusal is not None:
             continue
         earlier = found.get(row.name)
         if earlier is not None and earlier.spelling != each.spelling and not same(earlier.value, each.value):
@@ -105,7 +105,7 @@ def _trees(system: System, given: Sequence[Given]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for each in given:
         row = system.find(each.spelling)
-        if row is not None and row.is_tree:
+        if row is not None and row.is_tree and each.refusal is None:
             found.setdefault(row.name, {})[each.spelling] = each.value
     return found
 
@@ -171,6 +171,8 @@ def _shown_default(source: Source, name: str) -> str:
 
 def _entry(each: Given, source: Source, resolved: Mapping[str, Any]) -> Entry:
     row = source.system.find(each.spelling)
+    if each.refusal is not None:
+        return Entry(each.spelling, shown(each.value), each.where, Verdict.REFUSED, each.refusal, {})
     if row is None and each.is_variable and not source.system.is_section(each.spelling):
         value = HIDDEN if SECRET.search(each.spelling) else shown(each.value)
         return Entry(each.spelling, value, each.where, Verdict.IGNORED, VARIABLE, {})

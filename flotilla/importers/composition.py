@@ -19,12 +19,20 @@ def nothing_beside(name: str) -> str | None:
     return None
 
 
-def beside(folder: Path, read: Callable[[Path], str]) -> Beside:
-    """Look for files in a folder, and around it."""
+def beside(folder: Path, read: Callable[[Path], str], *, first: Path | None = None) -> Beside:
+    """Look for files in a folder, and around it.
+
+    Args:
+        folder: of the launch file.
+        read: gives a file's text.
+        first: a folder that wins over it.
+    """
+    folders = [folder] if first is None else [first, folder]
 
     def find(name: str) -> str | None:
-        path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-        return read(path) if path.is_file() else None
+        file = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml").expanduser()
+        path = next((each / file for each in folders if (each / file).is_file()), None)
+        return None if path is None else read(path)
 
     return find
 
@@ -41,13 +49,18 @@ class Composition:
     beside: Beside
     own: Collection[str]
 
-    def read(self, text: str, *, source: str) -> dict[str, Any]:
+    def read(self, text: str, *, source: str, folder: str = "") -> dict[str, Any]:
         """Give dotted names; ``defaults`` stays among them as it was written.
+
+        Args:
+            text: what the file holds.
+            source: its name, for messages.
+            folder: that it lies in, as ``beside`` knows it; files that it names are looked for from there.
 
         Raises:
             InvalidSpec: a file does not parse, or is named and missing.
         """
-        return self._joined(text, source, "", "", (source,))
+        return self._joined(text, source, "", folder, (source,))
 
     def _joined(self, text: str, source: str, package: str, folder: str, trail: tuple[str, ...]) -> dict[str, Any]:
         flat = read_yaml(text, source=source)

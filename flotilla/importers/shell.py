@@ -7,8 +7,9 @@ A condition on values that are known is followed. What would need running the sc
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from flotilla.importers.hydra import problem
 from flotilla.importers.shell_flow import Flow
@@ -21,6 +22,10 @@ UNCERTAIN = "whether this runs is not known, the condition is no comparison of k
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
              ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}  # fmt: skip
 MAX_EXPANSION = 100_000
+NOTHING: Mapping[str, str] = MappingProxyType({})
+HERE: Mapping[str, str] = MappingProxyType({"HOME": "~", "PWD": "."})
+"""Folders of the machine that trains, as a spec writes them."""
+PRINTS_HERE = re.compile(r"\$\(\s*pwd\s*\)|`\s*pwd\s*`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,12 @@ class Command:
     Attributes:
         words: after expansion; as written where that is not known.
         problem: why some of them, or whether it runs at all, is not known.
+        unknown: why each word that is not known is not, by its number; empty where that is all of them.
     """
 
     words: list[str]
     problem: InvalidSpec | None = None
+    unknown: Mapping[int, InvalidSpec] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -42,6 +49,7 @@ class Script:
 
     Attributes:
         variables: final values of what it assigns.
+        environment: values of names that it does not assign, from where it is started.
         arrays: of what it assigns lists to.
         unknown: why the value of a name is not known; said when something uses it.
         commands: those that run, or may.
@@ -51,20 +59,25 @@ class Script:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     unknown: dict[str, InvalidSpec] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_script(text: str, fixed: Mapping[str, str], *, source: str) -> Script:
+def read_script(
+    text: str, fixed: Mapping[str, str], *, source: str, environment: Mapping[str, str] = NOTHING
+) -> Script:
     """Read a script.
 
     Args:
         text: the script.
         fixed: variables given from outside, which its own assignments do not change.
         source: its name, for messages.
+        environment: variables that it finds where it is started; HOME and PWD are those of the machine that trains,
+            and stay ``~`` and ``.``.
 
     Raises:
         InvalidSpec: it holds what cannot be followed; ``errors`` has the line.
     """
-    script, flow = Script(dict(fixed)), Flow()
+    script, flow = Script(dict(fixed), environment=environment), Flow()
     for number, words in _commands(text, source):
         where = f"{source}:{number}"
         rest = flow.step(words, lambda word, where=where: _unquoted(word, script, where), where)  # type: ignore[misc]
@@ -102,12 +115,24 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         except InvalidSpec as error:
             script.unknown[name] = error
         return
-    try:
-        if not is_certain:
-            raise problem(where, words[0], UNCERTAIN)
-        script.commands.append(Command([each for word in words for each in _words_of(word, script, where)]))
-    except InvalidSpec as error:
-        script.commands.append(Command(words, error))
+    if words[0] in {"cd", "pushd"} and not words[-1].startswith("$("):
+        script.unknown["PWD"] = problem(where, " ".join(words), "where this leads is not followed: write the path")
+    if not is_certain:
+        script.commands.append(Command(words, problem(where, words[0], UNCERTAIN)))
+        return
+    script.commands.append(_expanded(words, script, where))
+
+
+def _expanded(words: Sequence[str], script: Script, where: str) -> Command:
+    found: list[str] = []
+    unknown: dict[int, InvalidSpec] = {}
+    for word in words:
+        try:
+            found += _words_of(word, script, where)
+        except InvalidSpec as error:
+            unknown[len(found)] = error
+            found.append(word)
+    return Command(found, next(iter(unknown.values()), None), unknown)
 
 
 def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> None:
@@ -177,6 +202,7 @@ def _unquoted(word: str, script: Script, where: str) -> str:
 def _expand(text: str, script: Script, where: str, *, is_quoted: bool) -> str:
     parts: list[str] = []
     position = 0
+    text = PRINTS_HERE.sub("${PWD}", text)
     while position < len(text):
         if text[position] == "`":
             raise problem(where, text, "what a command prints is not known here: write the value")
@@ -214,8 +240,9 @@ def _braced(inner: str, script: Script, where: str) -> str:
         raise script.unknown[name]
     if sign is None:
         return _variable(name, script, where)
-    if script.variables.get(name) or (name in script.variables and ":" not in sign):
-        return script.variables[name]
+    known = {**script.environment, **HERE, **script.variables}
+    if known.get(name) or (name in known and ":" not in sign):
+        return known[name]
     return _unquoted(default, script, where)
 
 
@@ -224,8 +251,10 @@ def _variable(name: str, script: Script, where: str) -> str:
         raise script.unknown[name]
     if name in script.variables:
         return script.variables[name]
-    if name == "HOME":
-        return "~"
+    if name in HERE:
+        return HERE[name]
+    if name in script.environment:
+        return script.environment[name]
     if name.isdigit():
         return ""
     raise problem(where, f"${name}", f"{name} is not set in the script: give {name}=VALUE")

@@ -17,12 +17,14 @@ class Given:
         spelling: the name as it was written.
         where: file, override, script or command line.
         is_variable: whether other parameters refer to it.
+        refusal: why it cannot be read at all; None where the tables say what becomes of it.
     """
 
     value: Any
     spelling: str
     where: str
     is_variable: bool = False
+    refusal: str | None = None
 
 
 class Source:

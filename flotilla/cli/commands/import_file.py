@@ -24,6 +24,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         parser = systems.add_parser(name, help=f"{name}: {what}")
         parser.add_argument("file", help=what)
         parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
+        parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
         _options(parser, name)
     openrlhf = systems.add_parser("openrlhf", help="openrlhf: a launch script (.sh), or -- and the flags")
     _options(openrlhf, "openrlhf")
@@ -77,7 +78,8 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         )
     else:
         path = Path(arguments.file)
-        text, around = read_launch_text(path), beside(path.parent, read_launch_text)
+        first = None if arguments.config_dir is None else Path(arguments.config_dir)
+        text, around = read_launch_text(path), beside(path.parent, read_launch_text, first=first)
         given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
     return build(SYSTEMS[arguments.system], given, rows=arguments.rows, overrides=arguments.set or ())
 

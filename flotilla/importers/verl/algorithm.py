@@ -104,26 +104,33 @@ RM = "reward_model"
 MODEL_ONLY = "only read with reward_model.enable, which is refused"
 OVERLONG = f"{RM}.reward_kwargs.overlong_buffer_cfg"
 
+
+def _buffer(option: str) -> tuple[str, str]:
+    """Spell an option of the overlong penalty as newer releases and the recipe dapo do."""
+    return f"reward.reward_kwargs.overlong_buffer_cfg.{option}", f"{RM}.overlong_buffer.{option}"
+
+
 REWARD_ROWS: tuple[Parameter, ...] = (
     translated("custom_reward_function.path", "reward.components", text,
                "the file's function, called as verl does by an adapter that is written beside the spec",
-               example="other.py", default=None),
+               example="other.py", default=None, aliases=("reward.custom_reward_function.path",)),
     translated("custom_reward_function.name", "reward.components", text, "name of the function", example="other",
-               default="compute_score", context={"custom_reward_function.path": "grade.py"}),
+               default="compute_score", context={"custom_reward_function.path": "grade.py"},
+               aliases=("reward.custom_reward_function.name",)),
     refused("custom_reward_function.reward_kwargs", "the adapter passes no further arguments: give them defaults",
-            default={}, harmless=(None,), is_tree=True),
+            default={}, harmless=(None,), is_tree=True, aliases=("reward.custom_reward_function.reward_kwargs",)),
     translated(f"{RM}.reward_manager", "reward.shaping.overlong", text,
                "naive and dapo; dapo alone reads the overlong buffer", example="dapo", default="naive",
                context={key: value for key, value in DAPO.items() if key != f"{RM}.reward_manager"},
                aliases=("reward.reward_manager.name",)),
     translated(f"{OVERLONG}.enable", "reward.shaping.overlong", flag, "penalty near the length limit", example=True,
                default=False, context={f"{RM}.reward_manager": "dapo", f"{OVERLONG}.len": 64},
-               aliases=("reward.reward_kwargs.overlong_buffer_cfg.enable",)),
+               aliases=_buffer("enable")),
     applied(f"{OVERLONG}.len", "reward.shaping.overlong.buffer", count, "tokens over which it grows", example=128,
-            default=None, context=DAPO, aliases=("reward.reward_kwargs.overlong_buffer_cfg.len",)),
+            default=None, context=DAPO, aliases=_buffer("len")),
     applied(f"{OVERLONG}.penalty_factor", "reward.shaping.overlong.factor", number, "penalty at the limit",
             example=0.5, default=1.0, context=DAPO,
-            aliases=("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",)),
+            aliases=_buffer("penalty_factor")),
     applied(f"{RM}.reward_kwargs.max_resp_len", "reward.shaping.overlong.max_length", count,
             "the limit; by itself data.max_response_length", example=400, default=None, context=DAPO,
             aliases=("reward.reward_kwargs.max_resp_len",)),
@@ -133,7 +140,7 @@ REWARD_ROWS: tuple[Parameter, ...] = (
             "test cases in a column", default=None),
     *ignored("only read with sandbox_fusion.url, which is refused", f"{RM}.sandbox_fusion.max_concurrent",
              f"{RM}.sandbox_fusion.memory_limit_mb"),
-    *ignored("logs the penalty, which is always done", f"{OVERLONG}.log"),
+    *ignored("logs the penalty, which is always done", f"{OVERLONG}.log", *_buffer("log")),
     *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async",
              "reward.num_workers"),
     *ignored(MODEL_ONLY, f"{RM}.model.input_tokenizer", f"{RM}.model.path", f"{RM}.model.external_lib",

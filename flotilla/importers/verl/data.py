@@ -4,6 +4,7 @@ from typing import Any
 
 from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated
 from flotilla.importers.values import count, flag, integer, number, text, texts
+from flotilla.importers.verl.launch import MODULE
 
 TEMPLATE = "data.apply_chat_template_kwargs"
 
@@ -34,8 +35,11 @@ DATA: tuple[Parameter, ...] = (
     translated("data.train_batch_size", ("asynchrony.require_batches",), integer,
                "prompts of one step: ppo_mini_batch_size times require_batches (0 in fully asynchronous training)",
                example=512, default=1024),
-    refused("data.gen_batch_size", "prompts are issued one by one: leave it out", default=None, is_judged=True,
-            convert=integer),
+    translated("data.gen_batch_size", "optimisation.steps", integer,
+               "of the recipe dapo with filter_groups: prompts drawn for a step, by which --rows make the steps; "
+               "elsewhere it must be train_batch_size", example=2048, default=None,
+               context={MODULE: "recipe.dapo.main_dapo", "algorithm.filter_groups.enable": True,
+                        "trainer.total_training_steps": None}),
     translated("data.max_prompt_length", ("data.max_prompt_tokens", "rollout.engine.context_tokens"), count,
                "longest prompt, and with max_response_length the engine's context",
                example=1024, default=512),

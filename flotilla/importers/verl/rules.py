@@ -11,6 +11,7 @@ from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from flotilla.importers.verl.algorithm import OVERLONG, RM
 from flotilla.importers.verl.data import ROLLOUT_NAME
 from flotilla.importers.verl.datasets import held_out_rows
+from flotilla.importers.verl.launch import MODULE, TRAINERS, Kind
 from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
 from shared.config.publication import MAX_SLICE_MEGABYTES
 
@@ -19,15 +20,35 @@ Fields = dict[str, Any]
 ASYNC_ONLY = frozenset(
     {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node"}
 )
+ENGINES = frozenset({"rollout.nnodes", "rollout.n_gpus_per_node"})
+"""Keys that the one-step-off trainer has, too; it takes a batch size above 0, the fully asynchronous one takes 0."""
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
+ONE_STEP_OFF: Fields = {
+    "asynchrony.staleness_threshold": 1.0,
+    "asynchrony.max_lag": 1,
+    "asynchrony.on_weight_update": "drain",
+}
+"""The next batch is sampled while this one trains, and finishes before it takes new weights."""
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+
+
+def kind_of(source: Source) -> Kind:
+    """Say which of verl's trainers the file is of: by its name, else by the keys that only one of them has."""
+    if source.has(MODULE):
+        kind = source.choose(MODULE, TRAINERS)
+        return kind if isinstance(kind, Kind) else Kind.SYNCHRONOUS
+    batch = source.value("data.train_batch_size")
+    signs = {name for name in source.given if name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY}
+    if batch == 0 or signs - ENGINES:
+        return Kind.FULLY_ASYNC
+    if signs:
+        return Kind.ONE_STEP_OFF if "data.train_batch_size" in source.given else Kind.FULLY_ASYNC
+    return Kind.SYNCHRONOUS
 
 
 def is_fully_async(source: Source) -> bool:
     """Whether the file is of verl's fully asynchronous trainer."""
-    return source.value("data.train_batch_size") == 0 or any(
-        name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY for name in source.given
-    )
+    return kind_of(source) is Kind.FULLY_ASYNC
 
 
 def mini_batches(source: Source) -> int:
@@ -49,7 +70,10 @@ def steps(source: Source) -> int | None:
     total = source.value("trainer.total_training_steps")
     if total is not None:
         return int(total)
-    return None if source.rows is None else source.rows // per_step * int(source.required("trainer.total_epochs"))
+    if source.rows is None:
+        return None
+    drawn = source.value("data.gen_batch_size") if draws_more(source) else None
+    return source.rows // (drawn or per_step) * int(source.required("trainer.total_epochs"))
 
 
 def batches(source: Source) -> Fields:
@@ -65,7 +89,7 @@ def batches(source: Source) -> Fields:
             source.refuse(
                 "data.train_batch_size", f"{batch} is no multiple of {ACTOR}.ppo_mini_batch_size {mini}: make it one"
             )
-        return fields
+        return fields | (ONE_STEP_OFF if kind_of(source) is Kind.ONE_STEP_OFF else {})
     if source.has("data.train_batch_size") and batch:
         source.refuse("data.train_batch_size", "in fully asynchronous training it must be 0, or left out")
     threshold = source.required(f"{ASYNC}.staleness_threshold")
@@ -76,13 +100,18 @@ def batches(source: Source) -> Fields:
     return fields
 
 
+def draws_more(source: Source) -> bool:
+    """Whether a step draws gen_batch_size prompts, of which the filter leaves train_batch_size: the recipe dapo."""
+    return kind_of(source) is Kind.DAPO and bool(source.value("algorithm.filter_groups.enable"))
+
+
 def _check_generated(source: Source, batch: int) -> None:
     """Refuse prompts that are generated for a step and are not those that it trains on."""
     name = "data.gen_batch_size"
     if not source.has(name):
         return
     generated, wanted = source.value(name), 1 if is_fully_async(source) else batch
-    if generated not in {None, wanted}:
+    if generated not in {None, wanted} and not draws_more(source):
         source.refuse(name, f"a step would be made of {generated} prompts, and data.train_batch_size says {batch}: "
                       f"make it {wanted}, or leave it out")  # fmt: skip
 
@@ -220,7 +249,8 @@ def placement(source: Source) -> Fields:
         device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
         if device is not None:
             fields |= {"parallelism.device": device, "rollout.engine.device": device}
-    if is_fully_async(source) and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
+    has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
+    if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
     return fields

@@ -2,21 +2,22 @@
 
 import re
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import apply_hydra_overrides, as_given, problem
 from flotilla.importers.parameter import UNSET, Inherit, System, ignored, make_system
-from flotilla.importers.shell import NAME, Script, read_script
+from flotilla.importers.shell import NAME, read_script
 from flotilla.importers.source import Given
-from flotilla.importers.verl import actor, algorithm, data, datasets, learning, rules, trainer
+from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, rules, trainer
 
 OWN = frozenset(
-    {"ppo_trainer", "ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "dp_actor",
-     "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model", "dp_critic", "megatron_critic",
-     "dp_reward_model", "megatron_reward_model", "dp_reward_loop", "megatron_reward_loop", "rollout_correction"}
+    {*launch.OWN, "dp_actor", "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model",
+     "dp_critic", "megatron_critic", "dp_reward_model", "megatron_reward_model", "dp_reward_loop",
+     "megatron_reward_loop", "rollout_correction"}
 )  # fmt: skip
 """verl's own files of defaults, which the tables know."""
-OPTIONS = ("--config-name", "--config-path", "--config-dir")
 
 VERL: System = make_system(
     "verl",
@@ -45,9 +46,12 @@ def read_verl(
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     if is_script:
-        return _from_script(text, overrides, environment, source)
-    flat, touched = apply_hydra_overrides(Composition(beside, OWN).read(text, source=source), overrides)
-    return as_given(flat, touched, default_of, environment)
+        return _from_script(text, overrides, environment, source, beside)
+    flat = Composition(beside, OWN).read(text, source=source)
+    kind = launch.kind_of_defaults(flat.get("defaults")) or launch.Kind.SYNCHRONOUS
+    given = _resolved(flat, [], overrides, kind, environment, where="file")
+    is_said = any(each.spelling == launch.MODULE for each in given)
+    return given if is_said else [*given, *launch.said(kind, None, "default")]
 
 
 def default_of(name: str) -> object:
@@ -58,57 +62,52 @@ def default_of(name: str) -> object:
     return default_of(row.default.name) if isinstance(row.default, Inherit) else row.default
 
 
-def _from_script(text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str) -> list[Given]:
+def _from_script(
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str, beside: Beside
+) -> list[Given]:
     fixed = dict(pair.split("=", 1) for pair in overrides if "=" in pair and NAME.fullmatch(pair.partition("=")[0]))
     dotted = [pair for pair in overrides if pair.partition("=")[0] not in fixed]
     unused = next((name for name in fixed if not re.search(rf"\b{re.escape(name)}\b", text)), None)
     if unused is not None:
         raise problem(unused, fixed[unused], f"{source} uses no variable of this name")
-    script = read_script(text, fixed, source=source)
-    module, words = _trainer_command(script, source)
-    flat, _ = apply_hydra_overrides({}, [word for word in words if not word.startswith("-")])
-    if not module:  # a fragment without a command: its variables are all that there is
+    script = read_script(text, fixed, source=source, environment=environment)
+    found = launch.find_launch(script, source)
+    if found is None:  # a fragment without a command: its variables are all that there is
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}
-    implied = {"data.train_batch_size": 0} if "fully_async" in module and "data.train_batch_size" not in flat else {}
-    flat, touched = apply_hydra_overrides({**flat, **implied}, dotted)
-    return [
-        Given(each.value, each.spelling, _origin(each.spelling, touched, implied))
-        for each in as_given(flat, touched, default_of, environment)
-    ]
+        return _resolved(flat, [], dotted, launch.Kind.SYNCHRONOUS, environment, where="script")
+    flat, refusals = launch.config_values(found, beside, OWN)
+    refusals = [*launch.program_given(found), *refusals, *found.refusals]
+    kind = found.kind
+    if kind is launch.Kind.SYNCHRONOUS:
+        names = [found.options.get(launch.CONFIG, "").removesuffix(".yaml"), *(flat.get("defaults") or [])]
+        kind = launch.kind_of_defaults(names) or kind
+    return [*refusals, *_resolved(flat, found.overrides, dotted, kind, environment, where="script")]
 
 
-def _origin(name: str, touched: Container[str], implied: Container[str]) -> str:
-    return "override" if name in touched else "default" if name in implied else "script"
+def _resolved(
+    flat: Mapping[str, Any],
+    words: Sequence[str],
+    overrides: Sequence[str],
+    kind: launch.Kind,
+    environment: Mapping[str, str],
+    *,
+    where: str,
+) -> list[Given]:
+    """Join a file's values, a script's words and our command line, each over the one before."""
+    of_file = set(flat)
+    joined, of_script = apply_hydra_overrides(flat, words)
+    written = {*joined, *(pair.partition("=")[0].lstrip("+~") for pair in overrides)}
+    implied = {name: value for name, value in launch.IMPLIED[kind].items() if not _is_written(name, written)}
+    joined, touched = apply_hydra_overrides({**joined, **implied}, overrides)
+    found = []
+    for each in as_given(joined, touched, default_of, environment):
+        is_file = each.spelling in of_file and each.spelling not in of_script
+        origin = "default" if each.spelling in implied else "file" if is_file and where == "script" else where
+        found.append(replace(each, where="override" if each.spelling in touched else origin))
+    return found
 
 
-def _trainer_command(script: Script, source: str) -> tuple[str, list[str]]:
-    """Find the command that starts verl; gives its module and the words after it."""
-    found: list[tuple[str, list[str]]] = []
-    for command in script.commands:
-        words = command.words
-        for position, word in enumerate(words):
-            module = words[position + 1] if word == "-m" and position + 1 < len(words) else ""
-            if "verl" in module or "main_ppo" in module or "fully_async" in module:
-                start = position + 2
-            elif word.endswith(("main_ppo.py", "fully_async_main.py")):
-                module, start = word, position + 1
-            else:
-                continue
-            if command.problem is not None:
-                raise command.problem
-            found.append((module, _after(words[start:])))
-            break
-    if len(found) > 1:
-        raise problem(source, found[1][0], "the script starts verl more than once: keep one command")
-    return found[0] if found else ("", [])
-
-
-def _after(words: Sequence[str]) -> list[str]:
-    """Drop Hydra's options, with the values that stand apart from them."""
-    kept, is_value = [], False
-    for word in words:
-        if not is_value and not word.startswith(OPTIONS):
-            kept.append(word)
-        is_value = word in OPTIONS
-    return kept
+def _is_written(name: str, written: Container[str]) -> bool:
+    row = VERL.parameters[name]
+    return any(each in written for each in (name, *row.aliases))

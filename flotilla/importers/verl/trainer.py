@@ -4,6 +4,7 @@ from flotilla.importers.parameter import Parameter, applied, ignored, refused, t
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.values import count, flag, integer, number, text, texts
 from flotilla.importers.verl.actor import ACTOR, PROFILING
+from flotilla.importers.verl.launch import MODULE
 
 ASYNC = "async_training"
 ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -12,6 +13,10 @@ DEVICES = "batch sizes are global: the number of devices changes speed, not what
 NSIGHT = "an option of a profiler that trainer.profile_steps, which is refused, would start"
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
+    translated(MODULE, ("asynchrony.staleness_threshold", "asynchrony.max_lag"), text,
+               "one-step-off samples one batch while it trains on the one before: it may run one version ahead, and "
+               "what is in flight finishes before new weights; dapo is synchronous, its file of defaults is known",
+               example="verl.experimental.one_step_off_policy.main_ppo"),
     translated("trainer.total_epochs", "optimisation.steps", integer,
                "passes over the data: with the number of its rows (--rows) and of a step's prompts, the steps",
                example=3, default=30, context={"trainer.total_training_steps": None}),

@@ -5,18 +5,20 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 
 from shared.errors import FlotillaError, InvalidRequest, NotFound, Unavailable, error_for_code
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
+from shared.telemetry.prometheus import gauge, response_of
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
@@ -160,5 +162,12 @@ def add_health_routes(
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
-    async def metrics(request: Request) -> str:
-        return "".join(f"flotilla_{name} {value}\n" for name, value in sorted(gauges(request).items()))
+    async def metrics(request: Request) -> Response:
+        return response_of(_families(gauges(request)))
+
+
+def _families(values: Mapping[str, float]) -> Iterator[Metric]:
+    for name, value in sorted(values.items()):
+        family = gauge(name, name.replace("_", " "))
+        family.add_metric((), value)
+        yield family

@@ -1,8 +1,12 @@
 """Counts of what the sandbox did, as Prometheus reads them."""
 
 from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from shared.schemas.sandbox import IsolationLevel, RunStatus
+from shared.telemetry.prometheus import gauge
 
 
 class SandboxMetrics:
@@ -22,22 +26,25 @@ class SandboxMetrics:
         """Count a call that got no turn, by the code of its problem."""
         self._refused[code] += 1
 
-    def render(self, level: IsolationLevel, *, num_running: int, num_waiting: int) -> str:
-        """Write the text format, version 0.0.4."""
-        lines = ["# TYPE flotilla_sandbox_runs_total counter"]
+    def families(self, level: IsolationLevel, *, num_running: int, num_waiting: int) -> Iterator[Metric]:
+        """Make the metrics."""
+        runs = CounterMetricFamily(
+            "flotilla_sandbox_runs", "Programs that had their turn", labels=("language", "status")
+        )
         for (language, status), number in sorted(self._runs.items()):
-            labels = f'language="{language}",status="{status.value}"'
-            lines.append(f"flotilla_sandbox_runs_total{{{labels}}} {number}")
-        lines.append("# TYPE flotilla_sandbox_refused_total counter")
-        lines += [f'flotilla_sandbox_refused_total{{code="{c}"}} {n}' for c, n in sorted(self._refused.items())]
-        lines += [
-            "# TYPE flotilla_sandbox_run_seconds_total counter",
-            f"flotilla_sandbox_run_seconds_total {self._run_seconds:.6f}",
-            "# TYPE flotilla_sandbox_running gauge",
-            f"flotilla_sandbox_running {num_running}",
-            "# TYPE flotilla_sandbox_waiting gauge",
-            f"flotilla_sandbox_waiting {num_waiting}",
-            "# TYPE flotilla_sandbox_isolation gauge",
-            f'flotilla_sandbox_isolation{{level="{level.value}"}} 1',
-        ]
-        return "\n".join(lines) + "\n"
+            runs.add_metric((language, status.value), number)
+        refused = CounterMetricFamily("flotilla_sandbox_refused", "Calls that got no turn", labels=("code",))
+        for code, number in sorted(self._refused.items()):
+            refused.add_metric((code,), number)
+        yield from (runs, refused)
+        yield CounterMetricFamily("flotilla_sandbox_run_seconds", "Time that programs ran", value=self._run_seconds)
+        for name, meaning, value in (
+            ("sandbox_running", "Programs that run", num_running),
+            ("sandbox_waiting", "Programs that wait for their turn", num_waiting),
+        ):
+            family = gauge(name, meaning)
+            family.add_metric((), value)
+            yield family
+        isolation = gauge("sandbox_isolation", "1 for the isolation that programs run under", "level")
+        isolation.add_metric((level.value,), 1)
+        yield isolation

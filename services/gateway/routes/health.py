@@ -1,11 +1,12 @@
 """Whether the gateway lives and can work, and its page for Prometheus. Open to everybody on the network it serves."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
-from services.gateway.prometheus import CONTENT_TYPE, page_of
+from services.gateway.prometheus import metrics_of
 from services.gateway.routes.dependencies import Gateway
 from shared.errors import Unavailable
+from shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
 
@@ -30,6 +31,6 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(gateway: Gateway) -> PlainTextResponse:
-    """Give what the gateway knows of fleet and experiments in Prometheus' text format, from memory alone."""
-    return PlainTextResponse(page_of(gateway), media_type=CONTENT_TYPE)
+async def metrics(gateway: Gateway) -> Response:
+    """Return what the gateway knows of fleet and experiments in Prometheus' text format, from memory alone."""
+    return response_of(metrics_of(gateway))

@@ -2,13 +2,14 @@
 
 from typing import Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
 from services.sandbox.routes.dependencies import Sandbox
 from shared.errors import Unavailable
 from shared.schemas.sandbox import SandboxHealth
+from shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
 
@@ -43,11 +44,11 @@ async def readyz(sandbox: Sandbox) -> Ready:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(sandbox: Sandbox) -> PlainTextResponse:
-    """Give the counters in Prometheus' text format."""
-    text = sandbox.metrics.render(
+async def metrics(sandbox: Sandbox) -> Response:
+    """Return the counters in Prometheus' text format."""
+    families = sandbox.metrics.families(
         sandbox.executor.isolation.level,
         num_running=sandbox.pool.num_running,
         num_waiting=sandbox.pool.num_waiting,
     )
-    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    return response_of(families)

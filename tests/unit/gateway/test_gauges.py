@@ -9,13 +9,14 @@ import pytest
 from services.gateway import prometheus as gauges
 from services.gateway.monitoring.bottleneck import COMPONENTS, Look
 from services.gateway.monitoring.lags import BOUNDS, LagHistogram
-from services.gateway.prometheus import page_of
+from services.gateway.prometheus import metrics_of
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.service import ServiceKind
 from shared.streams.keys import HopName
 from shared.streams.ledger import HopCounts, Ledger
+from shared.telemetry.prometheus import page_of
 from tests.prometheus import parse_page, value_of
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
@@ -44,9 +45,9 @@ async def test_the_page_tells_queues_and_their_ages_and_what_bounds_the_speed() 
     gateway = await a_running_gateway()
     await add_service(gateway, ServiceKind.REWARD, "reward", None)
 
-    series = parse_page(page_of(gateway))
+    series = parse_page(page_of(metrics_of(gateway)))
 
-    named = {"experiment": 'odd\\"name\\\\'}
+    named = {"experiment": 'odd"name\\'}
     assert value_of(series, "flotilla_services", kind="reward") == 1
     assert value_of(series, "flotilla_experiments", state="running") == 1
     assert value_of(series, "flotilla_experiment_stream_groups", stream="tasks", place="waiting", **named) == 3
@@ -65,7 +66,7 @@ async def test_of_a_data_plane_that_is_away_no_old_queues_are_told() -> None:
     window = gateway.measurements.of(experiment).window
     window.add_look(gateway.clock.monotonic(), a_look(ledger=None, redis_seconds=5.0))
 
-    series = parse_page(page_of(gateway))
+    series = parse_page(page_of(metrics_of(gateway)))
 
     assert not [name for name, _ in series if "stream" in name]
     assert [name for name, _ in series if "bottleneck" in name]
@@ -75,11 +76,13 @@ async def test_an_experiment_that_is_over_has_no_series() -> None:
     gateway = await a_running_gateway()
     await add_experiment(gateway, "over", state=ExperimentState.COMPLETED)
 
-    assert "over" not in page_of(gateway)
+    assert "over" not in page_of(metrics_of(gateway))
 
 
 async def test_every_metric_of_the_page_is_documented() -> None:
-    written = {line.split(" ")[2] for line in page_of(await a_running_gateway()).splitlines() if "# TYPE" in line}
+    written = {
+        line.split(" ")[2] for line in page_of(metrics_of(await a_running_gateway())).splitlines() if "# TYPE" in line
+    }
 
     listed = set(re.findall(r"`(flotilla_[a-z_]+)`", DOCUMENT.read_text(encoding="utf-8")))
     assert written == listed
@@ -90,16 +93,16 @@ async def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     gateway = await a_running_gateway()
     (running,) = gateway.repository
     gateway.measurements.of(running).lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})
-    one = len(parse_page(page_of(gateway)))
+    one = len(parse_page(page_of(metrics_of(gateway))))
     for number in range(5):
         await add_experiment(gateway, f"waiting-{number}", state=ExperimentState.STARTING)
 
-    series = parse_page(page_of(gateway))
+    series = parse_page(page_of(metrics_of(gateway)))
 
     assert one < 60
     assert value_of(series, "flotilla_experiments_left_out") == 4
     assert {value for _, labels in series for label, value in labels if label == "experiment"} == {
-        'odd\\"name\\\\',
+        'odd"name\\',
         "waiting-0",
     }
 
@@ -111,7 +114,7 @@ async def test_the_wait_for_admission_only_grows() -> None:
         gateway.feeder_status.of(experiment).wait.look(version, now)
         gateway.feeder_status.of(experiment).wait.hold(now)
 
-    series = parse_page(page_of(gateway))
+    series = parse_page(page_of(metrics_of(gateway)))
 
     assert value_of(series, "flotilla_experiment_admission_wait_seconds_total", experiment="tiny-1") == 5.5
 
@@ -123,7 +126,7 @@ async def test_lags_are_a_histogram_over_all_steps() -> None:
     gateway.measurements.of(experiment).lags.add_step(2, {"lag/tokens/5": 2.0, "lag/tokens/99": 1.0})
     gateway.measurements.of(experiment).lags.add_step(2, {"lag/tokens/5": 2.0})
 
-    series = parse_page(page_of(gateway))
+    series = parse_page(page_of(metrics_of(gateway)))
 
     def at_most(bound: str) -> float | None:
         return value_of(series, "flotilla_experiment_trained_token_lag_bucket", experiment="tiny-1", le=bound)

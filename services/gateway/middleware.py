@@ -170,7 +170,7 @@ class _Answer:
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """Give a body that was read already to the app, then whatever the server says next."""
+    """Replay a body that was read already to the app, then whatever the server sends next."""
     is_given = False
 
     async def replay() -> MutableMapping[str, Any]:

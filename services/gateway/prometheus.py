@@ -1,7 +1,7 @@
-"""What the gateway's page for Prometheus tells.
+"""The metrics of the gateway's page for Prometheus.
 
-Everything on it lies in memory: a scrape asks neither the data plane nor the database, so it costs the same whoever is
-away. The number of series is bounded: a fixed number for each of ``MAX_EXPERIMENTS`` experiments at work.
+Everything on it lies in memory: a scrape asks neither the data plane nor the database, so it costs the same when one of
+them is unavailable. The number of series is bounded: a fixed number for each of ``MAX_EXPERIMENTS`` experiments.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a gateway is told at start-up."""
+"""What a gateway is given at start-up."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ STALL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Addresses, secrets and patience of one gateway.
+    """Addresses, secrets and time limits of one gateway.
 
     Attributes:
         token: the fleet's bearer token.
@@ -22,9 +22,9 @@ class GatewaySettings:
         longest_wait_seconds: upper bound of a long poll.
         publication_seconds: what each phase of a publication may take, besides the time of its bytes.
         stall_seconds: time without progress after which a stall is named.
-        patience_seconds: how long the surplus must be shared unfairly before services move.
+        unfair_seconds: how long the surplus must be shared unfairly before services move.
         notice_seconds: how long a service that gives its experiment up may finish what it has in hand.
-        ending_seconds: how long services may take to fall idle when an experiment ends.
+        teardown_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
         body_bytes: largest request body.
         answer_seconds: how long the answer to an idempotency key is kept.
@@ -40,9 +40,9 @@ class GatewaySettings:
     longest_wait_seconds: float = 30.0
     publication_seconds: float = 10.0
     stall_seconds: float = STALL_SECONDS
-    patience_seconds: float = 5.0
+    unfair_seconds: float = 5.0
     notice_seconds: float = 35.0
-    ending_seconds: float = 30.0
+    teardown_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
     body_bytes: int = 8 * 1024 * 1024
     answer_seconds: float = 86_400.0

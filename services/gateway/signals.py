@@ -1,4 +1,4 @@
-"""Signals that wake whoever waits for news, without polling; and how tasks are ended."""
+"""Signals that wake whoever waits for a change, without polling; and how tasks are ended."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ RETRY_SECONDS = 0.5
 
 
 class Signal:
-    """Take ``next`` before looking at what may change, look, then wait for it: no news is missed."""
+    """Take ``next`` before looking at what may change, look, then wait for it: no change is missed."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None

@@ -52,7 +52,7 @@ class GatewayState(GatewayParts):
     ping_streams: Callable[[], Awaitable[None]]
 
     async def why_not_ready(self) -> str | None:
-        """Say what does not answer; None if everything does."""
+        """Name what does not answer; None if everything does."""
         try:
             async with asyncio.timeout(READY_SECONDS):
                 await self.store.ping()
@@ -69,7 +69,7 @@ OpenState = Callable[[GatewaySettings], AbstractAsyncContextManager[GatewayState
 
 @asynccontextmanager
 async def open_state(settings: GatewaySettings) -> AsyncIterator[GatewayState]:
-    """Open the database and the data plane, take back what an earlier process left, and run.
+    """Open the database and the data plane, load what an earlier process left, and run.
 
     Raises:
         Unavailable: the database or the Redis server does not answer.
@@ -128,7 +128,7 @@ def assemble(
     ping_streams: Callable[[], Awaitable[None]],
     clock: Clock,
 ) -> GatewayState:
-    """Make the parts and tell them of each other; nothing runs yet."""
+    """Make the parts and connect them; nothing runs yet."""
     registry = Registry(
         store,
         clock,
@@ -140,9 +140,9 @@ def assemble(
     events = EventLog(store, clock)
     publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
     commands = ExperimentCommands(repository, registry, publications, events, clock, settings.experiments)
-    news = asyncio.Event()
+    wake = asyncio.Event()
     measurements = PerExperiment(Measurements)
-    fleet = Fleet(registry, repository, publications, commands, events, clock, store, measurements, on_news=news.set)
+    fleet = Fleet(registry, repository, publications, commands, events, clock, store, measurements, on_change=wake.set)
 
     parts = GatewayParts(
         settings=settings,
@@ -164,14 +164,14 @@ def assemble(
         fleet,
         commands,
         clock,
-        patience_seconds=settings.patience_seconds,
+        unfair_seconds=settings.unfair_seconds,
         notice_seconds=settings.notice_seconds,
     )
-    reconciler = Reconciler(parts, scheduler, news, work=work.run, end=work.end)
+    reconciler = Reconciler(parts, scheduler, wake, work=work.run, end=work.end)
 
     def on_change(experiment_id: str) -> None:
         fleet.wake(experiment_id)
-        news.set()
+        wake.set()
 
     repository.on_change = on_change
     given = {field.name: getattr(parts, field.name) for field in fields(GatewayParts)}

@@ -44,12 +44,12 @@ def _structure(text: str) -> Any:
 
 
 def columns_of(config: DataConfig) -> dict[str, str | None]:
-    """Give the columns that a dataset has, by what they are."""
+    """Map what a column is to its name, for the columns that a dataset has."""
     return {"prompt": config.prompt_column, "label": config.label_column, "data_source": config.data_source_column}
 
 
 def with_columns_of(row: Row, config: DataConfig, rows: RowsConfig) -> Row:
-    """Give a row the columns that ``data`` names, where its source names others or one data source for all."""
+    """Rename a row's columns to those that ``data`` names, where its source names others or one data source for all."""
     taken = {*rows.columns.values(), *(columns_of(config)[what] for what in rows.columns)}
     changed = {name: value for name, value in row.items() if name not in taken}
     for what, own in rows.columns.items():
@@ -97,7 +97,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _first_fault(prompt: Any) -> str | None:
-    """Say what is no message in a list, if it is one."""
+    """Describe what is no message in a list; None if every entry is one."""
     if not isinstance(prompt, list):
         return None
     number = next((number for number, each in enumerate(prompt) if not _is_message(each)), None)

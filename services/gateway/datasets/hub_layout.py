@@ -1,6 +1,6 @@
 """Which files of a folder hold a split: the conventions of datasets on the Hugging Face hub. Pure.
 
-A README whose head lists ``configs`` with ``data_files`` decides. Else a file belongs to the split whose name stands
+A README whose head lists ``configs`` with ``data_files`` decides. Else a file belongs to the split whose name is
 in its path as a word (``train-00000-of-00002.parquet``, ``test/data.jsonl``), and where no file names any split all of
 them are ``train``.
 """
@@ -18,7 +18,7 @@ from shared.errors import DataError
 
 README: Final = "README.md"
 DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Files that tell of rows, and hold none."""
+"""Files that describe rows, and hold none."""
 TRAIN: Final = "train"
 WORDS: Final[Mapping[str, str]] = {
     "train": "train", "training": "train",

@@ -115,7 +115,7 @@ def prompt_lengths(
     starts = range(0, len(prompts), BATCH)
     workers = max(min(workers, len(starts)), 1)
     idle: queue.SimpleQueue[LengthProcess] = queue.SimpleQueue()
-    begun = told = time.monotonic()
+    begun = reported_at = time.monotonic()
 
     def measure(start: int) -> list[int]:
         if stop is not None and stop.is_set():
@@ -138,9 +138,9 @@ def prompt_lengths(
             idle.put(each.result())
         for found in pool.map(measure, starts):
             lengths += found
-            if time.monotonic() - told > QUIET_SECONDS:
-                told = time.monotonic()
-                seconds = round(told - begun, 1)
+            if time.monotonic() - reported_at > QUIET_SECONDS:
+                reported_at = time.monotonic()
+                seconds = round(reported_at - begun, 1)
                 log.info(
                     "counting prompts' tokens",
                     extra={"counted": len(lengths), "prompts": len(prompts), "seconds": seconds, "workers": workers},

@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 
 def files_of(rows: RowsConfig) -> list[str]:
-    """List the files that a path or a hub name stands for.
+    """List the files that a path or a hub name means.
 
     Returns:
         At least one local path or URL, in a fixed order.

@@ -39,7 +39,7 @@ class Mixture:
         exact = [Fraction(weight) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
         self._bounds = [sum(shares[: number + 1], Fraction(0)) for number in range(len(shares))]
-        # Two turns per block at least: so rounding never takes away more than a block gives.
+        # Two turns per block at least: so rounding never takes more than a block gives.
         self.num_slots = max(MIN_SLOTS, ceil(2 / min(shares)))
         self._block = lru_cache(maxsize=4)(self._lay_out)
 

@@ -27,9 +27,7 @@ def read_rows(path: str, max_rows: int | None = None) -> list[Row]:
         try:
             rows = list(islice(_rows(file, suffix, path), max_rows))
         except RecursionError:
-            raise DataError(
-                f"cannot read {path}: lists or objects stand in each other without end", path=path
-            ) from None
+            raise DataError(f"cannot read {path}: lists or objects are nested too deep", path=path) from None
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path}: {error}", path=path) from error
     for number, row in enumerate(rows):

@@ -1,6 +1,6 @@
 """The evaluator: held-out problems through the evaluation lane, pinned to one version, never two at a time.
 
-While it lasts, ``evaluating_version`` stands in the experiment's record: rollouts hold that version. An evaluation that
+While it lasts, ``evaluating_version`` is set in the experiment's record: rollouts hold that version. An evaluation that
 a restart of the gateway interrupted is given up, and its tasks are resolved as dropped.
 """
 
@@ -56,7 +56,7 @@ class Evaluator:
 
     async def run(self) -> None:
         """Evaluate whatever is due, until cancelled. One that the data plane's absence cut short is done again."""
-        await self._begin_anew()
+        await self._begin_again()
         while True:
             changed = self._experiment.changed.next
             version = self.due()
@@ -66,17 +66,21 @@ class Evaluator:
             try:
                 await self.evaluate(version)
             except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
-                await self._begin_anew()
+                log.warning(
+                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
+                )
+                await self._begin_again()
 
-    async def _begin_anew(self) -> None:
-        """Give up what was under way, as soon as the data plane answers."""
+    async def _begin_again(self) -> None:
+        """Abandon what was under way, as soon as the data plane answers."""
         while True:
             try:
                 await self.abandon()
                 return
             except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                log.warning(
+                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
+                )
                 await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
 
     def due(self) -> int | None:
@@ -90,7 +94,7 @@ class Evaluator:
         )
 
     async def abandon(self) -> None:
-        """Give up what was being evaluated and did not end."""
+        """Abandon what was being evaluated and did not end."""
         version = self._experiment.record.evaluating_version
         if version is not None:
             await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
@@ -150,7 +154,7 @@ class Evaluator:
         return num_rows
 
     async def _collect(self, num_issued: int) -> list[Group] | None:
-        """Take answers in until none is outstanding; None if the deadline came first. Pauses do not count."""
+        """Collect answers until none is outstanding; None if the deadline came first. Pauses do not count."""
         hop = self._experiment.evaluation.hop(HopName.SCORED, GATEWAY)
         groups: list[Group] = []
         left = self._config.deadline_seconds

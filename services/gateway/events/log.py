@@ -1,4 +1,4 @@
-"""Events of the experiments: stored first, then told to whoever follows."""
+"""Events of the experiments: stored first, then sent to whoever follows."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ class EventLog:
         self._followers: dict[str, set[asyncio.Event]] = {}
 
     async def append(self, experiment_id: str, kind: str, **data: Any) -> Event:
-        """Store an event and tell the followers."""
+        """Store an event and wake the followers."""
         facts: Mapping[str, Any] = {name: value for name, value in data.items() if value is not None}
         event = await self._store.append_event(experiment_id, kind, self._clock.now(), facts)
         log.info(
@@ -45,11 +45,11 @@ class EventLog:
 
         Ends when ``is_over`` and everything was yielded.
         """
-        news = asyncio.Event()
-        self._followers.setdefault(experiment_id, set()).add(news)
+        appended = asyncio.Event()
+        self._followers.setdefault(experiment_id, set()).add(appended)
         try:
             while True:
-                news.clear()
+                appended.clear()
                 # Asked before the page is read, so that no event slips in between.
                 ends = is_over()
                 page = await self._store.events(experiment_id, after=after, limit=PAGE)
@@ -62,10 +62,10 @@ class EventLog:
                     return
                 try:
                     async with asyncio.timeout(heartbeat_seconds):
-                        await news.wait()
+                        await appended.wait()
                 except TimeoutError:
                     yield None
         finally:
-            self._followers[experiment_id].discard(news)
+            self._followers[experiment_id].discard(appended)
             if not self._followers[experiment_id]:
                 del self._followers[experiment_id]

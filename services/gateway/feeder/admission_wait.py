@@ -21,7 +21,7 @@ class AdmissionWait:
         self._held_since: float | None = None
 
     def look(self, version: int, now: float) -> tuple[int, float] | None:
-        """Take in that the feeder looks again, whatever it will find.
+        """Record that the feeder looks again, whatever it will find.
 
         Args:
             version: that is current.
@@ -42,7 +42,7 @@ class AdmissionWait:
         return ended
 
     def hold(self, now: float) -> None:
-        """Take in that the budget admits nothing, up to the next look."""
+        """Record that the budget admits nothing, up to the next look."""
         self._held_since = now
 
     def release(self) -> None:

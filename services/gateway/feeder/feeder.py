@@ -55,13 +55,15 @@ class Feeder:
         self._tidied_at = clock.monotonic()
 
     async def run(self) -> None:
-        """Issue until cancelled. While the data plane is away, nothing is issued and nothing is lost."""
+        """Issue until cancelled. While the data plane is unavailable, nothing is issued and nothing is lost."""
         while True:
             changed = self._experiment.changed.next
             try:
                 pause = await self.feed()
             except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                log.warning(
+                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
+                )
                 pause = UNAVAILABLE_BACKOFF_SECONDS
                 self._status.wait.release()
             if pause:
@@ -113,7 +115,7 @@ class Feeder:
         """Set the bound on the streams' memory, which may have changed, and note which stream has reached it."""
         bound = self._experiment.spec.resources.stream_bytes
         sizes = await self._admission.bound(bound)
-        # Said until there is real room again, so that a stream that is kept full by its claimers is one piece of news.
+        # Reported until there is real room again, so that a stream that its claimers keep full is one event, not many.
         limit = bound if self._status.full_stream is None else LOW_WATERMARK * bound
         full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
         self._status.full_stream = full[0] if full else None

@@ -119,11 +119,11 @@ class ExperimentCommands:
         await self._repository.audit(experiment.id, Action.DELETE.value, before=experiment.state.value)
         self._events.wake(experiment.id)
 
-    async def conclude(self, experiment: Experiment, step: LifecycleEvent, **changes: Any) -> None:
-        """Take a conclusion of the gateway in."""
+    async def conclude(self, experiment: Experiment, event: LifecycleEvent, **changes: Any) -> None:
+        """Apply a conclusion of the gateway."""
         before = experiment.state
         outcome = ExperimentState(experiment.record.outcome or ExperimentState.STOPPED)
-        state = after_event(before, step, outcome=outcome)
+        state = after_event(before, event, outcome=outcome)
         if state is not before:
             await self._move(experiment, state, **changes)
 
@@ -141,13 +141,14 @@ class ExperimentCommands:
         # anything that the new state sets in motion.
         facts = {"before": experiment.state.value, "state": state.value}
         problem = changes.get("problem") if state is ExperimentState.FAILED else None
-        told = asyncio.create_task(
-            self._events.append(experiment.id, "experiment_state", **facts, problem=problem), name="tell of a state"
+        appended = asyncio.create_task(
+            self._events.append(experiment.id, "experiment_state", **facts, problem=problem),
+            name="append a state's event",
         )
         try:
             await self._repository.update(experiment, state=state, **changes)
         finally:
-            await told
+            await appended
         self._events.wake(experiment.id)
 
     async def note(self, experiment: Experiment, kind: str, **facts: Any) -> None:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
 IDLE_SECONDS = 0.2
-"""Claims of the late are taken over after this: whoever held them was told to stop, or is dead."""
+"""Claims are taken over after this: whoever held them was asked to stop, or is dead."""
 NO_CHECKPOINT = "no_checkpoint"
 BATCH = 64
 ROUNDS = 100
@@ -58,5 +58,7 @@ async def drain_outstanding(experiment: Experiment, lane: Lane, reason: str, *, 
         if ledger.outstanding == 0:
             return ledger
         await asyncio.sleep(IDLE_SECONDS)
-    log.error("leftovers could not be resolved", extra={"experiment_id": experiment.id, "left": ledger.outstanding})
+    log.error(
+        "outstanding groups could not be resolved", extra={"experiment_id": experiment.id, "left": ledger.outstanding}
+    )
     return ledger

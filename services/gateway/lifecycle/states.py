@@ -3,8 +3,8 @@
     draft -> starting -> running <-> paused -> stopping -> stopped | completed
                           any of these, when something breaks -> failed
 
-Actions come from people and may be refused; steps are the gateway's own conclusions and never are, because they are
-taken only where ``STEPS`` has them.
+Actions come from people and may be refused; events are the gateway's own conclusions and never are, because they are
+taken only where ``EVENTS`` has them.
 """
 
 from enum import StrEnum
@@ -48,7 +48,7 @@ ACTIONS: Final[dict[State, dict[Action, State | None]]] = {
     State.FAILED: {Action.DELETE: None},
 }
 
-STEPS: Final[dict[State, dict[LifecycleEvent, State]]] = {
+EVENTS: Final[dict[State, dict[LifecycleEvent, State]]] = {
     State.STARTING: {LifecycleEvent.READY: State.RUNNING, LifecycleEvent.BROKEN: State.FAILED},
     State.RUNNING: {LifecycleEvent.TRAINED: State.STOPPING, LifecycleEvent.BROKEN: State.FAILED},
     State.PAUSED: {LifecycleEvent.TRAINED: State.STOPPING, LifecycleEvent.BROKEN: State.FAILED},
@@ -75,14 +75,14 @@ def after_action(state: State, action: Action) -> State | None:
     return ACTIONS[state][action]
 
 
-def after_event(state: State, step: LifecycleEvent, *, outcome: State = State.STOPPED) -> State:
+def after_event(state: State, event: LifecycleEvent, *, outcome: State = State.STOPPED) -> State:
     """Find the state that a conclusion leads to; the same state where the conclusion means nothing.
 
     Args:
-        state: where it stands.
-        step: what was concluded.
+        state: of the experiment.
+        event: what was concluded.
         outcome: what ``quiet`` leads to, stopped or completed.
     """
-    if state is State.STOPPING and step is LifecycleEvent.QUIET:
+    if state is State.STOPPING and event is LifecycleEvent.QUIET:
         return outcome
-    return STEPS.get(state, {}).get(step, state)
+    return EVENTS.get(state, {}).get(event, state)

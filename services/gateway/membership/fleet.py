@@ -1,6 +1,6 @@
-"""What services say and what they are told: registration, status calls, leases that end.
+"""Membership of the fleet: registration, status calls, notices, leases that end.
 
-A status call first takes the observation in, then waits until the service's desired state differs from the one it
+A status call first records the observation, then waits until the service's desired state differs from the one it
 acknowledged. Whoever changes something that matters to a service fires its signal; nothing is polled.
 """
 
@@ -17,7 +17,7 @@ from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.desired import Bodies, DesiredStates, ExperimentFacts
+from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
 from services.gateway.store.base import Store
@@ -48,7 +48,7 @@ class Fleet:
 
     Args:
         measurements: where the rollouts' idle times go.
-        on_news: called when placement or an experiment's life may have to move.
+        on_change: called when placement or an experiment's life may have to move.
 
     Attributes:
         left: fires whenever a service has left the experiment.
@@ -64,7 +64,7 @@ class Fleet:
         clock: Clock,
         store: Store,
         measurements: PerExperiment[Measurements],
-        on_news: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._repository = repository
@@ -73,26 +73,26 @@ class Fleet:
         self._events = events
         self._clock = clock
         self._store = store
-        self._on_news = on_news
+        self._on_change = on_change
         self._measurements = measurements
         self._idle = DesiredStates()
         self._desired_cache = PerExperiment(DesiredStates)
         self.left = PerExperiment(Signal)
-        self.bodies = Bodies()
+        self.bodies = DesiredBodies()
 
     async def register(self, registration: Registration) -> Registered:
-        """Take a service in."""
+        """Add a service to the fleet."""
         service = await self._registry.register(registration)
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
         for dead in self._registry.superseded_by(service):
             await self.leave(dead.id, reason="another process was started in its place")
-        self._on_news()
+        self._on_change()
         return Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
 
     async def report(
         self, service_id: str, observed: ObservedState, wait_seconds: float, watch: WatchCaller
     ) -> DesiredState:
-        """Take an observation in and answer with the desired state, at the latest after ``wait_seconds``.
+        """Record an observation and return the desired state, at the latest after ``wait_seconds``.
 
         Args:
             watch: called only if the call has to wait.
@@ -107,7 +107,7 @@ class Fleet:
             return self.desired(service)
         service.polls += 1
         poll = service.polls
-        answer = await self._news_for(service, observed.acknowledged, wait_seconds, watch)
+        answer = await self._wait_for_change(service, observed.acknowledged, wait_seconds, watch)
         if answer is None:
             self._registry.shorten(service)
             return self.desired(service)
@@ -115,7 +115,7 @@ class Fleet:
             self._registry.settle(service)
         return answer
 
-    async def _news_for(
+    async def _wait_for_change(
         self, service: LiveService, acknowledged: str | None, wait_seconds: float, watch: WatchCaller
     ) -> DesiredState | None:
         """Wait for another desired state, a newer poll or the end of the time; None if the caller hung up."""
@@ -172,16 +172,16 @@ class Fleet:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
             if observed.experiment_id == experiment.id:
-                await self._take_in(service, before, experiment)
+                await self._compare(service, before, experiment)
         moved = (before.state, before.experiment_id, before.policy_version is None)
         if not was_observed or moved != (observed.state, observed.experiment_id, observed.policy_version is None):
-            self._on_news()
+            self._on_change()
 
-    async def _take_in(self, service: LiveService, before: ObservedState, experiment: Experiment) -> None:
+    async def _compare(self, service: LiveService, before: ObservedState, experiment: Experiment) -> None:
         observed = service.observed
         failure = observed.failure
         if failure is not None and (failure != before.failure or failure.fatal):
-            await self._take_failure(service, experiment)
+            await self._record_failure(service, experiment)
         if (
             service.kind is ServiceKind.ROLLOUT
             and before.policy_version is not None
@@ -190,7 +190,7 @@ class Fleet:
             # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
             await self._publications.gone(experiment.id, service, "its engine starts again")
         if service.kind is ServiceKind.ROLLOUT:
-            await self._take_idleness(service, experiment)
+            await self._record_idleness(service, experiment)
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service.kind is ServiceKind.TRAINER:
             if observed.step is not None:
@@ -198,11 +198,11 @@ class Fleet:
             if observed.state is WorkState.FINISHED and not experiment.record.is_trained:
                 await self._repository.update(experiment, is_trained=True)
                 await self._events.append(experiment.id, "training_finished", step=observed.step)
-                self._on_news()
+                self._on_change()
 
-    async def _take_idleness(self, service: LiveService, experiment: Experiment) -> None:
+    async def _record_idleness(self, service: LiveService, experiment: Experiment) -> None:
         observed, spec = service.observed, experiment.spec
-        found = self._measurements.of(experiment).idleness.take_in(service.id, observed.policy_version, observed.load)
+        found = self._measurements.of(experiment).idleness.record(service.id, observed.policy_version, observed.load)
         if found is not None:
             version, ratio = found
             step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
@@ -210,7 +210,7 @@ class Fleet:
             point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
             await self._store.put_metrics(experiment.id, [point])
 
-    async def _take_failure(self, service: LiveService, experiment: Experiment) -> None:
+    async def _record_failure(self, service: LiveService, experiment: Experiment) -> None:
         failure = service.observed.failure
         assert failure is not None
         facts = {"service_id": service.id, "component": failure.component, "cause": failure.cause}
@@ -231,7 +231,7 @@ class Fleet:
         if service.experiment_id is not None:
             facts = {"service_id": service_id, "notice_seconds": notice_seconds}
             await self._events.append(service.experiment_id, "service_draining", **facts)
-        self._on_news()
+        self._on_change()
         return service
 
     async def leave(self, service_id: str, *, reason: str) -> None:
@@ -243,8 +243,8 @@ class Fleet:
         service = await self._registry.remove(service_id)
         log.info("service left", extra={"service_id": service_id, "reason": reason})
         if service.experiment_id is not None:
-            await self._let_go(service, service.experiment_id, reason)
-        self._on_news()
+            await self._record_departure(service, service.experiment_id, reason)
+        self._on_change()
 
     async def ask_to_leave(self, service: LiveService, reason: str, notice_seconds: float) -> None:
         """Let a service finish what it has in hand for its experiment, and take nothing new for it.
@@ -264,8 +264,8 @@ class Fleet:
             notice_seconds=notice_seconds,
         )
 
-    def let_stay(self, service: LiveService) -> None:
-        """Take a notice back."""
+    def cancel_notice(self, service: LiveService) -> None:
+        """Withdraw the notice of a service that may stay."""
         service.leaving = None
         service.changed.fire()
 
@@ -274,10 +274,10 @@ class Fleet:
         experiment_id = service.experiment_id
         if experiment_id is not None:
             await self._registry.assign(service, None)
-            await self._let_go(service, experiment_id, reason)
-            self._on_news()
+            await self._record_departure(service, experiment_id, reason)
+            self._on_change()
 
-    async def _let_go(self, service: LiveService, experiment_id: str, reason: str) -> None:
+    async def _record_departure(self, service: LiveService, experiment_id: str, reason: str) -> None:
         await self._publications.gone(experiment_id, service, reason)
         experiment = self._repository.find(experiment_id)
         if experiment is not None:

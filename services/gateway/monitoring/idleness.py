@@ -28,8 +28,8 @@ class Idleness:
         self._began: dict[str, _Reading] = {}
         self._sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-    def take_in(self, service_id: str, version: int | None, load: Mapping[str, float]) -> tuple[int, float] | None:
-        """Take in what a rollout reports.
+    def record(self, service_id: str, version: int | None, load: Mapping[str, float]) -> tuple[int, float] | None:
+        """Record what a rollout reports.
 
         Returns:
             The version that it has just left, and the idle ratio of all rollouts under it as far as it is known; None

@@ -22,7 +22,7 @@ class LagHistogram:
         self.sum_of_lags = 0
 
     def add_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in a step's metrics; a step that is trained again after a crash counts once."""
+        """Record a step's metrics; a step that is trained again after a crash counts once."""
         lags = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
         if step <= self._last_step or not lags:
             return

@@ -26,7 +26,7 @@ POLL_SECONDS = 1.0
 """Between two looks, on average."""
 LEDGER_SECONDS = 5.0
 STREAMS = "streams"
-"""Component of a stream that has all the memory that it may: that is named at once, not only when all stands still."""
+"""Component of a stream that has all the memory that it may: that is named at once, not only after a stall."""
 SCHEDULER = "scheduler"
 """Problems of this component are the reconciler's: it sets and clears them."""
 

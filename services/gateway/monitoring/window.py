@@ -1,7 +1,7 @@
-"""What was seen of an experiment lately. In memory: a restarted gateway begins anew.
+"""What was seen of an experiment lately. In memory: a restarted gateway starts empty.
 
-A diagnosis looks back as far as it takes to see some steps, so that a change of fast steps is told within seconds and
-slow ones are still seen whole. A step that lasts longer than all of these together has made them history.
+A diagnosis looks back as far as it takes to see some steps, so that a change of fast steps is reported within seconds
+and slow ones are still seen whole. A step that lasts longer than all of these together has made them history.
 """
 
 from collections import deque
@@ -23,12 +23,12 @@ class Window:
         self._steps: deque[tuple[float, StepTimes]] = deque()
 
     def add_look(self, at: float, look: Look) -> None:
-        """Take in what was seen at a time of the monotonic clock."""
+        """Record what was seen at a time of the monotonic clock."""
         self._looks.append((at, look))
         self._forget(at)
 
     def add_step(self, at: float, values: Mapping[str, float]) -> None:
-        """Take in a step's metrics; those without times are of no use."""
+        """Record a step's metrics, if there are times among them."""
         times = StepTimes.from_metrics(values)
         if times is not None:
             self._steps.append((at, times))

@@ -1,7 +1,7 @@
 """Everything that a spec names, opened as the creation of an experiment does, with all that is wrong at once.
 
 For people who want to know before there is a gateway. What creation checks is ``checks.check``, which stops at the
-first thing; here each of the same checks is made, and what was read is told.
+first thing; here each of the same checks is made, and what was read is reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ def inspect(spec: ExperimentSpec) -> Inspection:
 
 
 def _rows_of(dataset: Dataset, sources: Sequence[RowsConfig], section: str, several: str) -> list[Rows]:
-    # Training rows that ``max_rows`` has cut have no parts any more: they are told as one.
+    # Training rows that ``max_rows`` has cut have no parts any more: they are reported as one.
     parts = dataset.parts or (Part(0, len(dataset.rows)),)
     if len(parts) != len(sources):
         place = ", ".join(source.place() for source in sources)

@@ -60,7 +60,7 @@ class Durations:
         self._open[experiment_id] = _Measured(self._clock.monotonic())
 
     def moved(self, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
-        """Take in a change of the open publication."""
+        """Record a change of the open publication."""
         measured, now = self._open.get(experiment_id), self._clock.monotonic()
         if measured is None:
             return
@@ -74,7 +74,7 @@ class Durations:
             self._committed[experiment_id].append(committed)
 
     async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
-        """Take in which version a rollout serves, and store what a publication took if it was the last to serve it."""
+        """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
         if experiment_id in self._committed and version is not None:
             for committed in self._committed[experiment_id]:
                 if version >= committed.version:
@@ -82,7 +82,7 @@ class Durations:
             await self._settle(experiment_id)
 
     async def gone(self, experiment_id: str, service_id: str) -> None:
-        """Take in that a rollout is gone: nobody waits for it."""
+        """Record that a rollout is gone: nobody waits for it."""
         if experiment_id in self._committed:
             for committed in self._committed[experiment_id]:
                 committed.missing.discard(service_id)

@@ -44,7 +44,7 @@ class Epoch:
 
 
 def members_of(transports: Mapping[str, Transport]) -> tuple[Member, ...]:
-    """Give each service of a collective its rank."""
+    """Assign each service of a collective its rank."""
     members = []
     last_rank = 0
     for service_id, transport in sorted(transports.items()):

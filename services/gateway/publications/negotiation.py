@@ -7,7 +7,7 @@
     aborted        the sender is gone, or was overtaken
 
 Taking a member out closes the epoch: the next one has a new number and no rendezvous, and starts in ``preparing``.
-Reports that bear another epoch or version mean nothing, so late and repeated ones are harmless.
+Reports of another epoch or version mean nothing, so late and repeated ones are harmless.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class MemberGone:
-    """A member's lease ended, or it was taken away."""
+    """A member's lease ended, or it was assigned elsewhere."""
 
     service_id: str
 
@@ -78,7 +78,7 @@ NegotiationEvent = Opened | Reported | Sent | SendFailed | MemberGone | SenderGo
 
 @dataclass(frozen=True, slots=True)
 class Negotiation:
-    """Where a publication stands.
+    """The state of a publication.
 
     Attributes:
         step: optimiser steps that the version contains.
@@ -124,7 +124,7 @@ def _first_phase(epoch: Epoch) -> PublicationPhase:
 
 
 def transition(state: Negotiation, event: NegotiationEvent) -> Negotiation:
-    """Take one event in; events that mean nothing here leave the state as it is."""
+    """Compute the state after one event; events that mean nothing here leave it as it is."""
     if state.is_over:
         return state
     match event:

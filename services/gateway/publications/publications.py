@@ -1,4 +1,4 @@
-"""The open publications: takes events in, keeps deadlines, commits, remembers.
+"""The open publications: applies events, keeps deadlines, commits, stores.
 
 ``negotiation.transition`` decides; this module gives it events one at a time per experiment, stores what it decided,
 and wakes those who wait.
@@ -44,7 +44,7 @@ from shared.schemas.service import ServiceKind, WorkState
 log = logging.getLogger(__name__)
 
 SLOWEST_BYTES_PER_SECOND = 50_000_000
-SENDER_PATIENCE = 3
+SENDER_PHASES = 3
 """The sender may take this many phase deadlines to open an epoch: nobody else waits busily for it."""
 
 AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
@@ -90,10 +90,10 @@ class Publications:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def load(self) -> None:
-        """Take back what an earlier process had open; its deadlines start anew."""
+        """Load what an earlier process had open; its deadlines start again."""
         for experiment in self._repository:
             records = await self._store.publications(experiment.id)
-            await self._take_back_committed(experiment, records)
+            await self._load_committed(experiment, records)
             if not records or experiment.state.is_final:
                 continue
             self._last_numbers[experiment.id] = max(record.epoch for record in records)
@@ -104,7 +104,7 @@ class Publications:
             elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.is_ready:
                 self._epochs[experiment.id] = negotiation.epoch
 
-    async def _take_back_committed(self, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
+    async def _load_committed(self, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
         """Let the experiment know of a commit that a process wrote, and its services heard of, just before it died."""
         committed = [record for record in records if record.phase == PublicationPhase.COMMITTED.value]
         newest = max(committed, key=lambda record: record.version, default=None)
@@ -116,7 +116,7 @@ class Publications:
         return self._phase_seconds + manifest.image_bytes / SLOWEST_BYTES_PER_SECOND
 
     def open_phase(self, experiment_id: str) -> PublicationPhase | None:
-        """Where the open publication of an experiment stands; None if there is none."""
+        """Phase of the open publication of an experiment; None if there is none."""
         entry = self._open.get(experiment_id)
         return entry.negotiation.phase if entry else None
 
@@ -140,7 +140,7 @@ class Publications:
                 )
                 if is_repeated and known.epoch.rendezvous is None:
                     return self._view(experiment_id, known)
-                await self._take(experiment, entry, transition(known, SenderGone("announced again")))
+                await self._move_to(experiment, entry, transition(known, SenderGone("announced again")))
             transports = self._transports(experiment, request.manifest)
             last_number = self._last_numbers.get(experiment_id, 0)
             epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, transports)
@@ -157,7 +157,7 @@ class Publications:
                 members=sorted(transports),
                 transports=sorted({transport.value for transport in transports.values()}),
             )
-            await self._take(experiment, entry, negotiation)
+            await self._move_to(experiment, entry, negotiation)
             return self._view(experiment_id, entry.negotiation)
 
     def _transports(self, experiment: Experiment, manifest: Manifest) -> dict[str, Transport]:
@@ -192,7 +192,7 @@ class Publications:
             raise Unavailable(f"the gateway has not yet heard from {', '.join(unheard)}")
 
     async def apply(self, experiment_id: str, event: NegotiationEvent) -> None:
-        """Take an event in; without an open publication it means nothing."""
+        """Apply an event; without an open publication it means nothing."""
         if experiment_id not in self._open:
             self._forget_epoch(experiment_id, event)
             return
@@ -202,10 +202,10 @@ class Publications:
                 return
             after = transition(entry.negotiation, event)
             if after != entry.negotiation:
-                await self._take(self._repository.get(experiment_id), entry, after)
+                await self._move_to(self._repository.get(experiment_id), entry, after)
 
     async def apply_to_version(self, experiment_id: str, version: int, event: NegotiationEvent) -> Publication:
-        """Take an event of one version in, and show where it stands then."""
+        """Apply an event of one version, and show the publication after it."""
         entry = self._open.get(experiment_id)
         if entry is not None and entry.negotiation.version == version:
             await self.apply(experiment_id, event)
@@ -220,7 +220,7 @@ class Publications:
         phase: PublicationPhase | None = None,
         epoch: int | None = None,
     ) -> Publication:
-        """Show a publication; waits while it stands at ``phase`` and ``epoch``.
+        """Show a publication; waits while it is at ``phase`` and ``epoch``.
 
         Raises:
             NotFound: the version was never announced.
@@ -233,13 +233,13 @@ class Publications:
                 if record is None:
                     raise NotFound(f"version {version} of {experiment_id} was never announced", version=version)
                 return self._view(experiment_id, _negotiation(record))
-            news = entry.changed.next
+            changed = entry.changed.next
             view = self._view(experiment_id, entry.negotiation)
             remaining = end - self._clock.monotonic()
-            is_news = (phase is not None and view.phase != phase) or (epoch is not None and view.epoch != epoch)
-            if is_news or remaining <= 0 or (phase is None and epoch is None):
+            is_changed = (phase is not None and view.phase != phase) or (epoch is not None and view.epoch != epoch)
+            if is_changed or remaining <= 0 or (phase is None and epoch is None):
                 return view
-            await wait_for_any(remaining, news)
+            await wait_for_any(remaining, changed)
 
     async def all(self, experiment_id: str) -> list[Publication]:
         """List an experiment's publications by version."""
@@ -272,13 +272,13 @@ class Publications:
             entry.deadline += seconds
 
     async def check_deadlines(self) -> None:
-        """Give every phase that took too long its ``DeadlinePassed``."""
+        """Apply ``DeadlinePassed`` to every phase that took too long."""
         now = self._clock.monotonic()
         for experiment_id in [key for key, entry in self._open.items() if entry.deadline <= now]:
             await self.apply(experiment_id, Late())
 
     async def gone(self, experiment_id: str, service: LiveService, reason: str) -> None:
-        """Take in that a service does not work for the experiment any more."""
+        """Record that a service does not work for the experiment any more."""
         if service.kind is ServiceKind.TRAINER:
             await self.apply(experiment_id, SenderGone(f"trainer {service.id}: {reason}"))
         elif service.kind is ServiceKind.ROLLOUT:
@@ -299,7 +299,7 @@ class Publications:
         if is_broken:
             self._epochs.pop(experiment_id, None)
 
-    async def _take(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
+    async def _move_to(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
         before, entry.negotiation = entry.negotiation, after
         self.durations.moved(experiment.id, before, after)
         if (after.phase, after.epoch) != (before.phase, before.epoch):
@@ -346,7 +346,7 @@ class Publications:
 
     def _deadline(self, negotiation: Negotiation) -> float:
         waits_for_sender = not negotiation.epoch.is_ready
-        phases = SENDER_PATIENCE if waits_for_sender else 1
+        phases = SENDER_PHASES if waits_for_sender else 1
         return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
 
     def _lock(self, experiment_id: str) -> asyncio.Lock:
@@ -397,7 +397,7 @@ def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, n
 
 
 def _negotiation(record: PublicationRecord) -> Negotiation:
-    """Rebuild the state that a record stands for; members report again how far they are."""
+    """Rebuild the state that a record describes; members report again how far they are."""
     members = tuple(Member.model_validate(member) for member in record.members)
     rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
     return Negotiation(

@@ -51,7 +51,7 @@ class Experiment:
 
     @property
     def state(self) -> ExperimentState:
-        """Where its life stands."""
+        """Its state in the lifecycle."""
         return self.record.state
 
     @property
@@ -80,7 +80,7 @@ class ExperimentRepository:
         self.on_change: Callable[[str], None] = lambda _experiment_id: None
 
     async def load(self) -> None:
-        """Take back the experiments of an earlier process."""
+        """Load the experiments of an earlier process."""
         for record in await self._store.experiments():
             self._experiments[record.id] = Experiment(record, validate_spec(record.spec), self._open_plane)
 
@@ -91,7 +91,7 @@ class ExperimentRepository:
         """Find an experiment.
 
         Raises:
-            NotFound: nothing bears this id.
+            NotFound: there is no such experiment.
         """
         if experiment_id not in self._experiments:
             raise NotFound(f"there is no experiment {experiment_id}", experiment_id=experiment_id)
@@ -102,7 +102,7 @@ class ExperimentRepository:
         return self._experiments.get(experiment_id) if experiment_id is not None else None
 
     async def add(self, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
-        """Take a new experiment in."""
+        """Add a new experiment."""
         experiment = Experiment(record, spec, self._open_plane)
         self._experiments[record.id] = experiment
         await self._store.put_experiment(record)
@@ -125,7 +125,7 @@ class ExperimentRepository:
         await self.update(experiment, spec=document)
 
     async def set_problem(self, experiment: Experiment, component: str, cause: str) -> bool:
-        """Say what is wrong; True if that is news."""
+        """Record what is wrong; True if it was not known."""
         known = experiment.record.problem
         if known is not None and (known["component"], known["cause"]) == (component, cause):
             return False

@@ -64,7 +64,7 @@ class ExperimentFacts:
 def desired(
     service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
 ) -> DesiredState:
-    """Say what a service should do.
+    """Compute what a service should do.
 
     Args:
         service: the service.
@@ -86,7 +86,7 @@ def desired(
             revision=experiment.revision,
             spec=experiment.spec,
             directory=experiment.directory,
-            # Only the trainer is told: a replaced trainer is no news to the others.
+            # Only for the trainer: the others have nothing to do when it is replaced.
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
         ),
         policy_version=version,
@@ -94,16 +94,16 @@ def desired(
         hold_version=experiment.hold_version if is_rollout else None,
         publication=order if is_rollout else None,
     )
-    # What is left of a notice changes all the time, and is no news: its end is.
+    # Exclude the remaining seconds of a notice, which change all the time; include its end.
     content = answer.model_dump(mode="json", exclude={"tag": True, "notice_seconds": True, "assignment": {"spec"}})
     ends = [] if service.notice_ends is None else [service.notice_ends]
     return answer.model_copy(update={"tag": digest([content, experiment.spec_digest, *ends])})
 
 
 class DesiredStates:
-    """``desired`` for the services of one experiment, computed once for all that are told the same.
+    """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is told to one service alone, an order or what is left of its notice, is computed each time.
+    What is for one service alone, an order or the rest of its notice, is computed each time.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class DesiredStates:
     def of(
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
     ) -> DesiredState:
-        """Say what a service should do; the arguments are those of ``desired``."""
+        """Find what a service should do; the arguments are those of ``desired``."""
         if order is not None or service.notice_ends is not None:
             return desired(service, experiment, order)
         if experiment != self._experiment:
@@ -125,15 +125,15 @@ class DesiredStates:
         return answer
 
 
-class Bodies:
-    """Desired states as JSON, encoded once for all services that are told the same."""
+class DesiredBodies:
+    """Desired states as JSON, encoded once for all services that have the same."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
 
     def of(self, answer: DesiredState) -> bytes:
         """Encode a desired state."""
-        # The tag names all of it but what is left of a notice.
+        # The tag covers all of it but the remaining seconds of a notice.
         if answer.notice_seconds is not None:
             return answer.model_dump_json().encode()
         body = self._bodies.get(answer.tag)
@@ -145,7 +145,7 @@ class Bodies:
 
 
 def weights_url(experiment: ExperimentFacts) -> str | None:
-    """Say where a rollout that lacks the current version can pull it."""
+    """Return the URL at which a rollout that lacks the current version can pull it; None if there is none."""
     if experiment.policy_version <= 0 or experiment.weights_address is None:
         return None
     return f"{experiment.weights_address.rstrip('/')}/v1/weights/{experiment.policy_version}"

@@ -49,7 +49,7 @@ class LiveService:
 
     Attributes:
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
-        drained: set once it is told to leave the fleet; a gateway that restarts finds it in the record.
+        drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
 
     def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
@@ -121,7 +121,7 @@ class Registry:
         self._trainers: dict[str, dict[str, LiveService]] = {}
 
     async def load(self) -> None:
-        """Take back the services of an earlier process, under a grace lease; a notice goes on while nobody counts."""
+        """Load the services of an earlier process, under a grace lease; a notice goes on while no gateway runs."""
         lease_ends = self._clock.monotonic() + self._grace_seconds
         for record in await self._store.services():
             service = self._services[record.id] = LiveService(record, lease_ends)
@@ -142,7 +142,7 @@ class Registry:
         """Find a live service.
 
         Raises:
-            NotFound: nobody bears this id; the service should register again.
+            NotFound: there is no such service: it should register again.
         """
         if service_id not in self._services:
             raise NotFound(f"there is no service {service_id}: register again", service_id=service_id)
@@ -163,13 +163,13 @@ class Registry:
 
     def superseded_by(self, service: LiveService) -> list[LiveService]:
         """List those whose address another process has now: they are dead, whatever is left of their leases."""
-        if _names_no_place(service.record.address):
+        if _is_unspecified(service.record.address):
             return []
         at = (service.kind, service.record.host, service.record.address)
         return [s for s in self if s is not service and (s.kind, s.record.host, s.record.address) == at]
 
     async def register(self, registration: Registration) -> LiveService:
-        """Take a service in; the same process gets the same id again."""
+        """Add a service; the same process gets the same id again."""
         known = next((s for s in self if s.record.incarnation == registration.incarnation), None)
         fields = registration.model_dump(mode="json")
         if known is not None:
@@ -186,7 +186,7 @@ class Registry:
         return service
 
     def renew(self, service: LiveService, wait_seconds: float = 0.0) -> None:
-        """Start its lease anew, lasting through a wait."""
+        """Renew its lease, which lasts through a wait."""
         service.lease_ends = max(
             service.lease_ends if wait_seconds == 0 else 0.0,
             self._clock.monotonic() + wait_seconds + self._silence(service),
@@ -223,7 +223,7 @@ class Registry:
         """Forget a service.
 
         Raises:
-            NotFound: nobody bears this id.
+            NotFound: there is no such service.
         """
         service = self.get(service_id)
         del self._services[service_id]
@@ -295,8 +295,8 @@ class Registry:
         )
 
 
-def _names_no_place(address: str) -> bool:
-    """Whether an address stands for every interface, so that two machines of one name could both have it."""
+def _is_unspecified(address: str) -> bool:
+    """Whether an address means every interface, so that two machines of one name could both have it."""
     try:
         return ip_address(urlsplit(address).hostname or "").is_unspecified
     except ValueError:

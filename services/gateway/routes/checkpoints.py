@@ -13,7 +13,7 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
     """Record a durable checkpoint.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     experiment = gateway.repository.get(experiment_id)
     await gateway.store.put_checkpoint(experiment_id, checkpoint)
@@ -31,7 +31,7 @@ async def checkpoints(experiment_id: str, gateway: Gateway, after: Cursor = None
     """List the checkpoints by step.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)

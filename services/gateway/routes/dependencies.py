@@ -40,10 +40,10 @@ def number_of(cursor: str | None) -> int:
 
 
 def page_of(items: Sequence[tuple[str, BaseModel]], after: str | None, limit: int) -> Page:
-    """Cut a page out of a list whose items bear their cursor; ``after`` names the last item seen.
+    """Cut a page out of a list whose items have a cursor each; ``after`` names the last item seen.
 
     Raises:
-        InvalidRequest: no item bears this cursor.
+        InvalidRequest: no item has this cursor.
     """
     start = 0
     if after is not None:

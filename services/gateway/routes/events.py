@@ -24,7 +24,7 @@ async def events(
     A comment is sent when nothing happens for a while. The stream ends when the experiment is over and all was sent.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     experiment = gateway.repository.get(experiment_id)
     start = number_of(last_event_id if last_event_id is not None else after)

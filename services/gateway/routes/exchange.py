@@ -28,7 +28,7 @@ CONTENT_TYPE = (b"content-type", JSON.encode())
 async def exchange(
     gateway: GatewayState, service_id: str, observed: ObservedState, wait_seconds: float, receive: Receive
 ) -> bytes:
-    """Take an observation in, wait for the desired state, and give it as JSON.
+    """Record an observation, wait for the desired state, and return it as JSON.
 
     Args:
         receive: the request's, whose body was read: what comes next is that the caller hung up.
@@ -83,7 +83,7 @@ class StatusCalls:
 
 
 def _again(message: Message, receive: Receive) -> Receive:
-    """Give a message that was read already, then whatever comes next."""
+    """Replay a message that was read already, then whatever comes next."""
     read: list[Message] = [message]
 
     async def replay() -> Message:

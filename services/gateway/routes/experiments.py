@@ -51,7 +51,7 @@ async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
     """Show an experiment.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     return gateway.commands.view(gateway.repository.get(experiment_id))
 
@@ -84,7 +84,7 @@ async def delete(experiment_id: str, gateway: Gateway) -> None:
     """Delete a draft or a finished experiment with all its series; its directory stays.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
         ActionNotAllowed: it is at work (409).
     """
     await gateway.commands.act(experiment_id, Action.DELETE)

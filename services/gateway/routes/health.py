@@ -13,13 +13,13 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """Say that the process answers."""
+    """Report that the process answers."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 async def readyz(gateway: Gateway) -> dict[str, str]:
-    """Say that database and data plane answer.
+    """Report that database and data plane answer.
 
     Raises:
         Unavailable: one of them does not; the detail says which (503).

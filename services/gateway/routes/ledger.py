@@ -11,10 +11,10 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
 @router.get("/ledger")
 async def ledger(experiment_id: str, gateway: Gateway) -> dict[str, Any]:
-    """Give both lanes' ledgers, each taken in one instant; the last ones once the experiment has ended.
+    """Return both lanes' ledgers, each taken in one instant; the last ones once the experiment has ended.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     experiment = gateway.repository.get(experiment_id)
     if experiment.record.final_ledger is not None:

@@ -25,7 +25,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
     """Store what a service measured in one step; a step that is trained again replaces its values.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
         InvalidRequest: a value is not finite (422).
     """
     experiment = gateway.repository.get(experiment_id)
@@ -56,7 +56,7 @@ async def metrics(
     """List metric values in the order of writing. An empty page has no ``next``: ask later with the same cursor.
 
     Raises:
-        NotFound: nothing bears this id (404).
+        NotFound: there is no such experiment (404).
     """
     gateway.repository.get(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]

@@ -50,7 +50,7 @@ async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limi
 
 @router.put("/{version}/rendezvous")
 async def open_epoch(experiment_id: str, version: int, rendezvous: Rendezvous, gateway: Gateway) -> Publication:
-    """Say where the present epoch meets; a rendezvous of another epoch changes nothing.
+    """Record where the present epoch meets; a rendezvous of another epoch changes nothing.
 
     Raises:
         NotFound: the version was never announced (404).
@@ -78,7 +78,7 @@ async def show(
 
 @router.post("/{version}/sent")
 async def sent(experiment_id: str, version: int, report: SentReport, gateway: Gateway) -> Publication:
-    """Take in that the sender is done with an epoch.
+    """Record that the sender is done with an epoch.
 
     Raises:
         NotFound: the version was never announced (404).
@@ -88,7 +88,7 @@ async def sent(experiment_id: str, version: int, report: SentReport, gateway: Ga
 
 @router.post("/{version}/failed")
 async def failed(experiment_id: str, version: int, report: FailedReport, gateway: Gateway) -> Publication:
-    """Take in that the sender could not send: the epoch is closed and the next one is opened.
+    """Record that the sender could not send: the epoch is closed and the next one is opened.
 
     Raises:
         NotFound: the version was never announced (404).

@@ -30,7 +30,7 @@ async def register(registration: Registration, gateway: Gateway) -> Registered:
 async def report(
     service_id: str, observed: ObservedState, gateway: Gateway, request: Request, wait: Wait = 0.0
 ) -> Response:
-    """Renew the lease, take the observed state in, answer with the desired one.
+    """Renew the lease, record the observed state, answer with the desired one.
 
     Answers at once when the desired state is not the acknowledged one, else when it changes or ``wait`` is over.
 

@@ -1,7 +1,7 @@
-"""How long this process stood still: stopped by a signal, frozen with its machine, or held up by code that blocks.
+"""How long this process was suspended: stopped by a signal, frozen with its machine, or held up by code that blocks.
 
 Nobody could be heard in that time, so no lease and no deadline may end because of it. The event loop beats on its own,
-whatever else waits: a round that takes long while the loop turns is not a standstill.
+whatever else waits: a reconciliation that takes long while the loop turns is not a standstill.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 BEAT_SECONDS = 0.25
 OVERSLEPT_SECONDS = 1.0
-"""A beat that comes so much later than it should means that this process stood still."""
+"""A beat that comes so much later than it should means that this process was suspended."""
 
 
 class Heartbeat:
@@ -17,7 +17,7 @@ class Heartbeat:
 
     Args:
         now: reads the clock that leases and deadlines are measured with, in seconds.
-        on_standstill: told how long it lasted, in seconds, before anything can act on the time that has passed.
+        on_standstill: called with how long it lasted, in seconds, before anything can act on the time that has passed.
     """
 
     def __init__(self, now: Callable[[], float], on_standstill: Callable[[float], None]) -> None:

@@ -2,7 +2,7 @@
 
 Level-triggered: whoever holds claims under the name of a process of the fleet, and is not registered, is dead. So a
 death that a data plane's absence or a restart of the gateway hid is found at the next look. One who was given up while
-it lived finds its claims lost, throws its work away and claims anew once it has registered again.
+it lived finds its claims lost, discards its work and claims again once it has registered again.
 """
 
 import logging
@@ -39,7 +39,9 @@ class OrphanedClaims:
             try:
                 await self.look()
             except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                log.warning(
+                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
+                )
             await wait_for_any(POLL_SECONDS, left)
 
     async def look(self) -> int:

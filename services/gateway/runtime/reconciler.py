@@ -1,6 +1,6 @@
 """The reconciler: one loop that moves placement, leases, deadlines and the experiments' lives forward.
 
-It is level-triggered: each round compares what is with what should be, so a lost wake-up costs one period and a
+It is level-triggered: each pass compares what is with what should be, so a lost wake-up costs one period and a
 restarted gateway converges by itself. Work that takes time runs in a task per experiment, which it starts and ends.
 """
 
@@ -33,13 +33,13 @@ class Reconciler:
     """Runs the loop.
 
     Args:
-        news: set by whoever changed something: the next round starts at once.
+        wake: set by whoever changed something: it reconciles again at once.
         work: what an active experiment needs done, until it is cancelled.
         end: what brings an ending experiment to rest.
     """
 
     def __init__(
-        self, parts: GatewayParts, scheduler: Scheduler, news: asyncio.Event, *, work: Work, end: Work
+        self, parts: GatewayParts, scheduler: Scheduler, wake: asyncio.Event, *, work: Work, end: Work
     ) -> None:
         self._registry = parts.registry
         self._repository = parts.repository
@@ -49,21 +49,21 @@ class Reconciler:
         self._scheduler = scheduler
         self._work = work
         self._end = end
-        self._news = news
+        self._wake = wake
         self._tasks: dict[str, tuple[Work, asyncio.Task[None]]] = {}
         self.heartbeat = Heartbeat(parts.registry.now, self._stood_still)
 
     async def run(self) -> None:
-        """Go round until cancelled; cancels its tasks then."""
+        """Reconcile until cancelled; end the experiments' tasks then."""
         beating = asyncio.create_task(self.heartbeat.run(), name="heartbeat")
         try:
             while True:
                 try:
-                    # In the same turn of the loop as the look at leases and deadlines that a round begins with.
+                    # In the same turn of the loop as the look at leases and deadlines that a pass begins with.
                     self.heartbeat.look()
-                    await self.round()
+                    await self.reconcile()
                 except FlotillaError as error:
-                    log.warning("a round was cut short", extra={"error": repr(error)})
+                    log.warning("a reconciliation was cut short", extra={"error": repr(error)})
                     await asyncio.sleep(PERIOD_SECONDS)
                 await self._wait()
         finally:
@@ -72,15 +72,15 @@ class Reconciler:
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_SECONDS):
-                await self._news.wait()
-        self._news.clear()
+                await self._wake.wait()
+        self._wake.clear()
 
     def _stood_still(self, seconds: float) -> None:
-        log.warning("this process stood still: leases last so much longer", extra={"seconds": round(seconds, 3)})
+        log.warning("this process was suspended: leases last so much longer", extra={"seconds": round(seconds, 3)})
         self._registry.extend(seconds)
         self._publications.extend(seconds)
 
-    async def round(self) -> None:
+    async def reconcile(self) -> None:
         """Compare what is with what should be, once."""
         # Both lists are made before anything is waited for: no time passes between the heartbeat's look and theirs.
         expired = self._registry.expired()
@@ -97,10 +97,10 @@ class Reconciler:
                 await self._fleet.release(service, "its notice is over")
             elif self._repository.find(service.experiment_id) is None:
                 await self._fleet.release(service, "its experiment was deleted")
-        await self._scheduler.round()
+        await self._scheduler.reconcile()
         for experiment in self._repository:
             await self._advance(experiment)
-            await self._tend(experiment)
+            await self._ensure_task(experiment)
 
     async def _advance(self, experiment: Experiment) -> None:
         record = experiment.record
@@ -118,7 +118,7 @@ class Reconciler:
         quotas = quotas_of(experiment.spec)
         return all(sum(s.kind is kind for s in ready) >= quota.min for kind, quota in quotas.items())
 
-    async def _tend(self, experiment: Experiment) -> None:
+    async def _ensure_task(self, experiment: Experiment) -> None:
         """See to it that the right task runs for an experiment, and no other."""
         wanted = self._wanted(experiment)
         running = self._tasks.get(experiment.id)
@@ -156,7 +156,7 @@ class Reconciler:
             # It may be the ending itself that broke, and that is tried again for ever.
             await asyncio.sleep(RETRY_SECONDS)
         finally:
-            self._news.set()
+            self._wake.set()
 
 
 def _leaves(error: Exception) -> list[Exception]:

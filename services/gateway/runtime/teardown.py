@@ -26,7 +26,7 @@ class Teardown:
     """Brings one experiment to rest.
 
     Args:
-        patience_seconds: how long its services may take to fall idle; later ones lose their claims.
+        idle_timeout_seconds: how long its services may take to fall idle; later ones lose their claims.
         finish_tracking: sends the last values to the trackers, within a deadline of its own.
     """
 
@@ -39,7 +39,7 @@ class Teardown:
         commands: ExperimentCommands,
         clock: Clock,
         *,
-        patience_seconds: float,
+        idle_timeout_seconds: float,
         finish_tracking: Callable[[], Awaitable[None]],
     ) -> None:
         self._experiment = experiment
@@ -48,7 +48,7 @@ class Teardown:
         self._fleet = fleet
         self._commands = commands
         self._clock = clock
-        self._patience_seconds = patience_seconds
+        self._idle_timeout_seconds = idle_timeout_seconds
         self._finish_tracking = finish_tracking
 
     async def run(self) -> None:
@@ -61,7 +61,9 @@ class Teardown:
                 evaluation = await drain_outstanding(self._experiment, Lane.EVALUATION, EXPERIMENT_ENDED)
                 break
             except Unavailable as error:
-                log.warning("data plane is away", extra={"experiment_id": self._experiment.id, "error": repr(error)})
+                log.warning(
+                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
+                )
                 await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
         for service in self._registry.of(self._experiment.id):
             await self._fleet.release(service, "the experiment has ended")
@@ -71,7 +73,7 @@ class Teardown:
         await self._commands.conclude(self._experiment, LifecycleEvent.QUIET, problem=None)
 
     async def _wait_for_quiet(self) -> None:
-        end = self._clock.monotonic() + self._patience_seconds
+        end = self._clock.monotonic() + self._idle_timeout_seconds
         while self._clock.monotonic() < end:
             working = [s for s in self._registry.of(self._experiment.id) if s.works_for(self._experiment.id)]
             if not working:

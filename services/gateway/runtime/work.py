@@ -85,7 +85,7 @@ class ExperimentWork:
             parts.fleet,
             parts.commands,
             parts.clock,
-            patience_seconds=parts.settings.ending_seconds,
+            idle_timeout_seconds=parts.settings.teardown_seconds,
             finish_tracking=functools.partial(self._tracking.finish, experiment),
         )
         await teardown.run()

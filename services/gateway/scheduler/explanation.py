@@ -11,7 +11,7 @@ PLURALS = {Kind.TRAINER: "trainers", Kind.ROLLOUT: "rollouts", Kind.REWARD: "rew
 def why_waiting(
     experiment_id: str, placement: Placement, demands: Sequence[Demand], candidates: Sequence[Candidate]
 ) -> str | None:
-    """Say what an experiment waits for; None if it has all that it needs.
+    """Explain what an experiment waits for; None if it has all that it needs.
 
     Returns:
         Such as ``waiting for 1 rollout, which other-1a2b3c gives back``, or ``waiting for 1 trainer to register or to

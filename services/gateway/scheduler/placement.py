@@ -49,7 +49,7 @@ class Demand:
 
     Attributes:
         quotas: bounds by kind; a kind that is not here it does not use.
-        is_placed: it had all that it needs at one time, so it takes up replacements one by one.
+        is_placed: it had all that it needs at one time, so it gets replacements one by one.
         is_paused: it takes no surplus, and lends what it has to those who can use it.
     """
 
@@ -192,7 +192,7 @@ class _Pool:
         return max(0, self._wanted(demand) - len(self._idle))
 
     def give_minimum(self, demand: Demand, *, is_kept: bool) -> None:
-        """Give what is idle, as far as the minimum needs it, or keep it aside."""
+        """Assign what is idle, as far as the minimum needs it, or keep it aside."""
         wanted = self._wanted(demand)
         taken = self._take(wanted)
         self._needed += wanted - len(taken)
@@ -200,7 +200,7 @@ class _Pool:
             self.assigned |= dict.fromkeys(taken, demand.experiment_id)
 
     def give_surplus(self, takers: Sequence[Demand]) -> None:
-        """Give what is idle up to the targets."""
+        """Assign what is idle, up to the targets."""
         given = Counter(self.assigned.values())
         for demand in takers:
             held = len(self.held.get(demand.experiment_id, ())) + given[demand.experiment_id]

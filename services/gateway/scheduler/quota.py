@@ -25,7 +25,7 @@ class Scheduler:
     """Gives services to experiments.
 
     Args:
-        patience_seconds: how long a share must be unfair before services move: a process that dies and comes back
+        unfair_seconds: how long a share must be unfair before services move: a process that dies and comes back
             within it moves nobody.
         notice_seconds: how long a service that is asked to leave may take.
     """
@@ -38,7 +38,7 @@ class Scheduler:
         commands: ExperimentCommands,
         clock: Clock,
         *,
-        patience_seconds: float,
+        unfair_seconds: float,
         notice_seconds: float,
     ) -> None:
         self._registry = registry
@@ -46,11 +46,11 @@ class Scheduler:
         self._fleet = fleet
         self._commands = commands
         self._clock = clock
-        self._patience_seconds = patience_seconds
+        self._unfair_seconds = unfair_seconds
         self._notice_seconds = notice_seconds
         self._unfair_since: float | None = None
 
-    async def round(self) -> None:
+    async def reconcile(self) -> None:
         """Release who has left, ask those to leave who should, and assign what is idle."""
         for service in self._registry:
             if service.leaving is not None and service.experiment_id is not None:
@@ -59,14 +59,14 @@ class Scheduler:
                     await self._fleet.release(service, service.leaving.reason)
         demands, candidates = self._demands(), self._candidates()
         placement = place(demands, candidates)
-        await self._let_go(placement)
+        await self._ask_to_leave(placement)
         # Sandboxes first: a reward looks for its experiment's when it starts.
         chosen = [service for service in self._registry if service.id in placement.assigned]
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
             await self._assign(service, self._repository.get(placement.assigned[service.id]))
         for demand in demands:
             cause = why_waiting(demand.experiment_id, placement, demands, candidates)
-            await self._say_what_lacks(self._repository.get(demand.experiment_id), cause)
+            await self._report_waiting(self._repository.get(demand.experiment_id), cause)
 
     def view(self) -> FleetView:
         """Show who serves whom, and why."""
@@ -103,18 +103,18 @@ class Scheduler:
             or (service.kind is ServiceKind.TRAINER and service.experiment_id is not None)
         ]
 
-    async def _let_go(self, placement: Placement) -> None:
+    async def _ask_to_leave(self, placement: Placement) -> None:
         now = self._clock.monotonic()
         if WhyLeave.SHARE not in placement.leaving.values():
             self._unfair_since = None
         elif self._unfair_since is None:
             self._unfair_since = now
-        is_patient = self._unfair_since is not None and now - self._unfair_since < self._patience_seconds
+        is_tolerated = self._unfair_since is not None and now - self._unfair_since < self._unfair_seconds
         for service in self._registry:
             why = placement.leaving.get(service.id)
             if service.leaving is not None and why is None:
-                self._fleet.let_stay(service)
-            elif service.leaving is None and why is not None and not (why is WhyLeave.SHARE and is_patient):
+                self._fleet.cancel_notice(service)
+            elif service.leaving is None and why is not None and not (why is WhyLeave.SHARE and is_tolerated):
                 await self._fleet.ask_to_leave(service, why.value, self._notice_seconds)
 
     async def _assign(self, service: LiveService, experiment: Experiment) -> None:
@@ -125,7 +125,7 @@ class Scheduler:
             experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value
         )
 
-    async def _say_what_lacks(self, experiment: Experiment, cause: str | None) -> None:
+    async def _report_waiting(self, experiment: Experiment, cause: str | None) -> None:
         problem = experiment.record.problem
         if cause is not None:
             if await self._repository.set_problem(experiment, SCHEDULER, cause):

@@ -1,6 +1,6 @@
 """How services of one kind are divided among experiments: minimums first, then the surplus, by priority and weight.
 
-Whole services are dealt by the largest remainders of the weighted fair share, so nobody is a whole service away from
+Whole services are dealt by the largest remainders of the weighted fair share, so nobody is a whole service off
 it. What one experiment cannot use, because it has its maximum, goes to the others.
 """
 
@@ -49,7 +49,7 @@ def divide(surplus: int, shares: Sequence[Share]) -> dict[str, int]:
 
 
 def fair_shares(amount: int, shares: Sequence[Share]) -> dict[str, Fraction]:
-    """Divide an amount by weight, exactly; who has no room for its share takes its room, and the rest is divided anew.
+    """Divide an amount by weight, exactly; who has no room for its share takes its room, and the rest is divided again.
 
     Args:
         amount: not more than all rooms together.

@@ -24,7 +24,7 @@ class Store(Protocol):
         """
 
     async def close(self) -> None:
-        """Give up connections and threads."""
+        """Close connections and threads."""
 
     async def put_experiment(self, record: ExperimentRecord) -> None:
         """Insert or replace by id."""

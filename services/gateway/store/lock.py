@@ -63,7 +63,7 @@ class FileLock:
         self._file = file
 
     def give_up(self) -> None:
-        """Give the lock up. The file stays: who deleted it could delete one that another has just locked."""
+        """Release the lock. The file stays: who deleted it could delete one that another has just locked."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -123,5 +123,5 @@ class MemoryStore:
 
 
 def event_of(number: int, kind: str, at: float, data: Mapping[str, Any]) -> Event:
-    """Make the event that a row stands for."""
+    """Make the event of a row."""
     return Event(id=number, type=kind, at=rfc3339(at), data=dict(data))

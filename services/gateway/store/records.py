@@ -14,8 +14,8 @@ class ExperimentRecord:
     Attributes:
         id: its name in every URL and Redis key.
         name: the spec's name.
-        state: where its life stands.
-        revision: grows with each change of the spec that its services have to take up; one of ``resources`` is none.
+        state: its state in the lifecycle.
+        revision: grows with each change of the spec that its services have to follow; one of ``resources`` is none.
         spec: the resolved spec as JSON.
         directory: where it keeps its files.
         created_at, updated_at, started_at: seconds since the epoch; not started is None.
@@ -28,7 +28,7 @@ class ExperimentRecord:
         evaluated_version: newest version whose evaluation ended; None before the first.
         evaluating_version: version under evaluation now; still set after a restart that abandoned it.
         problem: ``{component, cause, at}`` of a failure or of a stall.
-        final_ledger: both lanes' ledgers as they stood at the end.
+        final_ledger: both lanes' ledgers at the end.
     """
 
     id: str
@@ -117,7 +117,7 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The first answer to a POST that bore an idempotency key."""
+    """The first answer to a POST with an idempotency key."""
 
     key: str
     body_digest: str

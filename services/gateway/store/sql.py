@@ -139,7 +139,7 @@ class SqlStore:
         await self._rows(sa.select(sa.literal(1).label("one")))
 
     async def close(self) -> None:
-        """Give up the connection, the lock and the thread."""
+        """Close the connection, release the lock, end the thread."""
 
         def give_up() -> None:
             self._engine.dispose()

@@ -1,7 +1,7 @@
 """A tracker as a protocol: it takes records in order, and knows itself how far it came.
 
 The cursor lives where the records go, and is written with them. So a gateway that died between two writes, or within
-one, goes on exactly where the tracker stands.
+one, goes on exactly after the tracker's last record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,15 +50,15 @@ class Tracker(Protocol):
     """All calls come from one thread, one after the other; each may raise whatever its library raises."""
 
     def cursor(self) -> int:
-        """Give the cursor of the last record that it holds; 0 if it holds none."""
+        """Return the cursor of the last record that it holds; 0 if it holds none."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Take records in; they are durable when it returns."""
+        """Write records; they are durable when it returns."""
 
     def close(self) -> None:
-        """Tell the library that no more records come."""
+        """Finish: no more records come."""
 
 
 def own_folder(directory: str | None, run: TrackedRun) -> Path:
-    """Give the folder of this run alone, below a directory that several runs may share."""
+    """Return the folder of this run alone, below a directory that several runs may share."""
     return run.directory if directory is None else Path(directory) / run.id

@@ -1,7 +1,7 @@
 """Sends an experiment's series to one tracker, in the store's order of writing.
 
 It reads what the store holds after the tracker's own cursor. So nothing on the way of a metric into the store knows of
-trackers, a restarted gateway goes on where the tracker stands, and a tracker that was away gets all it missed.
+trackers, a restarted gateway goes on after the tracker's last record, and one that was unavailable gets all it missed.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Exporter:
         self._num_failures = 0
 
     async def run(self) -> None:
-        """Send what is new every two seconds until cancelled; a failure is told of, and tried again later."""
+        """Send what is new every two seconds until cancelled; a failure is an event, and tried again later."""
         while True:
             is_well = await self._attempt()
             pause = PERIOD_SECONDS if is_well else min(PERIOD_SECONDS * 2**self._num_failures, LONGEST_PAUSE_SECONDS)
@@ -62,8 +62,8 @@ class Exporter:
                     await self._thread.run(self._tracker.close)
         except Exception as error:  # a tracker's library raises what it likes; training is over either way
             is_late = isinstance(error, TimeoutError)
-            cause = f"it took longer than {FINISH_SECONDS:g} s to take the last values in" if is_late else repr(error)
-            await self._tell_of_failure(cause)
+            cause = f"it took longer than {FINISH_SECONDS:g} s to write the last values" if is_late else repr(error)
+            await self._report_failure(cause)
         finally:
             self._thread.end()
 
@@ -74,12 +74,12 @@ class Exporter:
                 await self.export()
             if self._num_failures:
                 await self._events.append(self._run.id, "tracker_recovered", tracker=self._name)
-        except FlotillaError as error:  # the store is away: no fault of the tracker
+        except FlotillaError as error:  # the store is unavailable: no fault of the tracker
             log.warning("series could not be read", extra={"experiment_id": self._run.id, "error": repr(error)})
             return False
         except Exception as error:  # a tracker's library raises what it likes, and must not end the experiment
             is_stuck = deadline.expired()
-            await self._tell_of_failure(f"no answer within {STUCK_SECONDS:g} s" if is_stuck else repr(error))
+            await self._report_failure(f"no answer within {STUCK_SECONDS:g} s" if is_stuck else repr(error))
             return False
         self._num_failures = 0
         return True
@@ -91,7 +91,7 @@ class Exporter:
             Exception: what the tracker's library raises.
         """
         if self._is_broken or self._tracker is None:
-            self._tracker = await self._thread.run(self._open_anew)
+            self._tracker = await self._thread.run(self._reopen)
             self._is_broken = False
         tracker = self._tracker
         # Asked each time: a call that was cancelled may have come to its end.
@@ -104,21 +104,21 @@ class Exporter:
             await self._thread.run(functools.partial(tracker.write, records))
             cursor = records[-1].cursor
 
-    def _open_anew(self) -> Tracker:
+    def _reopen(self) -> Tracker:
         if self._tracker is not None:
             with contextlib.suppress(Exception):  # it is broken, and closed only to give up what it holds
                 self._tracker.close()
         return self._open()
 
-    async def _tell_of_failure(self, cause: str) -> None:
+    async def _report_failure(self, cause: str) -> None:
         log.warning("a tracker failed", extra={"experiment_id": self._run.id, "tracker": self._name, "error": cause})
-        self._is_broken = True  # what it holds is not known, so it is opened anew next time
+        self._is_broken = True  # what it holds is not known, so it is opened again next time
         self._num_failures += 1
         if self._num_failures == 1:
             try:
                 await self._events.append(self._run.id, "tracker_failed", tracker=self._name, cause=cause)
             except FlotillaError:
-                self._num_failures = 0  # told next time
+                self._num_failures = 0  # reported next time
 
 
 def records_of(rows: Sequence[MetricRow], *, is_cut: bool = False) -> list[Record]:

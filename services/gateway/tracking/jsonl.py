@@ -1,4 +1,4 @@
-"""A JSONL file as a tracker: a record is a line, and its cursor stands in it."""
+"""A JSONL file as a tracker: a record is a line, with its cursor."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class JsonlTracker:
         self._file = self.path.open("ab", buffering=0)
 
     def cursor(self) -> int:
-        """Give the cursor of the last whole line."""
+        """Return the cursor of the last whole line."""
         return self._cursor
 
     def write(self, records: Sequence[Record]) -> None:

@@ -13,7 +13,7 @@ class MemoryTracker:
         self.is_closed = False
 
     def cursor(self) -> int:
-        """Give the cursor of the last record."""
+        """Return the cursor of the last record."""
         return self.records[-1].cursor if self.records else 0
 
     def write(self, records: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""MLflow as a tracker: a run that bears the experiment's id, and the cursor, as tags."""
+"""MLflow as a tracker: a run with the experiment's id and the cursor as tags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=params[start : start + MOST_PARAMS])
 
     def cursor(self) -> int:
-        """Give the cursor that the run bears."""
+        """Return the cursor in the run's tags."""
         return self._cursor
 
     def write(self, records: Sequence[Record]) -> None:

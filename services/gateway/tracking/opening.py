@@ -12,7 +12,7 @@ from shared.config.tracking import JsonlTrackerConfig, MlflowTrackerConfig, Tens
 from shared.errors import InvalidSpec, Scalar
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""What is imported, by kind; the extra of ours bears the kind's name."""
+"""What is imported, by kind; our extra has the kind's name."""
 
 
 def open_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:

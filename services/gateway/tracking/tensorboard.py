@@ -17,7 +17,7 @@ LARGEST = 3.4028234663852886e38
 
 
 class TensorboardTracker:
-    """Appends events; what stands after the last mark, which a crash may leave, is cut off on opening again."""
+    """Appends events; what follows the last mark, which a crash may leave, is cut off on opening again."""
 
     def __init__(self, config: TensorboardTrackerConfig, run: TrackedRun) -> None:
         folder = own_folder(config.directory, run)
@@ -31,7 +31,7 @@ class TensorboardTracker:
             self._append(framed(version_event(time.time())))
 
     def cursor(self) -> int:
-        """Give the cursor of the last mark."""
+        """Return the cursor of the last mark."""
         return self._cursor
 
     def write(self, records: Sequence[Record]) -> None:

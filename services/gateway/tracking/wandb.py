@@ -45,7 +45,7 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def cursor(self) -> int:
-        """Give the cursor that the service or, offline, the file has."""
+        """Return the cursor that the service or, offline, the file has."""
         return self._cursor
 
     def write(self, records: Sequence[Record]) -> None:

@@ -22,7 +22,7 @@ def settings(tmp_path: Path, redis_url: str) -> GatewaySettings:
         rest_seconds=1.0,
         grace_seconds=8.0,
         publication_seconds=1.5,
-        ending_seconds=5.0,
+        teardown_seconds=5.0,
         heartbeat_seconds=0.2,
     )
 

@@ -324,7 +324,7 @@ async def test_a_second_gateway_on_the_same_data_is_refused_until_the_first_is_d
 
 async def test_a_data_plane_that_is_killed_and_comes_back_costs_time_and_no_task(tmp_path: Path) -> None:
     with LocalRedis(tmp_path / "redis") as server:
-        settings = GatewaySettings(token=TOKEN, redis_url=server.url, data=tmp_path / "data", ending_seconds=5.0)
+        settings = GatewaySettings(token=TOKEN, redis_url=server.url, data=tmp_path / "data", teardown_seconds=5.0)
         async with (
             a_gateway(settings) as (url, _),
             GatewayClient(url, TOKEN) as client,

@@ -5,7 +5,7 @@ import pytest
 from services.gateway.digest import digest
 from services.gateway.registry.desired import (
     MOST_BODIES,
-    Bodies,
+    DesiredBodies,
     DesiredStates,
     ExperimentFacts,
     ServiceFacts,
@@ -137,7 +137,7 @@ def test_what_is_computed_once_for_many_is_what_each_would_be_told() -> None:
 
 
 def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
-    bodies = Bodies()
+    bodies = DesiredBodies()
     answers = [desired(ROLLOUT, replace(FACTS, policy_version=version)) for version in range(2 * MOST_BODIES)]
     draining = replace(ROLLOUT, is_draining=True, notice_ends=9.0)
     answers += [desired(replace(draining, notice_seconds=seconds), FACTS) for seconds in (4.0, 3.0)]

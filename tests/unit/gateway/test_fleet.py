@@ -64,7 +64,7 @@ async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(where: str, mon
             clock.advance(standstills.pop())
 
     monkeypatch.setattr(reconciler, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(gateway.scheduler, "round", a_round)
+    monkeypatch.setattr(gateway.scheduler, "reconcile", a_round)
     async with running(gateway.reconciler.run()):
         await until(lambda: rounds > 2)
         if where == "between two rounds":
@@ -78,7 +78,7 @@ async def test_a_gateway_that_stood_still_gives_up_nobody_for_it(where: str, mon
         assert 9.0 < service.lease_ends - clock.monotonic() <= 10.0
 
     clock.advance(10.0)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert len(gateway.registry) == 0
     await stop(gateway)
 
@@ -89,14 +89,14 @@ async def test_a_service_that_is_silent_is_forgotten_and_told_to_register_again(
     service_id = await add_service(gateway, ServiceKind.REWARD, "one")
 
     clock.advance(9.9)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     await say(gateway, service_id, ObservedState())
     clock.advance(9.9)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert len(gateway.registry) == 1
 
     clock.advance(0.2)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     with pytest.raises(NotFound, match="register again"):
         await say(gateway, service_id, ObservedState())
 
@@ -181,7 +181,7 @@ async def test_a_started_experiment_is_placed_becomes_ready_and_runs() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
     ids = {kind: await add_service(gateway, kind, kind.value) for kind in ServiceKind}
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     for kind, service_id in ids.items():
         version = -1 if kind is ServiceKind.ROLLOUT else None
         await say(
@@ -189,12 +189,12 @@ async def test_a_started_experiment_is_placed_becomes_ready_and_runs() -> None:
             service_id,
             ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=version),
         )
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert experiment.state is ExperimentState.STARTING
 
     loaded = ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=0)
     answer = await say(gateway, ids[ServiceKind.ROLLOUT], loaded)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     assert experiment.state is ExperimentState.RUNNING
     assert answer.assignment is not None and answer.assignment.spec == experiment.record.spec
@@ -209,13 +209,13 @@ async def test_what_an_experiment_waits_for_is_said_and_forgotten_when_it_comes(
     await add_service(gateway, ServiceKind.ROLLOUT, "r")
     await add_service(gateway, ServiceKind.REWARD, "w")
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     problem = gateway.commands.view(experiment).problem
     assert problem is not None
     assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 trainer to register")
     await add_service(gateway, ServiceKind.TRAINER, "t")
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.commands.view(experiment).problem is None
     await stop(gateway)
 
@@ -225,13 +225,13 @@ async def test_a_lost_trainers_replacement_gets_the_next_epoch() -> None:
     gateway = a_gateway(clock=clock)
     experiment = await add_experiment(gateway, state=ExperimentState.STARTING)
     ids = [await add_service(gateway, kind, kind.value) for kind in ServiceKind]
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     first = gateway.registry.trainer_of(experiment.id)
     assert first is not None
     spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
 
     await gateway.fleet.leave(first.id, reason="it died")
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     second = gateway.registry.trainer_of(experiment.id)
     assert second is not None and second.id == spare
@@ -248,12 +248,12 @@ async def test_a_draining_trainer_keeps_its_place_until_it_is_idle() -> None:
     spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
 
     await gateway.fleet.drain(trainer)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(spare).experiment_id is None
 
     await say(gateway, trainer, ObservedState(state=WorkState.IDLE))
-    await gateway.reconciler.round()
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(spare).experiment_id == experiment.id
     assert gateway.registry.get(trainer).experiment_id is None
     await stop(gateway)
@@ -317,11 +317,11 @@ async def test_a_drained_service_that_works_on_long_after_its_notice_loses_its_a
     await gateway.fleet.drain(rollout, 5.0)
 
     clock.advance(14.0)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(rollout).experiment_id == experiment.id
 
     clock.advance(2.0)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(rollout).experiment_id is None
     await stop(gateway)
 
@@ -343,10 +343,10 @@ async def test_a_restarted_gateway_remembers_when_a_notice_ends() -> None:
     assert (again.state, again.notice_seconds, again.tag) == (WorkState.DRAINING, 13.0, told.tag)
     assert after.registry.view(after.registry.get(rollout)).notice_ends_in_seconds == 13.0
     clock.advance(13.0 + 9.0)
-    await after.reconciler.round()
+    await after.reconciler.reconcile()
     assert after.registry.get(rollout).experiment_id == experiment.id
     clock.advance(2.0)
-    await after.reconciler.round()
+    await after.reconciler.reconcile()
     assert after.registry.get(rollout).experiment_id is None, "overdue, as without the restart"
     await stop(after)
 
@@ -400,11 +400,11 @@ async def test_a_service_that_still_works_for_another_experiment_is_not_assigned
     for kind in (ServiceKind.ROLLOUT, ServiceKind.REWARD):
         await add_service(gateway, kind, kind.value)
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(late).experiment_id is None
 
     await say(gateway, late, ObservedState())
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(late).experiment_id == "tiny-1"
     await stop(gateway)
 
@@ -512,7 +512,7 @@ async def test_code_rewards_wait_for_a_sandbox() -> None:
     for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
         await add_service(gateway, kind, kind.value)
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     problem = gateway.commands.view(experiment).problem
     assert problem is not None and "sandbox" in problem.cause

@@ -280,7 +280,7 @@ def test_what_is_wrong_is_said_with_what_is_there(tmp_path: Path, data: dict[str
     ("name", "written", "message"),
     [
         ("a.jsonl", '{"prompt": "p"}\n{"prompt": ', "line 2, column 12: Expecting value"),
-        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "without end"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000, "nested too deep"),
         ("a.jsonl", '{"prompt": null}', "the prompt of row 0, in column 'prompt', must be text or a list of {role, "),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}', "item 0 is no message: {'role': 'user'}"),
         ("a.jsonl", '{"prompt": []}', "is an empty list"),

@@ -404,7 +404,7 @@ async def test_a_gateway_that_stood_still_closes_no_epoch_for_it(monkeypatch: py
             clock.advance(standstills.pop())
 
     monkeypatch.setattr(reconciler, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(stage.gateway.scheduler, "round", a_round)
+    monkeypatch.setattr(stage.gateway.scheduler, "reconcile", a_round)
     async with running(stage.gateway.reconciler.run()):
         await until(lambda: not standstills)
         seen = rounds

@@ -48,7 +48,7 @@ async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_
     await add_spares(gateway)
     second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     # Told to leave, and working still: nobody has got anything yet, and the second says why.
     told = gateway.registry.get(rollouts[1])
@@ -62,10 +62,10 @@ async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_
     assert (view.experiment_id, view.leaving) == ("first", "another experiment needs it for its minimum")
 
     await say(gateway, told.id, ObservedState(experiment_id=first.id, state=WorkState.FINISHED))
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert told.experiment_id is None
     await say(gateway, told.id, ObservedState())
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     assert of(gateway, second.id) == [told.id]
     assert gateway.commands.view(second).problem is None
@@ -83,16 +83,16 @@ async def test_a_service_that_does_not_leave_in_time_is_released() -> None:
     await add_spares(gateway)
     await add(gateway, "second", ExperimentState.STARTING, 2.0)
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     clock.advance(7.9)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert gateway.registry.get(rollouts[1]).experiment_id == "first"
 
     clock.advance(0.2)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     # Released, but not given away before it says that it is idle.
     assert gateway.registry.get(rollouts[1]).experiment_id is None
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert of(gateway, "second") == []
     await stop(gateway)
 
@@ -102,10 +102,10 @@ async def test_a_notice_is_taken_back_when_nobody_needs_the_service_any_more() -
     _, rollouts = await run_alone(gateway, 2)
     await add_spares(gateway)
     second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     await gateway.repository.update(second, state=ExperimentState.STOPPED)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     service = gateway.registry.get(rollouts[1])
     assert service.leaving is None
@@ -115,19 +115,19 @@ async def test_a_notice_is_taken_back_when_nobody_needs_the_service_any_more() -
 
 async def test_an_unfair_share_moves_services_only_when_it_lasts() -> None:
     clock = ManualClock()
-    gateway = a_gateway(clock=clock, patience_seconds=5.0)
+    gateway = a_gateway(clock=clock, unfair_seconds=5.0)
     await run_alone(gateway, 3)
     second = await add(gateway, "second", ExperimentState.RUNNING, 2.0)
     for kind in EVERY_KIND:
         await add_service(gateway, kind, f"second {kind}", second.id)
 
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     clock.advance(4.9)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     assert [service.leaving for service in gateway.registry] == [None] * 8
 
     clock.advance(0.2)
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
     asked = [service.id for service in gateway.registry if service.leaving is not None]
     assert len(asked) == 1 and asked[0] in of(gateway, "first")
     await stop(gateway)
@@ -139,7 +139,7 @@ async def test_a_drained_rollout_is_replaced_at_once() -> None:
     spare = await add_service(gateway, ROLLOUT, "spare")
 
     await gateway.fleet.drain(rollouts[0])
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     assert of(gateway, first.id) == [rollouts[0], spare]
     await stop(gateway)
@@ -171,7 +171,7 @@ async def test_a_change_of_quotas_takes_effect_and_no_service_notices() -> None:
     first, _ = await run_alone(gateway, 3)
 
     await gateway.commands.change(first.id, "{resources: {rollouts: {max: 1}, priority: 4}}")
-    await gateway.reconciler.round()
+    await gateway.reconciler.reconcile()
 
     assert (first.spec.resources.rollouts.max, first.spec.resources.priority) == (1, 4)
     assert first.record.spec["resources"]["rollouts"] == {"min": 1, "max": 1}

@@ -1,19 +1,48 @@
-"""The compose file names modules and variables that exist, and publishes nothing beyond loopback."""
+"""The compose file as a stranger runs it: what is built, restarted, published and mounted, and what it asks for."""
 
+import ast
+import importlib.util
+import os
 import re
+import shlex
+import shutil
+import stat
+import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from flotilla.cli.__main__ import build_parser
+from services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
 from shared.service_app import STOP_SECONDS
 from shared.settings import NOTICE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OURS = sorted(set(SERVICES) - {"redis"})
+BUILDERS = {"gateway", "trainer"}
+
+
+def script(name: str) -> ModuleType:
+    """Import a script of the image."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docker" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+)s", text)
+    assert match, text
+    return float(match[1])
 
 
 def test_every_kind_of_service_is_there() -> None:
@@ -21,22 +50,33 @@ def test_every_kind_of_service_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["gateway", "rollout", "trainer", "reward", "sandbox"])
-def test_a_service_runs_a_module_that_exists(name: str) -> None:
+def test_a_service_runs_a_module_that_exists_and_none_of_its_working_directory(name: str) -> None:
     command = SERVICES[name]["command"]
 
-    assert command == ["python", "-m", f"services.{name}"]
+    assert command == ["python", "-P", "-m", f"services.{name}"]
     assert (ROOT / "services" / name / "__main__.py").is_file()
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"redis"}))
-def test_a_service_is_built_from_a_target_that_exists(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_an_image_is_built_from_a_target_that_exists(name: str) -> None:
     build = SERVICES[name]["build"]
 
     assert (ROOT / build["dockerfile"]).is_file()
     assert re.search(rf"^FROM \S+ AS {build['target']}$", DOCKERFILE, re.MULTILINE)
+    declared = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert set(build.get("args", {})) <= declared
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"redis"}))
+@pytest.mark.parametrize("name", sorted(set(OURS) - BUILDERS))
+def test_using_an_image_never_builds_it_so_no_running_service_is_recreated(name: str) -> None:
+    service = SERVICES[name]
+
+    assert "build" not in service
+    assert service["pull_policy"] == "never"
+    assert service["image"] in {SERVICES[builder]["image"] for builder in BUILDERS}
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_every_variable_is_one_that_the_code_reads(name: str) -> None:
     read = "\n".join(
         path.read_text(encoding="utf-8")
@@ -51,11 +91,13 @@ def test_every_variable_is_one_that_the_code_reads(name: str) -> None:
 
 def test_a_rollout_has_time_to_hand_over_its_work() -> None:
     rollout = SERVICES["rollout"]
-    grace = re.fullmatch(r"(\d+)s", rollout["stop_grace_period"])
     notice = float(rollout["environment"].get("FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS))
 
-    assert grace
-    assert float(grace[1]) >= notice + STOP_SECONDS
+    assert seconds(rollout["stop_grace_period"]) >= notice + STOP_SECONDS
+
+
+def test_a_trainer_has_time_to_finish_its_step_and_to_leave() -> None:
+    assert seconds(SERVICES["trainer"]["stop_grace_period"]) >= WORKER_STOP_SECONDS + 2 * STOP_SECONDS
 
 
 def test_nothing_is_published_beyond_loopback() -> None:
@@ -65,11 +107,44 @@ def test_nothing_is_published_beyond_loopback() -> None:
     assert all(port.startswith("127.0.0.1:") for port in published)
 
 
-def test_no_secret_has_a_default() -> None:
-    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+def test_nothing_of_the_checkout_is_mounted_whoever_owns_it() -> None:
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", []):
+            source = re.sub(r"^\$\{\w+:-(\w+)\}", r"\1", volume).split(":")[0]
+            assert source in COMPOSE["volumes"], f"{name} mounts {volume}"
 
-    assert "${FLOTILLA_TOKEN:?" in text
-    assert "${FLOTILLA_TOKEN:-" not in text
+
+def test_untrusted_programs_share_no_volume_with_the_fleet() -> None:
+    assert SERVICES["sandbox"]["volumes"] == []
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_container_gains_no_privilege_and_its_log_is_bounded(name: str) -> None:
+    service = SERVICES[name]
+
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert {"max-size", "max-file"} <= set(service["logging"]["options"])
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"cli"}))
+def test_health_is_given_time_at_the_start_and_told_soon_afterwards(name: str) -> None:
+    check = SERVICES[name]["healthcheck"]
+
+    assert seconds(check["start_period"]) >= 30
+    assert seconds(check["interval"]) * check["retries"] <= 20
+    if name != "redis":
+        is_readiness = name != "sandbox"
+        assert check["test"] == ["CMD", "python", "/app/docker/health.py", "/readyz" if is_readiness else "/healthz"]
+
+
+def test_a_sandbox_that_cannot_start_is_not_started_for_ever() -> None:
+    assert re.fullmatch(r"on-failure:\d+", SERVICES["sandbox"]["restart"])
+
+
+def test_replicas_are_a_variable_for_all_that_can_be_several() -> None:
+    for name in ("rollout", "reward", "sandbox", "trainer"):
+        assert re.fullmatch(r"\$\{FLOTILLA_[A-Z]+:-1\}", SERVICES[name]["deploy"]["replicas"])
 
 
 def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
@@ -77,10 +152,130 @@ def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
 
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
+    assert "--requirepass ${FLOTILLA_REDIS_PASSWORD}" in command
+
+
+def required() -> set[str]:
+    """Variables without a default, which would otherwise stop `ps`, `logs` and `down`."""
+    return {name for name, default in re.findall(r"\$\{(\w+)(:-[^}]*)?", TEXT) if not default}
+
+
+def test_what_has_no_default_is_a_secret_and_refused_with_the_way_out() -> None:
+    assert required() == {"FLOTILLA_TOKEN", "FLOTILLA_REDIS_PASSWORD"}
+    for name in required():
+        assert f"${{{name}:?write .env first with sh docker/env.sh}}" in TEXT
+
+
+def test_the_script_writes_every_secret_once_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "docker").mkdir()
+    shutil.copy(ROOT / "docker" / "env.sh", tmp_path / "docker")
+    command = ["sh", str(tmp_path / "docker" / "env.sh")]
+
+    subprocess.run(command, check=True, timeout=30)
+    first = (tmp_path / ".env").read_text()
+    subprocess.run(command, check=True, timeout=30, capture_output=True)
+
+    values = dict(line.split("=", 1) for line in first.splitlines())
+    assert set(values) == required()
+    assert len(set(values.values())) == len(values), "Redis has a password of its own"
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in values.values())
+    assert (tmp_path / ".env").read_text() == first
+    assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [".env"]
+
+
+@pytest.mark.parametrize("file", [".gitignore", ".dockerignore"])
+def test_secrets_are_neither_committed_nor_copied_into_an_image(file: str) -> None:
+    assert ".env" in (ROOT / file).read_text(encoding="utf-8").splitlines()
 
 
 def test_every_copied_path_exists() -> None:
     for line in DOCKERFILE.splitlines():
-        if line.startswith("COPY "):
+        if line.startswith("COPY ") and "--from=" not in line:
             *sources, _ = line.split()[1:]
             assert all((ROOT / source).exists() for source in sources), line
+
+
+def test_our_own_code_is_copied_after_the_dependencies_are_installed() -> None:
+    for stage in ("base", "torch"):
+        body = DOCKERFILE.split(f" AS {stage}\n")[1].split("\nFROM ")[0]
+        copied = [word for line in body.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]]
+        assert "uv pip install" in body
+        assert set(copied) <= {"pyproject.toml", "constraints.txt"}
+
+
+def test_the_build_of_torch_is_the_one_for_cpu_by_default_and_names_no_host() -> None:
+    assert re.search(r"^ARG TORCH_BACKEND=cpu$", DOCKERFILE, re.MULTILINE)
+    assert SERVICES["trainer"]["build"]["args"]["TORCH_BACKEND"] == "${TORCH_BACKEND:-cpu}"
+    assert "://" not in DOCKERFILE
+
+
+@pytest.mark.parametrize(
+    ("addresses", "chosen"),
+    [
+        (["172.18.0.3"], "172.18.0.3"),
+        (["fd00:1::3", "172.18.0.3"], "172.18.0.3"),
+        (["172.18.0.3", "fd00:1::3"], "172.18.0.3"),
+        (["fe80::1", "fd00:1::3"], "fd00:1::3"),
+        (["127.0.1.1", "::1", "10.0.0.4", "10.1.0.4"], "10.0.0.4"),
+    ],
+)
+def test_a_container_has_one_address_on_networks_of_either_kind(addresses: list[str], chosen: str) -> None:
+    assert script("address").choose_address(addresses) == chosen
+
+
+def test_a_container_without_an_address_says_what_to_set() -> None:
+    with pytest.raises(ValueError, match="FLOTILLA_HOST"):
+        script("address").choose_address(["127.0.0.1", "::1", "fe80::1"])
+
+
+@pytest.mark.parametrize("name", ["entrypoint", "health"])
+def test_entry_point_and_health_check_ask_the_same_function_for_the_address(name: str) -> None:
+    tree = ast.parse((ROOT / "docker" / f"{name}.py").read_text(encoding="utf-8"))
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    called = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+
+    assert imported == ["own_address"]
+    assert called.count("own_address") == 1
+    assert "gethostby" not in ast.unparse(tree)
+
+
+def commands_of_the_readme() -> list[str]:
+    return re.findall(r"^docker compose .*?(?=\s{2,}#|$)", README, re.MULTILINE)
+
+
+def test_the_readme_leads_from_the_clone_to_the_checkpoint_in_five_lines() -> None:
+    block = next(part for part in README.split("```") if "docker compose" in part)
+    lines = [line for line in block.strip().splitlines() if line]
+
+    assert len(lines) == 5
+    assert "git clone" in lines[0] and "docker/env.sh" in lines[0]
+    assert "up --build" in lines[1] and "cp gateway:/data/experiments" in lines[-1]
+
+
+@pytest.mark.parametrize("line", [line for line in commands_of_the_readme() if " cli " in line])
+def test_the_command_line_knows_what_the_readme_says(line: str) -> None:
+    arguments = shlex.split(line.split(" cli ", 1)[1])
+
+    assert build_parser().parse_args(arguments).command == arguments[0]
+
+
+def has_compose() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=30).returncode == 0
+
+
+@pytest.mark.skipif(not has_compose(), reason="the docker command has no compose plugin here")
+def test_compose_takes_the_file() -> None:
+    secrets = dict.fromkeys(required(), "secret")
+
+    result = subprocess.run(
+        ["docker", "compose", "--file", str(ROOT / "docker-compose.yml"), "--profile", "tools", "config", "--quiet"],
+        env={**os.environ, **secrets},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (result.returncode, result.stderr) == (0, "")

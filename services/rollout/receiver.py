@@ -30,11 +30,14 @@ from shared.schemas.publication import (
 from shared.schemas.service import DesiredState
 from shared.weights.delta import apply_patch
 from shared.weights.image import WeightImage
+from shared.weights.off_loop import close_images, create_image
 
 log = logging.getLogger(__name__)
 
 PULL_SECONDS = 60.0
-PULL_PAUSE_SECONDS = 0.2
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 2.0
+"""Between two tries to serve a version: they grow, since a try may read or fetch gigabytes."""
 
 
 class GroupEndpoint(Protocol):
@@ -143,7 +146,7 @@ class WeightReceiver:
         if self._epoch is not None:
             with contextlib.suppress(FlotillaError):
                 await self._endpoint.close_epoch(self._epoch)
-        self._images.close()
+        await self._images.close()
 
     async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
         if order is None or order.phase not in {PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING}:
@@ -183,11 +186,11 @@ class WeightReceiver:
     async def _take_mapped(self, order: PublicationOrder) -> None:
         """Map the trainer's image and read it once, for the checksum: no byte of it is copied."""
         manifest, spare = order.manifest, self._images.spare
-        if spare is not None and (spare.version, spare.checksum) == (order.version, manifest.checksum):
+        if spare is not None and spare.is_of(order.version, manifest.checksum) and not spare.image.is_withdrawn:
             return
         if manifest.image_path is None:
             raise WeightTransferFailed("the trainer offers no image to map")
-        with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
+        async with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
             self._keep(order, image, await asyncio.to_thread(image.checksum))
 
     async def _take_broadcast(self, order: PublicationOrder) -> int | None:
@@ -195,7 +198,7 @@ class WeightReceiver:
         await self._join(order)
         self._say(order, ReceiveState.JOINED)
         manifest = order.manifest
-        with self._images.own(manifest.image_bytes) as image:
+        async with self._images.own(manifest.image_bytes) as image:
             if manifest.delta is not None:
                 self._keep(order, image, await self._receive_patched(order, manifest.delta, image))
                 return None
@@ -233,12 +236,17 @@ class WeightReceiver:
         base = self._images.spare
         if base is None or base.checksum != delta.base_checksum:
             raise WeightTransferFailed("the patch is for another image than the one that is held")
-        with self._images.using(base.image), WeightImage.create(delta.patch_bytes) as patch:
-            checksum = await self._receive_into(order, patch)
-            if checksum != delta.checksum:
-                raise WeightTransferFailed(f"checksum of the patch is {checksum}, the manifest says {delta.checksum}")
-            work = (patch.view, base.image.view, image.view, delta.block_bytes)
-            return await _to_the_end(asyncio.to_thread(apply_patch, *work))
+        with self._images.using(base.image):
+            patch = await create_image(delta.patch_bytes)
+            try:
+                checksum = await self._receive_into(order, patch)
+                if checksum != delta.checksum:
+                    found = f"checksum of the patch is {checksum}, the manifest says {delta.checksum}"
+                    raise WeightTransferFailed(found)
+                work = (patch.view, base.image.view, image.view, delta.block_bytes)
+                return await _to_the_end(asyncio.to_thread(apply_patch, *work))
+            finally:
+                await close_images(patch)
 
     def _keep(self, order: PublicationOrder, image: WeightImage, checksum: str) -> None:
         if checksum != order.manifest.checksum:
@@ -266,6 +274,7 @@ class WeightReceiver:
         self._tell()
 
     async def _switch_when_due(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
         while True:
             await self._switch_due.wait()
             self._switch_due.clear()
@@ -274,14 +283,17 @@ class WeightReceiver:
                 continue
             try:
                 await self._serve(target)
+                pause = FIRST_PAUSE_SECONDS
+                continue
             except NotFound as error:
                 log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
-                await self._again_later()
             except WorkerDied as error:
                 self._on_engine_death(error)
+                continue
             except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
                 log.warning("version cannot be served", extra={"version": target, "error": error.detail})
-                await self._again_later()
+            await self._news_within(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _target(self) -> int | None:
         if self._desired is None or self._desired.policy_version is None:
@@ -302,11 +314,8 @@ class WeightReceiver:
             self._tell()
             return
         spare = self._images.spare
-        if spare is not None and spare.version == version:
-            with self._images.using(spare.image):
-                await self._engine.load_weights(spare.image.path, version, self._on_update)
-            if self._images.spare is spare and not spare.image.is_owner:
-                self._images.keep(None)  # The trainer may write into it again.
+        if spare is not None and spare.is_of(version, self._committed_checksum(version)):
+            await self._serve_spare(spare)
         else:
             await self._serve_pulled(version)
         await self._gate.set(version)
@@ -315,6 +324,29 @@ class WeightReceiver:
         # A newer version may have become due meanwhile.
         self._switch_due.set()
 
+    def _committed_checksum(self, version: int) -> str | None:
+        desired = self._desired
+        return desired.policy_checksum if desired is not None and desired.policy_version == version else None
+
+    async def _serve_spare(self, spare: Spare) -> None:
+        """Load the image that waits.
+
+        Raises:
+            WeightTransferFailed: the engine cannot read it, or its file is gone: then it is pulled the next time.
+        """
+        try:
+            with self._images.using(spare.image):
+                await self._engine.load_weights(spare.image.path, spare.version, self._on_update)
+        except WeightTransferFailed:
+            self._drop(spare)
+            raise
+        if not spare.image.is_owner:
+            self._drop(spare)  # The trainer may write into it again.
+
+    def _drop(self, spare: Spare) -> None:
+        if self._images.spare is spare:
+            self._images.keep(None)
+
     async def _serve_pulled(self, version: int) -> None:
         url = self._desired.weights_url if self._desired else None
         if url is None:
@@ -322,7 +354,7 @@ class WeightReceiver:
         path = await self._pulled(url, version)
         if self._keeps_pulled:
             # The next version may come as a patch for this one.
-            image = self._images.adopt(path)
+            image = await self._images.adopt(path)
             with self._images.using(image):
                 self._images.keep(Spare(version, await asyncio.to_thread(image.checksum), image))
                 await self._engine.load_weights(path, version, self._on_update)
@@ -330,7 +362,7 @@ class WeightReceiver:
         try:
             await self._engine.load_weights(path, version, self._on_update)
         finally:
-            path.unlink(missing_ok=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def _pulled(self, url: str, version: int) -> Path:
         pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS))
@@ -345,8 +377,11 @@ class WeightReceiver:
         finally:
             self._pulling = None
 
-    async def _again_later(self) -> None:
-        await asyncio.sleep(PULL_PAUSE_SECONDS)
+    async def _news_within(self, seconds: float) -> None:
+        """Wait before the next try, or until something else is wanted or there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._switch_due.wait()
         self._switch_due.set()
 
 

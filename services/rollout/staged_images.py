@@ -1,16 +1,18 @@
 """The images that a rollout keeps in memory besides the weights that its engine serves.
 
 Its own ones are received into; those of a trainer on this host are mapped, which copies nothing. A mapped image is held
-against being written while it waits to be served or is being loaded, and no longer.
+against being written while it waits to be served or is being loaded, and no longer. The file of any of them may vanish
+at any time: an image without one is of no use to the engine, which has a process of its own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import WeightTransferFailed
 from shared.weights.image import WeightImage
+from shared.weights.off_loop import attach_image, close_images, create_image
 
 NUM_IMAGES = 4
 """One that is being received, the one that it is a patch for, one that waits to be served, one that is being loaded."""
@@ -24,6 +26,15 @@ class Spare:
     checksum: str
     image: WeightImage
 
+    def is_of(self, version: int, checksum: str | None) -> bool:
+        """Tell whether it is what a version was committed as; two trainers may have made an image each for it.
+
+        Args:
+            version: the committed version.
+            checksum: of its image; None if it is not known.
+        """
+        return self.version == version and checksum in {None, self.checksum}
+
 
 class StagedImages:
     """Images by their use: at most one waits as the spare, any other is free unless it is in use."""
@@ -34,28 +45,27 @@ class StagedImages:
         self._in_use: list[WeightImage] = []
         self.spare: Spare | None = None
 
-    @contextmanager
-    def own(self, image_bytes: int) -> Iterator[WeightImage]:
+    @asynccontextmanager
+    async def own(self, image_bytes: int) -> AsyncIterator[WeightImage]:
         """Use an image of this size that holds nothing of worth.
 
         Raises:
             WeightTransferFailed: there is no room for one.
         """
-        with self.using(self._free(image_bytes)) as image:
+        with self.using(await self._free(image_bytes)) as image:
             yield image
 
-    @contextmanager
-    def mapped(self, path: Path, image_bytes: int) -> Iterator[WeightImage]:
+    @asynccontextmanager
+    async def mapped(self, path: Path, image_bytes: int) -> AsyncIterator[WeightImage]:
         """Use the image of a trainer on this host, held against being written.
 
         Raises:
             WeightTransferFailed: it is missing, withdrawn, being written, or of another size.
         """
-        for known, image in list(self._mapped.items()):
-            if image.is_withdrawn and not self._is_wanted(image):
-                self._mapped.pop(known).close()
+        withdrawn = [each for each, image in self._mapped.items() if image.is_withdrawn and not self._is_wanted(image)]
+        await close_images(*(self._mapped.pop(each) for each in withdrawn))
         if path not in self._mapped:
-            self._mapped[path] = WeightImage.attach(path)
+            self._mapped[path] = await attach_image(path)
         image = self._mapped[path]
         image.lock()
         with self.using(image):
@@ -79,33 +89,35 @@ class StagedImages:
         if replaced is not None:
             self._release(replaced.image)
 
-    def adopt(self, path: Path) -> WeightImage:
+    async def adopt(self, path: Path) -> WeightImage:
         """Take a complete image file over as an own one.
 
         Raises:
             WeightTransferFailed: there is none.
         """
-        image = WeightImage.attach(path)
+        image = await attach_image(path)
         image.is_owner = True
         self._own.append(image)
         return image
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Delete the own images and let go of the others."""
+        images = [*self._own, *self._mapped.values()]
         self.spare = None
-        for image in [*self._own, *self._mapped.values()]:
-            image.close()
         self._own.clear()
         self._mapped.clear()
+        await close_images(*images)
 
-    def _free(self, image_bytes: int) -> WeightImage:
-        for image in [each for each in self._own if not self._is_wanted(each)]:
-            if image.image_bytes == image_bytes:
-                return image
-            self._own.remove(image)
-            image.close()
+    async def _free(self, image_bytes: int) -> WeightImage:
+        free = [image for image in self._own if not self._is_wanted(image)]
+        fitting = [image for image in free if image.image_bytes == image_bytes and not image.is_withdrawn]
+        others = [image for image in free if image not in fitting]
+        self._own = [image for image in self._own if image not in others]
+        await close_images(*others)
+        if fitting:
+            return fitting[0]
         assert len(self._own) < NUM_IMAGES, "every image is in use"
-        image = WeightImage.create(image_bytes)
+        image = await create_image(image_bytes)
         self._own.append(image)
         return image
 

@@ -1,5 +1,6 @@
 """What a rollout service opens at start-up."""
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -34,7 +35,7 @@ class RolloutState:
 @contextlib.asynccontextmanager
 async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
-    sweep()
+    await asyncio.to_thread(sweep)
     incarnation = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
         redis = connect(settings.redis_url)

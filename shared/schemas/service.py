@@ -122,6 +122,9 @@ class DesiredState(Wire):
     assignment: Assignment | None = None
     policy_version: int | None = None
     """The committed version: a rollout that holds it in its spare buffer switches to it."""
+    policy_checksum: str | None = None
+    """xxh3-64 of the image that was committed as ``policy_version``: a spare of another one is not it. None where there
+    is none (version 0), or where it is not known."""
     weights_url: str | None = None
     """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
     notice_seconds: float | None = None

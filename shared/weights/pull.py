@@ -14,6 +14,7 @@ from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferF
 from shared.security import bearer_of, is_same_secret
 from shared.serving import problem_response
 from shared.weights.image import WeightImage
+from shared.weights.off_loop import attach_image, close_images
 
 CHUNK_BYTES = 1 << 20
 SERVE_SECONDS = 600.0
@@ -65,7 +66,7 @@ class PublishedImages:
         path = self._paths.get(version)
         if path is not None:
             try:
-                image = WeightImage.attach(path)
+                image = await attach_image(path)
             except WeightTransferFailed:
                 path = None
         if path is None:
@@ -75,7 +76,7 @@ class PublishedImages:
             if version not in self._checksums:
                 self._checksums[version] = await asyncio.to_thread(image.checksum)
         except BaseException:
-            image.close()
+            await close_images(image)
             raise
         return image, self._checksums[version]
 
@@ -91,14 +92,19 @@ class ImageResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Called by the server."""
-        with self._image:
-            view = self._image.view
+        try:
             async with asyncio.timeout(SERVE_SECONDS):
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                for start in range(self._span.start, self._span.stop, CHUNK_BYTES):
-                    piece = bytes(view[start : min(start + CHUNK_BYTES, self._span.stop)])
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send(send)
+        finally:
+            await close_images(self._image)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with self._image.view as view:
+            for start in range(self._span.start, self._span.stop, CHUNK_BYTES):
+                piece = bytes(view[start : min(start + CHUNK_BYTES, self._span.stop)])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def weights_router(images: PublishedImages, token: str) -> APIRouter:
@@ -123,12 +129,12 @@ def weights_router(images: PublishedImages, token: str) -> APIRouter:
             image, checksum = await images.open(version)
         except FlotillaError as error:
             return problem_response(error)
-        return _answer(image, f'"{checksum}"', request)
+        return await _answer(image, f'"{checksum}"', request)
 
     return router
 
 
-def _answer(image: WeightImage, tag: str, request: Request) -> Response:
+async def _answer(image: WeightImage, tag: str, request: Request) -> Response:
     headers = {"etag": tag, "accept-ranges": "bytes"}
     size = image.image_bytes
     found = _RANGE.fullmatch(request.headers.get("range", ""))
@@ -136,7 +142,7 @@ def _answer(image: WeightImage, tag: str, request: Request) -> Response:
         return ImageResponse(image, range(size), 200, headers)
     start, stop = int(found[1]), min(int(found[2]) + 1 if found[2] else size, size)
     if start >= stop:
-        image.close()
+        await close_images(image)
         problem = problem_response(RangeNotSatisfiable(f"bytes {start} and later of {size} were asked for"))
         problem.headers.update(headers | {"content-range": f"bytes */{size}"})
         return problem

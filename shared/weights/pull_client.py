@@ -11,6 +11,7 @@ import httpx
 from shared.client import problem_to_error
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
 from shared.weights.image import WeightImage
+from shared.weights.off_loop import close_images, create_image
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
@@ -70,7 +71,7 @@ class WeightPuller:
                 raise last from None
             raise DeadlineExceeded(f"pulling version {version} took more than {deadline_seconds} s") from None
         finally:
-            pull.close()
+            await pull.close()
 
 
 class _Pull:
@@ -115,10 +116,10 @@ class _Pull:
         self._image.layout()
         return self._image.hand_over()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Remove what is not finished."""
         if self._image is not None:
-            self._image.close()
+            await close_images(self._image)
 
     async def _expect(self, answer: httpx.Response) -> WeightImage:
         """Read from the answer's head what comes: the rest of the image, or all of it because it is another one."""
@@ -129,22 +130,11 @@ class _Pull:
             raise WeightTransferFailed(f"the server does not say what it sends: {error!r}") from error
         if answer.status_code == httpx.codes.PARTIAL_CONTENT and self._image is not None and tag == self._tag:
             return self._image
-        self.close()
-        self._image = await self._reserve(num_bytes)
+        await self.close()
+        self._image = await create_image(num_bytes, directory=self._directory, is_partial=True)
         self._tag = tag
         self.num_received = 0
         return self._image
-
-    async def _reserve(self, num_bytes: int) -> WeightImage:
-        # Zeroing gigabytes takes long enough to miss a heartbeat on the event loop.
-        reserving = asyncio.ensure_future(
-            asyncio.to_thread(WeightImage.create, num_bytes, directory=self._directory, is_partial=True)
-        )
-        try:
-            return await asyncio.shield(reserving)
-        except asyncio.CancelledError:
-            reserving.add_done_callback(_discard)
-            raise
 
     def _write(self, image: WeightImage, chunk: bytes) -> None:
         end = self.num_received + len(chunk)
@@ -152,8 +142,3 @@ class _Pull:
             raise WeightTransferFailed(f"the server sent more than the {image.image_bytes} bytes that it announced")
         image.view[self.num_received : end] = chunk
         self.num_received = end
-
-
-def _discard(reserved: "asyncio.Future[WeightImage]") -> None:
-    if reserved.exception() is None:
-        reserved.result().close()

@@ -162,6 +162,7 @@ class Fleet:
             policy_version=record.policy_version,
             weights_address=trainer.record.address if trainer else None,
             hold_version=experiment.hold_version,
+            policy_checksum=self._publications.checksum_of(record.id, record.policy_version),
         )
 
     async def _observe(self, service: LiveService, observed: ObservedState) -> None:

@@ -88,6 +88,7 @@ class Publications:
         self._epochs: dict[str, Epoch] = {}
         self._last_numbers: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._checksums: dict[str, dict[int, str]] = {}
 
     async def load(self) -> None:
         """Load what an earlier process had open; its deadlines start again."""
@@ -108,12 +109,17 @@ class Publications:
         """Let the experiment know of a commit that a process wrote, and its services heard of, just before it died."""
         committed = [record for record in records if record.phase == PublicationPhase.COMMITTED.value]
         newest = max(committed, key=lambda record: record.version, default=None)
+        self._checksums[experiment.id] = {each.version: _negotiation(each).manifest.checksum for each in committed}
         if newest is not None and newest.version > experiment.record.policy_version:
             await self._repository.update(experiment, policy_version=newest.version, published_step=newest.step)
 
     def phase_seconds(self, manifest: Manifest) -> float:
         """How long each phase of a publication may take."""
         return self._phase_seconds + manifest.image_bytes / SLOWEST_BYTES_PER_SECOND
+
+    def checksum_of(self, experiment_id: str, version: int) -> str | None:
+        """Name the image that was committed as a version; None for the initial weights."""
+        return self._checksums.get(experiment_id, {}).get(version)
 
     def open_phase(self, experiment_id: str) -> PublicationPhase | None:
         """Phase of the open publication of an experiment; None if there is none."""
@@ -289,6 +295,7 @@ class Publications:
         """Abort what is open and forget the epoch: the experiment ends."""
         await self.apply(experiment_id, SenderGone(reason))
         self._epochs.pop(experiment_id, None)
+        self._checksums.pop(experiment_id, None)
         await self.durations.close(experiment_id)
 
     def _forget_epoch(self, experiment_id: str, event: NegotiationEvent) -> None:
@@ -326,6 +333,7 @@ class Publications:
         await self._store.put_publication(_record(experiment.id, after, entry.announced_at, self._clock.now()))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
         if after.phase is PublicationPhase.COMMITTED:
+            self._checksums.setdefault(experiment.id, {})[after.version] = after.manifest.checksum
             await self._repository.update(experiment, policy_version=after.version, published_step=after.step)
             seconds = round(self._clock.now() - entry.announced_at, 3)
             delta = after.manifest.delta

@@ -47,6 +47,7 @@ class ExperimentFacts:
         spec_digest: hash of ``spec``, computed once per revision.
         weights_address: base URL of the trainer service that serves the current version; None without a trainer.
         hold_version: version that an evaluation is pinned to.
+        policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
     """
 
     experiment_id: str
@@ -59,6 +60,7 @@ class ExperimentFacts:
     policy_version: int
     weights_address: str | None
     hold_version: int | None
+    policy_checksum: str | None = None
 
 
 def desired(
@@ -90,6 +92,7 @@ def desired(
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
         ),
         policy_version=version,
+        policy_checksum=experiment.policy_checksum if is_rollout else None,
         weights_url=weights_url(experiment) if is_rollout else None,
         hold_version=experiment.hold_version if is_rollout else None,
         publication=order if is_rollout else None,

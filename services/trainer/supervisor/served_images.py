@@ -1,10 +1,12 @@
 """The images that this service offers to be pulled, held so that the worker does not write into them."""
 
+import asyncio
 import logging
 from pathlib import Path
 
 from shared.errors import WeightTransferFailed
 from shared.weights.image import WeightImage, sweep
+from shared.weights.off_loop import attach_image, close_images
 from shared.weights.pull import PublishedImages
 
 log = logging.getLogger(__name__)
@@ -23,25 +25,23 @@ class ServedImages:
         self._published = published
         self._held: dict[int, WeightImage] = {}
 
-    def offer(self, version: int, path: Path, checksum: str) -> None:
+    async def offer(self, version: int, path: Path, checksum: str) -> None:
         """Offer a version; the oldest one is let go."""
         try:
-            image = WeightImage.attach(path)
+            image = await attach_image(path)
         except WeightTransferFailed as error:
             log.warning("image cannot be offered", extra={"version": version, "error": error.detail})
             return
-        replaced = self._held.pop(version, None)
+        replaced = [self._held.pop(version)] if version in self._held else []
         self._held[version] = image
         self._published.publish(version, path, checksum)
-        if replaced is not None:
-            replaced.close()
-        for old in [each for each in self._held if each not in self._published.versions]:
-            self._held.pop(old).close()
+        old = [each for each in self._held if each not in self._published.versions]
+        await close_images(*replaced, *(self._held.pop(each) for each in old))
 
-    def withdraw(self) -> None:
+    async def withdraw(self) -> None:
         """Let go of all images, and remove those whose worker is dead."""
-        for image in self._held.values():
-            image.close()
+        images = list(self._held.values())
         self._held.clear()
         self._published.withdraw()
-        sweep()
+        await close_images(*images)
+        await asyncio.to_thread(sweep)

@@ -97,6 +97,7 @@ class Supervisor:
         self._assignment: Assignment | None = None
         self._worker: Process | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._offering: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
         self._failure: Failure | None = None
         self._is_hopeless = False
@@ -200,9 +201,9 @@ class Supervisor:
         if self._is_leaving:
             return
         if isinstance(message, ImageReady):
-            self._images.offer(message.version, Path(message.path), message.checksum)
-            if self._worker is not None:
-                self._worker.tell(Offered(version=message.version))
+            offering = asyncio.create_task(self._offer(message), name=f"offer version {message.version}")
+            self._offering.add(offering)
+            offering.add_done_callback(self._offering.discard)
         elif isinstance(message, Failed):
             self._failure = message.failure
             self._is_hopeless = message.is_permanent
@@ -218,6 +219,11 @@ class Supervisor:
             self._become(message.state)
             if is_news:
                 self.tell()
+
+    async def _offer(self, message: ImageReady) -> None:
+        await self._images.offer(message.version, Path(message.path), message.checksum)
+        if self._worker is not None:
+            self._worker.tell(Offered(version=message.version))
 
     async def _watch(self, worker: Process) -> None:
         ending = await worker.ended()
@@ -274,7 +280,10 @@ class Supervisor:
             await worker.stop(LAST_CHECKPOINT_SECONDS if is_over else STOP_SECONDS)
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
-        self._images.withdraw()
+        for offering in self._offering:
+            offering.cancel()
+        await asyncio.gather(*self._offering, return_exceptions=True)
+        await self._images.withdraw()
         self._watching = self._status = self._failure = self._assignment = None
         self._is_hopeless = False
         self._start_after = 0.0

@@ -12,7 +12,7 @@ from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
 from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
-from shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
+from shared.schemas.service import Capabilities, DesiredState, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
     a_gateway,
     a_manifest,
@@ -79,6 +79,9 @@ class Stage:
             for rollout in self.rollouts:
                 await self.report(rollout, state, epoch, version)
 
+    async def desired_of(self, service_id: str) -> DesiredState:
+        return self.gateway.fleet.desired(self.gateway.registry.get(service_id))
+
     async def phase(self, version: int = 1) -> PublicationPhase:
         return (await self.gateway.publications.get(self.experiment.id, version)).phase
 
@@ -101,6 +104,19 @@ async def test_members_are_told_what_to_do_and_switch_when_all_have_received() -
     assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
     assert (told.policy_version, told.publication) == (1, None)  # type: ignore[attr-defined]
     assert told.weights_url == "http://127.0.0.1/t/v1/weights/1"  # type: ignore[attr-defined]
+
+
+async def test_rollouts_are_told_which_image_was_committed() -> None:
+    store = MemoryStore()
+    stage = await Stage.of(2, store)
+    assert (await stage.desired_of(stage.rollouts[0])).policy_checksum is None
+
+    await stage.publish(1, epoch=1)
+
+    told = await stage.desired_of(stage.rollouts[0])
+    assert (told.policy_version, told.policy_checksum) == (1, a_manifest(1).checksum)
+    await stage.restart(store)
+    assert (await stage.desired_of(stage.rollouts[0])).policy_checksum == a_manifest(1).checksum
 
 
 async def test_the_same_membership_uses_its_epoch_again() -> None:

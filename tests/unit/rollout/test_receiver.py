@@ -53,7 +53,8 @@ class RecordingEngine:
         await self.may_load.wait()
         if self.is_dead:
             raise WorkerDied("killed by SIGKILL")
-        assert image.exists()
+        if not image.exists():
+            raise WeightTransferFailed(f"cannot open {image}")
         self.loaded.append(version)
         self.paths.append(image)
 
@@ -84,6 +85,8 @@ class ScriptedEndpoint:
         on_arrived: Callable[[int], None] | None = None,
     ) -> str:
         self.paths.append(image_path)
+        if not image_path.exists():
+            raise WeightTransferFailed(f"cannot open {image_path}")
         if on_arrived is not None:
             on_arrived(slice_bytes)
         if self.fails:
@@ -240,6 +243,107 @@ async def test_a_mapped_image_is_reported_again_in_the_next_epoch(tmp_path: Path
 
         await world.until(lambda: world.receiver.report.epoch == 2)
         assert world.reports(ReceiveState.RECEIVED)
+
+
+async def test_a_mapped_spare_whose_file_is_gone_is_pulled(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order_to_map(theirs, 1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        theirs.path.unlink()
+
+        world.want(1, weights_url="http://trainer/v1/weights/1")
+
+        await world.until(lambda: world.gate.version == 1)
+        assert (world.engine.loaded, world.pulled) == ([1], [1])
+
+
+async def test_an_image_whose_file_is_gone_is_mapped_no_more(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path) as world:
+        order = an_order_to_map(theirs, 1)
+        world.want(0, order)
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        theirs.path.unlink()
+
+        world.want(0, order.model_copy(update={"epoch": 2}))
+
+        await world.until(lambda: world.receiver.report.epoch == 2)
+        assert world.reports(ReceiveState.FAILED)
+
+
+async def test_another_image_of_the_same_version_is_not_served(tmp_path: Path) -> None:
+    """A trainer died over a publication, and its successor published another image as this version."""
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order(1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+
+        world.want(1, policy_checksum="0" * 16, weights_url="http://trainer/v1/weights/1")
+
+        await world.until(lambda: world.gate.version == 1)
+        assert (world.engine.loaded, world.pulled) == ([1], [1])
+
+
+async def test_the_image_that_was_committed_is_served(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order(1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+
+        world.want(1, policy_checksum=CHECKSUM, weights_url="http://trainer/v1/weights/1")
+
+        await world.until(lambda: world.gate.version == 1)
+        assert (world.engine.loaded, world.pulled) == ([1], [])
+
+
+async def test_nothing_is_received_into_an_image_whose_file_is_gone(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        for version in (1, 2):
+            world.want(version - 1, an_order(version))
+            await world.until(
+                lambda v=version: world.receiver.report is not None and world.receiver.report.version == v
+            )
+            await world.until(lambda: world.receiver.report.state is not ReceiveState.JOINED)
+            world.want(version)
+            await world.until(lambda v=version: world.gate.version == v)
+        for path in world.endpoint.paths:
+            path.unlink(missing_ok=True)
+
+        world.want(2, an_order(3))
+
+        await world.until(lambda: world.receiver.report.version == 3)
+        await world.until(lambda: world.receiver.report.state is not ReceiveState.JOINED)
+        assert world.reports(ReceiveState.RECEIVED)
+
+
+async def test_no_image_is_reserved_mapped_read_or_freed_on_the_event_loop(
+    tmp_path: Path, theirs: WeightImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(WeightImage, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            if asyncio._get_running_loop() is not None:
+                on_loop.append(name)
+            return original(*args, **named)
+
+        monkeypatch.setattr(WeightImage, name, watched)
+
+    order = an_order_to_map(theirs, 1)
+    for name in ("create", "attach", "checksum", "close"):
+        watch(name)
+    async with a_world(tmp_path) as world:
+        world.want(0, order)
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        world.want(1, an_order(2))
+        await world.until(lambda: world.receiver.report.version == 2 and world.reports(ReceiveState.RECEIVED))
+        other = an_order(3)
+        manifest = other.manifest.model_copy(update={"image_bytes": 128})
+        world.want(2, other.model_copy(update={"manifest": manifest}))
+        await world.until(lambda: world.receiver.report.version == 3 and world.reports(ReceiveState.RECEIVED))
+        world.want(5, weights_url="http://trainer/v1/weights/5")
+        await world.until(lambda: world.gate.version == 5)
+
+    assert on_loop == []
 
 
 async def test_an_epoch_is_joined_once(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Spare images: what is in use or waits is never touched, and a trainer's image is held no longer than needed."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,10 @@ from shared.weights.image import WeightImage
 
 
 @pytest.fixture
-def spares() -> Iterator[StagedImages]:
+async def spares() -> AsyncIterator[StagedImages]:
     made = StagedImages()
     yield made
-    made.close()
+    await made.close()
 
 
 @pytest.fixture
@@ -31,25 +31,27 @@ def is_free(image: WeightImage) -> bool:
         return False
 
 
-def test_an_image_that_waits_or_is_used_is_not_given_away(spares: StagedImages) -> None:
-    with spares.own(64) as waiting:
+async def test_an_image_that_waits_or_is_used_is_not_given_away(spares: StagedImages) -> None:
+    async with spares.own(64) as waiting:
         spares.keep(Spare(1, "c", waiting))
-    with spares.own(64) as used, spares.own(64) as third:
+    async with spares.own(64) as used, spares.own(64) as third:
         assert len({id(waiting), id(used), id(third)}) == 3
-    with spares.own(64) as again:
+    async with spares.own(64) as again:
         assert again in (used, third)
 
 
-def test_an_image_of_another_size_is_replaced(spares: StagedImages) -> None:
-    with spares.own(64) as old:
+async def test_an_image_of_another_size_is_replaced(spares: StagedImages) -> None:
+    async with spares.own(64) as old:
         pass
-    with spares.own(128) as new:
+    async with spares.own(128) as new:
         assert new.image_bytes == 128
         assert not old.path.exists()
 
 
-def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(spares: StagedImages, theirs: WeightImage) -> None:
-    with spares.mapped(theirs.path, 64) as image:
+async def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(
+    spares: StagedImages, theirs: WeightImage
+) -> None:
+    async with spares.mapped(theirs.path, 64) as image:
         assert not is_free(theirs)
         spares.keep(Spare(1, "c", image))
     assert not is_free(theirs)
@@ -60,8 +62,10 @@ def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(spares: Staged
     assert theirs.path.exists()
 
 
-def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(spares: StagedImages, theirs: WeightImage) -> None:
-    with spares.mapped(theirs.path, 64) as image:
+async def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(
+    spares: StagedImages, theirs: WeightImage
+) -> None:
+    async with spares.mapped(theirs.path, 64) as image:
         spares.keep(Spare(1, "c", image))
     with spares.using(image):
         spares.keep(None)
@@ -70,37 +74,41 @@ def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(spares: StagedI
     assert is_free(theirs)
 
 
-def test_an_image_that_was_not_kept_is_let_go(spares: StagedImages, theirs: WeightImage) -> None:
-    with pytest.raises(ValueError, match="wrong checksum"), spares.mapped(theirs.path, 64):
-        raise ValueError("wrong checksum")
+async def test_an_image_that_was_not_kept_is_let_go(spares: StagedImages, theirs: WeightImage) -> None:
+    with pytest.raises(ValueError, match="wrong checksum"):
+        async with spares.mapped(theirs.path, 64):
+            raise ValueError("wrong checksum")
 
     assert is_free(theirs)
 
 
 @pytest.mark.parametrize(("image_bytes", "message"), [(65, "manifest says 65"), (64, "being written")])
-def test_an_image_that_is_not_as_told_is_refused(
+async def test_an_image_that_is_not_as_told_is_refused(
     spares: StagedImages, theirs: WeightImage, image_bytes: int, message: str
 ) -> None:
     if image_bytes == 64:
-        with theirs.writing(), pytest.raises(WeightTransferFailed, match=message), spares.mapped(theirs.path, 64):
-            pass
+        with theirs.writing(), pytest.raises(WeightTransferFailed, match=message):
+            async with spares.mapped(theirs.path, 64):
+                pass
     else:
-        with pytest.raises(WeightTransferFailed, match=message), spares.mapped(theirs.path, image_bytes):
-            pass
+        with pytest.raises(WeightTransferFailed, match=message):
+            async with spares.mapped(theirs.path, image_bytes):
+                pass
     assert is_free(theirs)
 
 
-def test_the_same_image_is_mapped_once(spares: StagedImages, theirs: WeightImage) -> None:
-    with spares.mapped(theirs.path, 64) as first:
+async def test_the_same_image_is_mapped_once(spares: StagedImages, theirs: WeightImage) -> None:
+    async with spares.mapped(theirs.path, 64) as first:
         pass
-    with spares.mapped(theirs.path, 64) as second:
+    async with spares.mapped(theirs.path, 64) as second:
         assert second is first
 
 
-def test_withdrawn_images_are_forgotten(spares: StagedImages, tmp_path: Path) -> None:
+async def test_withdrawn_images_are_forgotten(spares: StagedImages, tmp_path: Path) -> None:
     gone = WeightImage.create(64, directory=tmp_path)
-    with spares.mapped(gone.path, 64) as image:
+    async with spares.mapped(gone.path, 64) as image:
         pass
     gone.close()
-    with WeightImage.create(64, directory=tmp_path) as other, spares.mapped(other.path, 64):
-        assert image.is_closed
+    with WeightImage.create(64, directory=tmp_path) as other:
+        async with spares.mapped(other.path, 64):
+            assert image.is_closed

@@ -41,9 +41,11 @@ class Imported:
     report: Report
     files: Mapping[str, str]
 
-    def may_run(self, *, allow_refused: bool = False) -> bool:
-        """Whether the spec is whole, and nothing that was asked for was refused."""
-        return self.spec is not None and not self.report.problems and (allow_refused or not self.report.refused)
+    def may_run(self, *, allow_refused: bool = False, strict: bool = False) -> bool:
+        """Whether the spec is whole, and nothing that was asked for was refused; if strict, or is unsupported."""
+        is_whole = self.spec is not None and not self.report.problems
+        is_done = not (strict and self.report.unsupported)
+        return is_whole and is_done and (allow_refused or not self.report.refused)
 
 
 def build(
@@ -198,16 +200,26 @@ def _verdict(
         if row.is_judged or asks_for_nothing(row, each.value, source):
             return Verdict.IGNORED, f"asks for nothing at this value; others are refused: {row.reason}", {}
         return Verdict.REFUSED, row.reason, {}
-    if row.verdict is Verdict.IGNORED:
-        return Verdict.IGNORED, row.reason, {}
+    if each.spelling in source.set_aside:
+        return Verdict.UNSUPPORTED, source.set_aside[each.spelling], {}
+    if row.verdict in {Verdict.IGNORED, Verdict.UNSUPPORTED}:
+        asks = not asks_for_nothing(row, each.value, source)
+        return _without_effect(row.verdict, row.reason, asks=asks)
     if row.name not in source.read and not row.is_tree:
-        return Verdict.IGNORED, f"has no effect beside the other parameters here ({row.reason})", {}
+        why = f"has no effect beside the other parameters here ({row.reason})"
+        return _without_effect(row.unread, why, asks=not any(same(each.value, known) for known in row.harmless))
     found = {target: look_up(resolved, target) for target in row.targets}
     return row.verdict, row.reason, {target: value for target, value in found.items() if value is not UNSET}
 
 
+def _without_effect(verdict: Verdict, reason: str, *, asks: bool) -> tuple[Verdict, str, dict[str, Any]]:
+    if verdict is Verdict.UNSUPPORTED and not asks:
+        return Verdict.IGNORED, f"asks for nothing at this value; others are unsupported: {reason}", {}
+    return verdict, reason, {}
+
+
 def asks_for_nothing(row: Parameter, value: Any, source: Source) -> bool:
-    """Say whether a refused parameter has a value at which there is nothing to refuse."""
+    """Say whether a refused or unsupported parameter has a value that asks for nothing."""
     default = source.value(row.default.name) if isinstance(row.default, Inherit) else row.default
     return any(same(value, each) for each in (default, *row.harmless) if each is not UNSET)
 

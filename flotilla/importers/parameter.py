@@ -34,7 +34,9 @@ class Verdict(StrEnum):
     TRANSLATED = "translated"
     """It becomes a setting of another form, alone or with others."""
     IGNORED = "ignored"
-    """It cannot matter here."""
+    """It has no meaning here, or asks for nothing."""
+    UNSUPPORTED = "unsupported"
+    """It asks for a way to run that the fleet does not have; what is computed is the same."""
     REFUSED = "refused"
     """The fleet does not do it."""
 
@@ -60,7 +62,8 @@ class Parameter:
         translate: makes the value of its only target; None where a rule does.
         example: a value other than the default that changes every target.
         context: further parameters under which the example shows.
-        harmless: values of a refused parameter that ask for nothing, besides the default.
+        harmless: values of a refused or unsupported parameter that ask for nothing, besides the default.
+        unread: the verdict where the other parameters leave it without effect.
         is_judged: whether a rule alone says when a refused parameter asks for something.
         is_tree: whether names below it (``name.anything``) belong to it.
         is_secret: whether its value must never be shown.
@@ -77,6 +80,7 @@ class Parameter:
     example: Any = UNSET
     context: Mapping[str, Any] = field(default_factory=dict)
     harmless: tuple[Any, ...] = ()
+    unread: Verdict = Verdict.IGNORED
     is_judged: bool = False
     is_tree: bool = False
     is_secret: bool = False
@@ -125,9 +129,35 @@ def translated(
 
 
 def ignored(reason: str, *names: str, is_tree: bool = False, is_secret: bool = False) -> tuple[Parameter, ...]:
-    """Make rows that cannot matter here, for one and the same reason."""
+    """Make rows that have no meaning here, for one and the same reason."""
     return tuple(
         Parameter(name=name, verdict=Verdict.IGNORED, reason=reason, is_tree=is_tree, is_secret=is_secret)
+        for name in names
+    )
+
+
+NOTHING: Final[tuple[Any, ...]] = (None, False, {}, [])
+"""Values that ask for nothing, of whatever could be asked for."""
+
+
+def unsupported(
+    reason: str,
+    *names: str,
+    is_tree: bool = False,
+    default: Any = UNSET,
+    harmless: tuple[Any, ...] = (),
+    nothing: tuple[Any, ...] = NOTHING,
+) -> tuple[Parameter, ...]:
+    """Make rows that ask for a way to run, unless their value is the default, harmless, or nothing at all."""
+    return tuple(
+        Parameter(
+            name=name,
+            verdict=Verdict.UNSUPPORTED,
+            reason=reason,
+            is_tree=is_tree,
+            default=default,
+            harmless=(*nothing, *harmless),
+        )
         for name in names
     )
 

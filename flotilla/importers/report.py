@@ -63,6 +63,11 @@ class Report:
         """The entries that make the import fail."""
         return [entry for entry in self.entries if entry.verdict is Verdict.REFUSED]
 
+    @property
+    def unsupported(self) -> list[Entry]:
+        """The entries that ask for what is not done, without a change to what is trained."""
+        return [entry for entry in self.entries if entry.verdict is Verdict.UNSUPPORTED]
+
     def counts(self) -> dict[str, int]:
         """Count the entries by verdict."""
         found = Counter(entry.verdict.value for entry in self.entries)
@@ -81,7 +86,10 @@ class Report:
             lines += ["", f"problems ({len(self.problems)})"]
             lines += [wrapped for problem in self.problems for wrapped in _wrapped(problem, "  ")]
         total = ", ".join(f"{number} {verdict}" for verdict, number in self.counts().items())
-        return "\n".join([f"import from {self.system}: {total}", *lines]) + "\n"
+        head = [f"import from {self.system}: {total}"]
+        if self.unsupported:
+            head.append(f"{len(self.unsupported)} asked for and not done: see unsupported")
+        return "\n".join([*head, *lines]) + "\n"
 
 
 def _lines_of(entry: Entry) -> list[str]:

@@ -50,6 +50,7 @@ class Source:
         self.rows = rows
         self.read: set[str] = set()
         self.refusals: dict[str, str] = {}
+        self.set_aside: dict[str, str] = {}
         self.missing: list[str] = []
         self.files: dict[str, str] = {}
 
@@ -102,6 +103,10 @@ class Source:
     def refuse_written(self, spelling: str, why: str) -> None:
         """Refuse a parameter of a tree, by its name as written."""
         self.refusals.setdefault(spelling, why)
+
+    def put_aside(self, spelling: str, why: str) -> None:
+        """Call a parameter of a tree unsupported, by its name as written."""
+        self.set_aside.setdefault(spelling, why)
 
     def lack(self, what: str) -> None:
         """Say what must be known and is not."""

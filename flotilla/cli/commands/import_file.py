@@ -41,6 +41,7 @@ def _options(parser: argparse.ArgumentParser, system: str) -> None:
     parser.add_argument("--rows", type=int, help="rows of the training data, where its passes must become steps")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
     parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
+    parser.add_argument("--strict", action="store_true", help="fail on what is unsupported, too")
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.set_defaults(function=import_file, system=system)
 
@@ -48,11 +49,11 @@ def _options(parser: argparse.ArgumentParser, system: str) -> None:
 async def import_file(arguments: argparse.Namespace) -> int:
     """Import one launch file: the spec to a file or standard output, the report beside it."""
     imported = _imported(arguments)
-    is_whole = imported.may_run(allow_refused=arguments.allow_refused)
+    is_whole = imported.may_run(allow_refused=arguments.allow_refused, strict=arguments.strict)
     report = sys.stdout if arguments.output else sys.stderr
     report.write(_report(imported, arguments.json))
     if not is_whole:
-        sys.stderr.write(_why_not(imported))
+        sys.stderr.write(_why_not(imported, strict=arguments.strict))
         return 1
     document = HEADER.format(system=arguments.system) + _yaml(imported.document)
     if arguments.output is None:
@@ -97,9 +98,11 @@ def _report(imported: Imported, as_json: bool) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def _why_not(imported: Imported) -> str:
+def _why_not(imported: Imported, *, strict: bool) -> str:
+    unsupported = len(imported.report.unsupported) if strict else 0
     refused, problems = len(imported.report.refused), len(imported.report.problems)
     parts = [f"{refused} refused (--allow-refused goes on without)"] if refused else []
+    parts += [f"{unsupported} unsupported (accepted without --strict)"] if unsupported else []
     parts += [f"{problems} to settle"] if problems else []
     return f"flotilla: no spec was made: {', '.join(parts)}; the report says what\n"
 

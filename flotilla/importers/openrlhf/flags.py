@@ -1,13 +1,18 @@
 """Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
 
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
 
-PLACEMENT = "services are separate processes; where they run changes speed, not what is computed"
-SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
+PLACEMENT = "each service has devices of its own: this changes speed, not what is computed"
+SHARDING = (
+    "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
+    "what is computed"
+)
 ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
+ROLES = ("actor", "critic", "ref", "reward")
 WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 
@@ -28,7 +33,7 @@ MODELS: tuple[Parameter, ...] = (
           ("--target_modules", "all-linear", "--ds.lora.target_modules"))),
     refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
     refused("--enable_ema", "no moving average of the weights is kept", default=False),
-    *ignored("which kernel computes attention changes speed and memory, not what is computed",
+    *unsupported(KERNELS,
              "--attn_implementation", "--ds.attn_implementation", "--flash_attn", "--gradient_checkpointing",
              "--actor.gradient_checkpointing_enable", "--gradient_checkpointing_use_reentrant"),
 )  # fmt: skip
@@ -95,14 +100,15 @@ SAMPLING: tuple[Parameter, ...] = (
                example=4, translate=lambda value: max(value or 1, 1), aliases=("--vllm.num_engines",)),
     refused("--agent_func_path", "episodes are single turns; an agent of your own would have to call the model itself",
             default=None, aliases=("--train.agent_func_path",)),
-    *ignored(ENGINE, "--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size", "--vllm_gpu_memory_utilization",
+    *unsupported(ENGINE, "--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size", harmless=(1,)),
+    *unsupported(ENGINE, "--vllm_gpu_memory_utilization",
              "--vllm.gpu_memory_utilization", "--enforce_eager", "--vllm.enforce_eager", "--enable_prefix_caching",
              "--vllm.enable_prefix_caching", "--vllm_enable_sleep", "--vllm.enable_sleep",
              "--vllm_generate_batch_size", "--rollout.vllm_generate_batch_size"),
     translated("--vllm_sync_backend", "asynchrony.publication.transport", text,
                "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={},
                aliases=("--vllm.sync_backend",)),
-    *ignored("weights never travel through Ray here", "--vllm_sync_with_ray", "--vllm.sync_with_ray"),
+    *unsupported("weights never travel through Ray here", "--vllm_sync_with_ray", "--vllm.sync_with_ray"),
 )  # fmt: skip
 
 BATCHES: tuple[Parameter, ...] = (
@@ -130,7 +136,8 @@ BATCHES: tuple[Parameter, ...] = (
                default=1, context={"--max_steps": None}, aliases=("--train.num_episodes",)),
     translated("--max_steps", "optimisation.steps", integer, "steps; wins over num_episodes", example=20,
                default=None),
-    *ignored("log-probabilities do not depend on how they are cut into batches", "--micro_rollout_batch_size",
+    *unsupported("one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut",
+                 "--micro_rollout_batch_size",
              "--rollout.micro_batch_size", "--rollout_max_tokens_per_gpu", "--rollout.max_tokens_per_gpu"),
 )  # fmt: skip
 
@@ -162,7 +169,7 @@ RUNNING: tuple[Parameter, ...] = (
             aliases=("--ckpt.max_num",)),
     refused("--load_checkpoint", "an experiment goes on from its own checkpoints only, by itself: to begin from other "
             "weights, set --pretrain to their directory", default=False, aliases=("--ckpt.load_enable",)),
-    *ignored("the fleet keeps an experiment's files under its own data directory", "--save_path",
+    *unsupported("the fleet keeps an experiment's files under its own data directory", "--save_path",
              "--ckpt.output_dir", "--ckpt_path", "--ckpt.path"),
     *ignored("a checkpoint is always a Hugging Face directory", "--save_hf_ckpt", "--ckpt.save_hf",
              "--disable_ds_ckpt", "--ckpt.disable_ds"),
@@ -177,15 +184,15 @@ RUNNING: tuple[Parameter, ...] = (
                context=WANDB, aliases=("--logger.wandb.group",)),
     translated("--use_tensorboard", "tracking.trackers", text, "directory of tensorboard, one folder per experiment",
                example="runs", default=None, aliases=("--logger.tensorboard_dir",)),
-    *ignored(PLACEMENT, *(f"--{role}_{what}" for role in ("actor", "critic", "ref", "reward")
-                          for what in ("num_nodes", "num_gpus_per_node")),
-             *(f"--{role}.{what}" for role in ("actor", "critic", "ref", "reward")
-               for what in ("num_nodes", "num_gpus_per_node")),
-             "--colocate_all_models", "--train.colocate_all", "--colocate_actor_ref", "--train.colocate_actor_ref",
-             "--colocate_critic_reward", "--train.colocate_critic_reward"),
-    *ignored(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
-             "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm",
-             "--ds_tensor_parallel_size", "--ds.tensor_parallel_size", "--ring_attn_size", "--ds.ring_attn_size",
-             "--ring_head_stride", "--ds.ring_attn_head_stride", "--ref_reward_offload", "--ref.offload",
-             "--reward.offload", "--bf16", "--local_rank", "--zpg", "--grad_accum_dtype", "--use_ds_universal_ckpt"),
+    *unsupported(PLACEMENT, *(f"--{role}{dot}{what}" for role in ROLES for what in ("num_nodes", "num_gpus_per_node")
+                              for dot in "_."), harmless=(1,)),
+    *unsupported(PLACEMENT, "--colocate_all_models", "--train.colocate_all", "--colocate_actor_ref",
+                 "--train.colocate_actor_ref", "--colocate_critic_reward", "--train.colocate_critic_reward"),
+    *unsupported(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
+                 "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm", "--ref_reward_offload",
+                 "--ref.offload", "--reward.offload", "--grad_accum_dtype", "--use_ds_universal_ckpt"),
+    *unsupported(SHARDING, "--ds_tensor_parallel_size", "--ds.tensor_parallel_size", "--ring_attn_size",
+                 "--ds.ring_attn_size", "--ring_head_stride", "--ds.ring_attn_head_stride", "--zpg", harmless=(1,)),
+    *ignored("bfloat16 is what --param_dtype is by itself", "--bf16"),
+    *ignored("a launcher's own, of the processes that it starts", "--local_rank"),
 )  # fmt: skip

@@ -1,15 +1,19 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
-from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated
+from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, integer, number, text, texts, unchanged
 
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
-PLACEMENT = "services register themselves; where they run changes speed, not what is computed"
-SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
+PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
+SHARDING = (
+    "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
+    "what is computed"
+)
 ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
-CUTTING = "log-probabilities do not depend on how they are cut into batches"
+CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
+KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ENVIRONMENTS = "episodes are single turns: there are no environments here"
 TRAIN = "actor_train"
 INFER = "actor_infer"
@@ -47,12 +51,13 @@ RUN: tuple[Parameter, ...] = (
     *ignored("a run of wandb bears the experiment's name, exp_name", "tracker_kwargs.name"),
     refused("tracker_kwargs", "of a tracker's options log_dir and project are offered", default={}, harmless=(None,),
             is_tree=True, is_secret=True),
-    *ignored(DIRECTORY, "output_dir", "logging_dir"),
-    *ignored(DIRECTORY, "checkpoint_config", is_tree=True),
+    *unsupported(DIRECTORY, "output_dir", "logging_dir"),
+    *unsupported(DIRECTORY, "checkpoint_config", is_tree=True),
     *ignored("every step is recorded", "logging_steps"),
-    *ignored("every call has a deadline of its own kind", "rpc_timeout"),
+    *unsupported("every call has a deadline of its own kind", "rpc_timeout"),
     *ignored("only read by the agentic pipeline, which evaluates on environments", "val_batch_size"),
-    *ignored(PLACEMENT, "local_rank", "num_nodes", "num_gpus_per_node"),
+    *ignored("a launcher's own, of the processes that it starts", "local_rank"),
+    *unsupported(PLACEMENT, "num_nodes", "num_gpus_per_node", harmless=(1,)),
     *ignored("requests are always scheduled one by one", "generate_opt_level", "is_num_return_sequences_expand"),
     *ignored("Hydra's own: it does not reach the pipeline", "hydra", is_tree=True),
     *ignored("the files that it names are read with this one; ROLL's own are known", "defaults"),
@@ -189,12 +194,14 @@ BACKEND = (
 SERVING = ("gpu_memory_utilization", "block_size", "max_model_len", "load_format", "mem_fraction_static")
 
 BACKENDS: tuple[Parameter, ...] = (
-    *ignored(SHARDING, *(f"{TRAIN}.{CONFIG}.{name}" for name in BACKEND), f"{TRAIN}.strategy_args.strategy_name",
-             f"{TRAIN}.model_args.disable_gradient_checkpointing", f"{TRAIN}.model_args.attn_implementation",
-             f"{TRAIN}.training_args.dataloader_num_workers"),
-    *ignored(SHARDING, f"{TRAIN}.strategy_args", f"{TRAIN}.{CONFIG}", "offload_nccl", is_tree=True),
-    *ignored(ENGINE, *(f"{INFER}.{CONFIG}.{name}" for name in SERVING), f"{INFER}.strategy_args.strategy_name"),
-    *ignored(ENGINE, f"{INFER}.strategy_args", f"{INFER}.{CONFIG}", is_tree=True),
+    *unsupported(SHARDING, *(f"{TRAIN}.{CONFIG}.{name}" for name in BACKEND), f"{TRAIN}.strategy_args.strategy_name",
+             f"{TRAIN}.offload_nccl", f"{INFER}.offload_nccl", "reference.offload_nccl"),
+    *unsupported(KERNELS, f"{TRAIN}.model_args.disable_gradient_checkpointing", default=True, nothing=(None,)),
+    *unsupported(KERNELS, f"{TRAIN}.model_args.attn_implementation", f"{TRAIN}.model_args.flash_attn"),
+    *ignored("how rows are loaded does not change them", f"{TRAIN}.training_args.dataloader_num_workers"),
+    *unsupported(SHARDING, f"{TRAIN}.strategy_args", f"{TRAIN}.{CONFIG}", "offload_nccl", is_tree=True, harmless=(1,)),
+    *unsupported(ENGINE, *(f"{INFER}.{CONFIG}.{name}" for name in SERVING), f"{INFER}.strategy_args.strategy_name"),
+    *unsupported(ENGINE, f"{INFER}.strategy_args", f"{INFER}.{CONFIG}", is_tree=True, harmless=(1,)),
     *ignored("the engine's model is the trainer's: its weights arrive from there", f"{INFER}.model_args",
              is_tree=True),
     refused("reference.model_args.model_name_or_path", "the reference is the policy before its first step: leave it "
@@ -203,13 +210,14 @@ BACKENDS: tuple[Parameter, ...] = (
             default=Inherit(f"{TRAIN}.model_args.dtype")),
     *ignored("the reference is the policy before its first step, in the same element type", "reference.model_args",
              is_tree=True),
-    *ignored(CUTTING, f"{TRAIN}.infer_batch_size", f"{INFER}.infer_batch_size", "reference.infer_batch_size",
+    *unsupported(CUTTING, f"{TRAIN}.infer_batch_size", f"{INFER}.infer_batch_size", "reference.infer_batch_size",
              "critic.infer_batch_size"),
-    *ignored(PLACEMENT, f"{INFER}.device_mapping", f"{INFER}.num_gpus_per_worker", f"{INFER}.world_size",
+    *unsupported(PLACEMENT, f"{INFER}.device_mapping", f"{INFER}.num_gpus_per_worker", f"{INFER}.world_size",
              f"{TRAIN}.world_size", f"{TRAIN}.num_gpus_per_worker", "reference.device_mapping",
-             "reference.strategy_args.strategy_name", "reference.world_size", "critic.device_mapping"),
-    *ignored(SHARDING, "reference.strategy_args", f"reference.{CONFIG}", "critic.strategy_args", is_tree=True),
-    *ignored(SHARDING, f"reference.{CONFIG}.tensor_model_parallel_size"),
+             "reference.strategy_args.strategy_name", "reference.world_size", "critic.device_mapping", harmless=(1,)),
+    *unsupported(SHARDING, "reference.strategy_args", f"reference.{CONFIG}", "critic.strategy_args", is_tree=True,
+                 harmless=(1,)),
+    *unsupported(SHARDING, f"reference.{CONFIG}.tensor_model_parallel_size", harmless=(1,)),
     *ignored("the order of messages in the template is the tokenizer's own", "reference.data_args", is_tree=True),
     *ignored("the validation worker is the reward service", "validation.data_args.template"),
 )  # fmt: skip

@@ -246,7 +246,9 @@ def rewards(source: Source) -> Fields:
         domain, option = (match[1], match[2]) if match else ("", "")
         if option in {"worker_cls", "tag_included"}:
             workers.setdefault(domain, {})[option] = value
-        elif option.partition(".")[0] not in PLACED | {"query_filter_config"}:
+        elif option.partition(".")[0] in PLACED:
+            source.put_aside(spelling, "where and how a grader runs is the reward services' own matter")
+        elif option.partition(".")[0] != "query_filter_config":
             source.refuse_written(
                 spelling, "of a domain only worker_cls, tag_included and query_filter_config are offered"
             )

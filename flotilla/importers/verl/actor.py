@@ -1,6 +1,15 @@
 """Rows of verl's model, actor, reference and critic sections."""
 
-from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from flotilla.importers.parameter import (
+    Inherit,
+    Parameter,
+    Verdict,
+    applied,
+    ignored,
+    refused,
+    translated,
+    unsupported,
+)  # fmt: skip
 from flotilla.importers.values import count, flag, integer, number, share, text
 
 MODEL = "actor_rollout_ref.model"
@@ -8,10 +17,16 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 OPTIM = f"{ACTOR}.optim"
 
-SHARDING = "how a trainer shards, keeps or moves its model changes speed and memory, not what is computed"
-KERNELS = "which kernel computes it changes speed and memory, not what is computed"
-MICRO = "denominators are those of the whole mini-batch, so that micro-batches do not change the loss"
-PROFILING = "read by a profiler that trainer.profile_steps, which is refused, would start"
+SHARDING = (
+    "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
+    "what is computed"
+)
+KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
+MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
+CUTTING = "optimisation.micro_batch_tokens alone bounds a pass: log-probabilities do not depend on how they are cut"
+PACKING = "sequences are packed without padding where that is cheaper: optimisation.packing"
+PROFILING = "there is no profiler here"
+FOLDER = "the fleet keeps an experiment's files under its own data directory"
 WITH_GAE = {"algorithm.adv_estimator": "gae"}
 DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 CLIP_COV = {f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}
@@ -35,15 +50,18 @@ MODEL_ROWS: tuple[Parameter, ...] = (
     refused(f"{MODEL}.custom_chat_template", "the chat template is the tokenizer's: put it into the model's directory",
             default=None),
     *ignored("only read with lora_rank, which is refused", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
-    *ignored(KERNELS, f"{MODEL}.override_config.attn_implementation", f"{MODEL}.enable_gradient_checkpointing",
-             f"{MODEL}.enable_activation_offload", f"{MODEL}.use_remove_padding", f"{MODEL}.use_liger",
-             f"{MODEL}.use_fused_kernels", f"{MODEL}.fused_kernel_options.impl_backend"),
+    *unsupported(KERNELS, f"{MODEL}.override_config.attn_implementation", f"{MODEL}.enable_gradient_checkpointing",
+             f"{MODEL}.enable_activation_offload", f"{MODEL}.use_liger", f"{MODEL}.use_fused_kernels",
+             f"{MODEL}.fused_kernel_options.impl_backend"),
+    *ignored(PACKING, f"{MODEL}.use_remove_padding"),
     *ignored("how the model's files are read does not change them", f"{MODEL}.use_shm"),
-    *ignored("trainer and rollouts are always separate here; what is computed is the same",
+    *unsupported("trainer and rollouts never share devices in turns: they run side by side",
              "actor_rollout_ref.hybrid_engine"),
 )  # fmt: skip
 
-COMPUTED_IN = (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")
+COMPUTED_IN = (
+    f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.megatron.dtype",
+)  # fmt: skip
 
 ACTOR_ROWS: tuple[Parameter, ...] = (
     translated(f"{ACTOR}.ppo_mini_batch_size",
@@ -58,7 +76,8 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
                "chooses whether tokens or rows bound a forward pass", example=True, default=False,
                context={f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}),
     translated(f"{ACTOR}.ulysses_sequence_parallel_size", "optimisation.micro_batch_tokens", count,
-               "multiplies verl's token budget; nothing is split here", example=2, default=1, context=DYNAMIC),
+               "multiplies verl's token budget; nothing is split here", example=2, default=1, context=DYNAMIC,
+               harmless=(1,), unread=Verdict.UNSUPPORTED),
     applied(f"{ACTOR}.grad_clip", "optimisation.max_grad_norm", number, "bound of the gradient's norm",
             example=0.5, default=1.0, context={}),
     translated(f"{ACTOR}.clip_ratio", ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"), number,
@@ -113,32 +132,35 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
     refused(f"{ACTOR}.policy_loss", "of the policy loss loss_mode and the options of clip_cov, kl_cov and dro are "
             "offered", is_tree=True),
     *ignored("what shuffle draws depends on the experiment's seed and the step", f"{ACTOR}.data_loader_seed"),
-    *ignored(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
-    *ignored(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
+    *unsupported(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
+    *unsupported(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
              f"{ACTOR}.entropy_checkpointing"),
-    *ignored(SHARDING, f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
+    *unsupported(SHARDING, f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
              f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload",
              f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
-             f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.fsdp_config.forward_prefetch"),
+             f"{ACTOR}.fsdp_config.forward_prefetch"),
+    *unsupported(SHARDING, f"{ACTOR}.fsdp_config.fsdp_size", default=-1, harmless=(1,)),
     refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
             "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
     *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",
               default=Inherit("actor_rollout_ref.rollout.dtype"), is_judged=True) for name in COMPUTED_IN),
-    *ignored(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True),
+    *unsupported(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True,
+                 harmless=(1, -1)),
     *ignored("a checkpoint always holds the model in Hugging Face format, the optimiser, and all it takes to go on",
              f"{ACTOR}.checkpoint.save_contents", f"{ACTOR}.checkpoint.load_contents"),
-    *ignored(PROFILING, f"{ACTOR}.profiler.discrete", f"{ACTOR}.profiler.all_ranks", f"{ACTOR}.profiler.ranks"),
+    *unsupported(PROFILING, f"{ACTOR}.profiler.discrete", f"{ACTOR}.profiler.all_ranks", f"{ACTOR}.profiler.ranks"),
 )  # fmt: skip
 
 REFERENCE_ROWS: tuple[Parameter, ...] = (
-    *ignored(SHARDING, f"{REF}.strategy", f"{REF}.fsdp_config.param_offload",
+    *unsupported(SHARDING, f"{REF}.strategy", f"{REF}.fsdp_config.param_offload",
              f"{REF}.fsdp_config.reshard_after_forward", f"{REF}.fsdp_config.forward_prefetch",
-             f"{REF}.fsdp_config.wrap_policy.min_num_params", f"{REF}.ulysses_sequence_parallel_size"),
-    *ignored(SHARDING, f"{REF}.fsdp_config", is_tree=True),
-    *ignored("log-probabilities do not depend on how they are cut into batches", f"{REF}.log_prob_micro_batch_size",
+             f"{REF}.fsdp_config.wrap_policy.min_num_params"),
+    *unsupported(SHARDING, f"{REF}.ulysses_sequence_parallel_size", default=1),
+    *unsupported(SHARDING, f"{REF}.fsdp_config", is_tree=True, harmless=(1, -1)),
+    *unsupported(CUTTING, f"{REF}.log_prob_micro_batch_size",
              f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_use_dynamic_bsz",
              f"{REF}.log_prob_max_token_len_per_gpu"),
-    *ignored(PROFILING, f"{REF}.profiler.discrete", f"{REF}.profiler.all_ranks", f"{REF}.profiler.ranks"),
+    *unsupported(PROFILING, f"{REF}.profiler.discrete", f"{REF}.profiler.all_ranks", f"{REF}.profiler.ranks"),
 )  # fmt: skip
 
 CRITIC_ROWS: tuple[Parameter, ...] = (
@@ -154,12 +176,14 @@ CRITIC_ROWS: tuple[Parameter, ...] = (
             default=Inherit(f"{ACTOR}.ppo_epochs")),
     refused("critic.model.path", "the critic is the policy's body with a head for values: leave it out",
             default=Inherit(f"{MODEL}.path")),
-    *ignored(MICRO, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size",
+    *unsupported(MICRO, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size",
              "critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu",
              "critic.forward_micro_batch_size_per_gpu", "critic.forward_micro_batch_size"),
-    *ignored(SHARDING, "critic.strategy", "critic.ulysses_sequence_parallel_size"),
-    *ignored(SHARDING, "critic.model.fsdp_config", "critic.model.enable_gradient_checkpointing",
-             "critic.model.use_remove_padding", "critic.megatron", is_tree=True),
+    *unsupported(SHARDING, "critic.strategy"),
+    *unsupported(SHARDING, "critic.ulysses_sequence_parallel_size", default=1),
+    *ignored(PACKING, "critic.model.use_remove_padding"),
+    *unsupported(KERNELS, "critic.model.enable_gradient_checkpointing"),
+    *unsupported(SHARDING, "critic.model.fsdp_config", "critic.megatron", is_tree=True, harmless=(1, -1)),
 )  # fmt: skip
 
 OPTIM_ROWS: tuple[Parameter, ...] = (
@@ -180,6 +204,9 @@ OPTIM_ROWS: tuple[Parameter, ...] = (
                example=[0.9, 0.95], default=[0.9, 0.999], translate=lambda value: value),
     refused(f"{OPTIM}.num_cycles", "cosine falls once: leave it at 0.5", default=0.5),
     refused(f"{OPTIM}.optimizer", "the optimiser is AdamW", default="AdamW", harmless=("adam", "adamw")),
+    *unsupported(SHARDING, *(f"{OPTIM}.override_optimizer_config.{name}" for name in (
+        "optimizer_offload_fraction", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer"))),
     refused(f"{OPTIM}.override_optimizer_config", "the optimiser is AdamW with betas, weight_decay and lr",
             default=None, harmless=({},), is_tree=True),
     *ignored("the schedule always runs over all steps of the experiment", f"{OPTIM}.total_training_steps"),

@@ -1,6 +1,6 @@
 """Rows of verl's ``algorithm`` and reward sections."""
 
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.values import count, flag, number, text, unchanged
 from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
 
@@ -53,8 +53,8 @@ ALGORITHM_ROWS: tuple[Parameter, ...] = (
                example="max_min", default="pow", context=FILTERED),
     applied(f"{ALGORITHM}.pf_ppo.weight_pow", "algorithm.resampling.power", number, "exponent of pow", example=3.0,
             default=2.0, context=FILTERED),
-    *ignored("the feeder's admission budget bounds what is in flight",
-             f"{ALGORITHM}.filter_groups.max_inflight_gen_batches"),
+    *unsupported("the feeder's admission budget bounds what is in flight",
+                 f"{ALGORITHM}.filter_groups.max_inflight_gen_batches", default=1),
 )  # fmt: skip
 
 LEGACY_ROWS: tuple[Parameter, ...] = (
@@ -141,15 +141,15 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     *ignored("only read with sandbox_fusion.url, which is refused", f"{RM}.sandbox_fusion.max_concurrent",
              f"{RM}.sandbox_fusion.memory_limit_mb"),
     *ignored("logs the penalty, which is always done", f"{OVERLONG}.log", *_buffer("log")),
-    *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async",
-             "reward.num_workers"),
+    *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async"),
+    *unsupported("how many grade is the reward services' own matter", "reward.num_workers"),
     *ignored(MODEL_ONLY, f"{RM}.model.input_tokenizer", f"{RM}.model.path", f"{RM}.model.external_lib",
              f"{RM}.model.use_shm", f"{RM}.model.trust_remote_code", f"{RM}.micro_batch_size_per_gpu",
              f"{RM}.max_length", f"{RM}.use_dynamic_bsz", f"{RM}.forward_max_token_len_per_gpu"),
-    *ignored(SHARDING, f"{RM}.strategy", f"{RM}.model.fsdp_config.wrap_policy.min_num_params",
+    *unsupported(SHARDING, f"{RM}.strategy", f"{RM}.model.fsdp_config.wrap_policy.min_num_params",
              f"{RM}.model.fsdp_config.min_num_params", f"{RM}.model.fsdp_config.param_offload",
              f"{RM}.model.fsdp_config.reshard_after_forward", f"{RM}.model.fsdp_config.fsdp_size",
              f"{RM}.model.fsdp_config.forward_prefetch"),
-    *ignored(KERNELS, f"{RM}.model.use_remove_padding", f"{RM}.model.use_fused_kernels"),
-    *ignored(PROFILING, f"{RM}.profiler.discrete"),
+    *unsupported(KERNELS, f"{RM}.model.use_remove_padding", f"{RM}.model.use_fused_kernels"),
+    *unsupported(PROFILING, f"{RM}.profiler.discrete"),
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated
+from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.values import count, flag, integer, number, text, texts
+from flotilla.importers.verl.actor import CUTTING
 from flotilla.importers.verl.launch import MODULE
 
 TEMPLATE = "data.apply_chat_template_kwargs"
@@ -80,6 +81,7 @@ DATA: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
+ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
 SINGLE = "episodes are single turns, without tools or a simulated user: leave it out"
 TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("max_turns", None, ()), ("max_assistant_turns", None, ()), ("max_user_turns", None, ()),
@@ -150,19 +152,21 @@ ROLLOUT: tuple[Parameter, ...] = (
     *ignored("only names what agent.custom_async_server.path, which is refused, would load",
              f"{ROLLOUT_NAME}.agent.custom_async_server.name"),
     *ignored("the sampler's log-probabilities are always recorded", f"{ROLLOUT_NAME}.calculate_log_probs"),
-    *ignored("the fleet samples with its own engine, from the same distribution: this changes speed and memory",
-             f"{ROLLOUT_NAME}.name", f"{ROLLOUT_NAME}.mode", f"{ROLLOUT_NAME}.gpu_memory_utilization",
+    *unsupported(ENGINE,
+             f"{ROLLOUT_NAME}.name", f"{ROLLOUT_NAME}.gpu_memory_utilization",
              f"{ROLLOUT_NAME}.free_cache_engine", f"{ROLLOUT_NAME}.load_format", f"{ROLLOUT_NAME}.enforce_eager",
              f"{ROLLOUT_NAME}.max_num_batched_tokens", f"{ROLLOUT_NAME}.enable_chunked_prefill",
              f"{ROLLOUT_NAME}.enable_prefix_caching", f"{ROLLOUT_NAME}.disable_log_stats",
-             f"{ROLLOUT_NAME}.layered_summon", f"{ROLLOUT_NAME}.data_parallel_size",
-             f"{ROLLOUT_NAME}.pipeline_model_parallel_size", f"{ROLLOUT_NAME}.agent.num_workers"),
-    *ignored("the fleet samples with its own engine, from the same distribution: this changes speed and memory",
+             f"{ROLLOUT_NAME}.layered_summon", f"{ROLLOUT_NAME}.agent.num_workers"),
+    *unsupported(ENGINE, f"{ROLLOUT_NAME}.mode", default="async"),
+    *unsupported(ENGINE, f"{ROLLOUT_NAME}.data_parallel_size", f"{ROLLOUT_NAME}.pipeline_model_parallel_size",
+                 f"{ROLLOUT_NAME}.expert_parallel_size", default=1),
+    *unsupported(ENGINE,
              f"{ROLLOUT_NAME}.engine_kwargs", f"{ROLLOUT_NAME}.engine_kwargs.vllm",
              f"{ROLLOUT_NAME}.engine_kwargs.sglang", is_tree=True),
-    *ignored("the fleet samples with its own engine, from the same distribution: this changes speed and memory",
+    *unsupported(ENGINE,
              f"{ROLLOUT_NAME}.engine_kwargs.sglang.attention_backend"),
-    *ignored("log-probabilities do not depend on how they are cut into batches",
+    *unsupported(CUTTING,
              f"{ROLLOUT_NAME}.log_prob_micro_batch_size", f"{ROLLOUT_NAME}.log_prob_micro_batch_size_per_gpu",
              f"{ROLLOUT_NAME}.log_prob_use_dynamic_bsz", f"{ROLLOUT_NAME}.log_prob_max_token_len_per_gpu"),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from flotilla.importers.hydra import apply_hydra_overrides, as_given, problem
 from flotilla.importers.parameter import UNSET, Inherit, System, ignored, make_system
 from flotilla.importers.shell import NAME, read_script
 from flotilla.importers.source import Given
-from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, rules, trainer
+from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, trainer
 
 OWN = frozenset(
     {*launch.OWN, "dp_actor", "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model",
@@ -23,9 +23,9 @@ VERL: System = make_system(
     "verl",
     (
         data.DATA, data.ROLLOUT, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS, actor.CRITIC_ROWS,
-        actor.OPTIM_ROWS, actor.MEGATRON_ROWS, algorithm.ALGORITHM_ROWS, algorithm.LEGACY_ROWS,
-        algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS, trainer.ASYNC_ROWS,
-        trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
+        actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, algorithm.ALGORITHM_ROWS,
+        algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
+        trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
         ignored("names the class that verl reads a section into", "_target_"),
     ),
     rules=(

@@ -1,16 +1,15 @@
 """Rows of verl's ``trainer`` section, its fully asynchronous trainer, Ray, and what is no reinforcement learning."""
 
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.values import count, flag, integer, number, text, texts
-from flotilla.importers.verl.actor import ACTOR, PROFILING
+from flotilla.importers.verl.actor import ACTOR, FOLDER, PROFILING
 from flotilla.importers.verl.launch import MODULE
 
 ASYNC = "async_training"
 ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
-DEVICES = "batch sizes are global: the number of devices changes speed, not what is computed"
-NSIGHT = "an option of a profiler that trainer.profile_steps, which is refused, would start"
+DEVICES = "one process trains, on parallelism.device; batch sizes are global: this changes speed, not what is computed"
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
     translated(MODULE, ("asynchrony.staleness_threshold", "asynchrony.max_lag"), text,
@@ -46,30 +45,31 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
             "weights, set model.path to their directory", default=None),
     refused("trainer.resume_mode", "an experiment goes on from its own newest checkpoint: use auto", default="auto",
             harmless=("disable",)),
-    refused("trainer.profile_steps", "there is no profiler here", default=None),
+    *unsupported(PROFILING, "trainer.profile_steps"),
     refused("trainer.log_val_generations", "texts of an evaluation are not logged", default=0),
     refused("trainer.rollout_data_dir", "trajectories are not written to files", default=None),
     refused("trainer.validation_data_dir", "trajectories are not written to files", default=None),
     refused("trainer.default_hdfs_dir", "checkpoints are not copied to HDFS: copy the run's directory", default=None),
     refused("trainer.del_local_ckpt_after_load", "a checkpoint is never deleted for having been read", default=False),
-    *ignored("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train"),
+    *unsupported("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train",
+                 default=True, nothing=(None,)),
     translated("trainer.remove_previous_ckpt_in_save", "checkpoint.keep", flag,
                "true keeps the newest alone, whatever max_actor_ckpt_to_keep says", example=True, default=False,
                context={"trainer.save_freq": 2}),
-    *ignored("the critic's part is kept with its checkpoint, as checkpoint.keep says",
-             "trainer.max_critic_ckpt_to_keep"),
-    *ignored("the fleet keeps an experiment's files under its own data directory", "trainer.default_local_dir"),
+    *unsupported("the critic's part is kept with its checkpoint, as checkpoint.keep says",
+                 "trainer.max_critic_ckpt_to_keep", default=Inherit("trainer.max_actor_ckpt_to_keep")),
+    *unsupported(FOLDER, "trainer.default_local_dir"),
     *ignored("one process trains; micro-batches are balanced by themselves", "trainer.balance_batch"),
     *ignored("there is no Ray here", "trainer.ray_wait_register_center_timeout", "ray_init.num_cpus",
              "ray_init.timeline_json_file"),
     *ignored("there is no Ray here", "ray_init", "ray_kwargs", is_tree=True),
-    *ignored(NSIGHT, "trainer.controller_nsight_options.trace",
+    *unsupported(PROFILING, "trainer.controller_nsight_options.trace",
              "trainer.controller_nsight_options.cuda-memory-usage",
              "trainer.controller_nsight_options.cuda-graph-trace", "trainer.worker_nsight_options.trace",
              "trainer.worker_nsight_options.cuda-memory-usage", "trainer.worker_nsight_options.cuda-graph-trace",
              "trainer.worker_nsight_options.capture-range", "trainer.worker_nsight_options.capture-range-end",
              "trainer.worker_nsight_options.kill"),
-    *ignored(PROFILING, "global_profiler", is_tree=True),
+    *unsupported(PROFILING, "global_profiler", is_tree=True),
     *ignored("Hydra's own: it does not reach the trainer", "hydra", is_tree=True),
     *ignored("the files that it names are read with this one; verl's own are known", "defaults"),
 )  # fmt: skip
@@ -103,13 +103,13 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
     translated("rollout.n_gpus_per_node", "resources.rollouts.min", count, "GPUs over those of an engine",
                example=4, default=8, context=FULLY_ASYNC),
     translated("actor_rollout_ref.rollout.tensor_model_parallel_size", "resources.rollouts.min", count,
-               "in fully asynchronous training GPUs of an engine; without effect elsewhere", example=4, default=2,
-               context=ENGINES),
+               "in fully asynchronous training GPUs of an engine, of which the services are made; no engine is split",
+               example=4, default=2, harmless=(1,), context=ENGINES, unread=Verdict.UNSUPPORTED),
     *ignored("stands in verl's file and is read by none of its trainers: they take trainer.total_epochs",
              "rollout.total_epochs"),
     *ignored("stands in verl's file and is read by none of its trainers: they take actor_rollout_ref.rollout.n",
              "rollout.n"),
-    *ignored(DEVICES, "trainer.nnodes", "trainer.n_gpus_per_node"),
+    *unsupported(DEVICES, "trainer.nnodes", "trainer.n_gpus_per_node", default=1),
     translated(f"{ASYNC}.checkpoint_engine.device_buffer_size_M", "asynchrony.publication.slice_megabytes", integer,
                "size of one broadcast, at most 64: larger ones gain nothing", example=16, context=FULLY_ASYNC),
     translated(f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes", "asynchrony.publication.slice_megabytes", integer,
@@ -120,8 +120,8 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
             "the engine reads new weights while it samples; where it is silent, ours, true", example=False,
             context=FULLY_ASYNC),
     *ignored("weights always travel in buckets", f"{ASYNC}.checkpoint_engine.enable"),
-    *ignored("an evaluation never stops training here", f"{ASYNC}.use_trainer_do_validate"),
-    *ignored("how the fleet's engines are used is the fleet's own matter",
+    *unsupported("evaluations are the rollouts' work, and never stop training", f"{ASYNC}.use_trainer_do_validate"),
+    *unsupported("how the fleet's engines are used is the fleet's own matter",
              f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),
 )  # fmt: skip
 
@@ -175,6 +175,6 @@ LAUNCH_VARIABLES: dict[str, tuple[str, ...]] = {
 
 LAUNCH_ROWS: tuple[Parameter, ...] = (
     *ignored("a folder that other variables of the script are made of", "RAY_DATA_HOME"),
-    *ignored("Megatron's own way of reading a checkpoint; ours are Hugging Face directories", "USE_MBRIDGE",
+    *unsupported("Megatron's own way of reading a checkpoint; ours are Hugging Face directories", "USE_MBRIDGE",
              "USE_DIST_CKPT"),
 )  # fmt: skip

@@ -56,6 +56,32 @@ def test_an_ignored_parameter_changes_nothing(system: str, row: Parameter) -> No
     assert [entry.verdict for entry in imported.report.entries if entry.name == name] == [Verdict.IGNORED]
 
 
+@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.UNSUPPORTED), ids=label)
+def test_what_is_unsupported_is_named_and_changes_nothing(system: str, row: Parameter) -> None:
+    name = f"{row.name}.anything" if row.is_tree else row.name
+    base = {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
+
+    asked = import_flat(system, {**base, name: "another-value"})
+
+    assert resolved(asked) == resolved(import_flat(system, base))
+    assert [(entry.name, entry.detail) for entry in asked.report.unsupported if entry.name == name] == [
+        (name, row.reason)
+    ]
+    assert asked.may_run() and not asked.may_run(strict=True)
+
+
+@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.UNSUPPORTED), ids=label)
+def test_a_way_to_run_that_asks_for_nothing_is_ignored(system: str, row: Parameter) -> None:
+    name = f"{row.name}.anything" if row.is_tree else row.name
+    values = [value for value in row.harmless if value not in (None, False, {}, [])]
+    values = values or [False if False in row.harmless else row.default]
+    base = {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
+
+    for value in values:
+        report = import_flat(system, {**base, name: str(value) if system == "openrlhf" else value}).report
+        assert [entry.verdict for entry in report.entries if entry.name == name] == [Verdict.IGNORED], value
+
+
 @pytest.mark.parametrize(("system", "row"), REFUSALS, ids=label)
 def test_a_refused_parameter_makes_the_import_fail_unless_refusals_are_allowed(system: str, row: Parameter) -> None:
     name = f"{row.name}.anything" if row.is_tree else row.name

@@ -1,0 +1,137 @@
+"""What is asked for and not done is seen at a glance, apart from what has no meaning and from what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flotilla.cli.__main__ import main
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import SYSTEMS
+from tests.unit.importers.sources import BASES, import_flat, nested
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+LISTS = Path(__file__).parent / "parameters"
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "value"),
+    [
+        ("verl", f"{ACTOR}.strategy", "fsdp2"),
+        ("verl", f"{ACTOR}.fsdp_config.param_offload", True),
+        ("verl", f"{ACTOR}.fsdp_config.optimizer_offload", "True"),
+        ("verl", f"{ACTOR}.fsdp_config.fsdp_size", 8),
+        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", 4),
+        ("verl", f"{ACTOR}.megatron.override_transformer_config.recompute_granularity", "full"),
+        ("verl", f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction", 1),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", 4),
+        ("verl", "actor_rollout_ref.model.enable_gradient_checkpointing", True),
+        ("verl", "actor_rollout_ref.hybrid_engine", True),
+        ("verl", f"{ROLLOUT}.name", "vllm"),
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size", 2),
+        ("verl", f"{ROLLOUT}.gpu_memory_utilization", 0.6),
+        ("verl", "trainer.n_gpus_per_node", 8),
+        ("verl", "trainer.nnodes", 2),
+        ("verl", "trainer.profile_steps", [1, 2]),
+        ("verl", "global_profiler.tool", "nsys"),
+        ("verl", f"{ACTOR}.profiler.all_ranks", True),
+        ("verl", "trainer.default_local_dir", "/checkpoints"),
+        ("verl", "trainer.val_before_train", False),
+        ("verl", "trainer.max_critic_ckpt_to_keep", 2),
+        ("openrlhf", "--zero_stage", 3),
+        ("openrlhf", "--adam_offload", True),
+        ("openrlhf", "--colocate_all_models", True),
+        ("openrlhf", "--vllm_tensor_parallel_size", 2),
+        ("openrlhf", "--actor_num_gpus_per_node", 8),
+        ("openrlhf", "--gradient_checkpointing", True),
+        ("roll", "actor_infer.strategy_args.strategy_name", "vllm"),
+        ("roll", "actor_train.strategy_args.strategy_name", "megatron_train"),
+        ("roll", "actor_train.model_args.disable_gradient_checkpointing", False),
+        ("roll", "actor_infer.device_mapping", "list(range(0,8))"),
+        ("roll", "rewards.math.world_size", 8),
+        ("roll", "num_gpus_per_node", 8),
+    ],
+)
+def test_a_way_to_run_that_the_fleet_does_not_have_is_unsupported(system: str, name: str, value: Any) -> None:
+    found = import_flat(system, {**BASES[system], name: value})
+
+    assert [entry.name for entry in found.report.unsupported] == [name]
+    assert found.may_run() and not found.may_run(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "value"),
+    [
+        ("verl", f"{ACTOR}.fsdp_config.param_offload", False),
+        ("verl", f"{ACTOR}.fsdp_config.fsdp_size", -1),
+        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", 1),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", 1),
+        ("verl", "actor_rollout_ref.hybrid_engine", False),
+        ("verl", "trainer.n_gpus_per_node", 1),
+        ("verl", f"{ROLLOUT}.tensor_model_parallel_size", 1),
+        ("verl", "trainer.val_before_train", True),
+        ("verl", "trainer.default_local_dir", None),
+        ("openrlhf", "--zero_stage", 0),
+        ("openrlhf", "--actor_num_nodes", 1),
+        ("roll", "actor_train.model_args.disable_gradient_checkpointing", True),
+    ],
+)
+def test_a_way_to_run_that_is_the_fleets_own_is_not(system: str, name: str, value: Any) -> None:
+    report = import_flat(system, {**BASES[system], name: value}).report
+
+    assert report.unsupported == [] and report.refused == []
+
+
+@pytest.mark.parametrize(
+    "name", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "attention_dropout", "num_layers", "anything_new"]
+)
+def test_what_changes_the_model_or_its_loss_is_refused_though_it_is_megatrons(name: str) -> None:
+    full = f"{ACTOR}.megatron.override_transformer_config.{name}"
+
+    report = import_flat("verl", {**BASES["verl"], full: 0.5}).report
+
+    assert [entry.name for entry in report.refused] == [full]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_reason_of_what_is_ignored_speaks_of_speed_or_memory(system: str) -> None:
+    for row in SYSTEMS[system].parameters.values():
+        if row.verdict is Verdict.IGNORED:
+            assert "speed" not in row.reason and "memory" not in row.reason, row.name
+
+
+def test_the_report_counts_it_apart_and_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.nnodes": 4, f"{ROLLOUT}.name": "sglang"})))
+    command = ["import", "verl", str(path), "--output", str(output)]
+
+    assert main(command) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "2 unsupported" in first and "0 refused" in first
+    assert second.startswith("2 asked for and not done")
+    assert main([*command, "--json", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["unsupported"] == 2
+
+
+def test_strictness_makes_it_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.nnodes": 4})))
+    command = ["import", "verl", str(path), "--output", str(output), "--strict"]
+
+    assert main(command) == 1
+    assert "1 unsupported (accepted without --strict)" in capsys.readouterr().err
+    assert not output.exists()
+    path.write_text(yaml.safe_dump(nested(BASES["verl"])))
+    assert main(command) == 0
+
+
+def test_coverage_counts_it_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "coverage", str(LISTS), "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    verdicts = {row["name"]: row["verdict"] for row in found["parameters"]}
+    assert found["counts"]["verl.json"]["unsupported"] > 30
+    assert verdicts["trainer.nnodes"] == verdicts["--zero_stage"] == "unsupported"

@@ -51,7 +51,7 @@ class Membership:
         self.service_id: str | None = None
         self.is_connected = False
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Send the observed state now instead of at the next poll."""
         self._changed.set()
 

@@ -22,7 +22,7 @@ STOP_SECONDS = 15.0
 class Following(Protocol):
     """A service that makes what is observed follow what is desired."""
 
-    tell: Callable[[], None]
+    notify: Callable[[], None]
 
     def observe(self) -> ObservedState:
         """Say what is going on."""
@@ -60,7 +60,7 @@ OpenState = Callable[[], AbstractAsyncContextManager[ServiceState]]
 @contextlib.asynccontextmanager
 async def at_work(service: Following, membership: Membership) -> AsyncIterator[None]:
     """Keep the service following and a member while the block runs; then end its work, then leave the fleet."""
-    service.tell = membership.tell
+    service.notify = membership.notify
     member = asyncio.create_task(membership.run(), name="membership")
     work = asyncio.create_task(service.run(), name="service")
     for task in (member, work):

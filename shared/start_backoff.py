@@ -19,12 +19,23 @@ class StartBackoff:
         self.is_due = False
         """Whether a start was postponed and its pause is over."""
 
-    def postpone(self) -> float:
-        """Count a failed start; return the seconds until the next one is due."""
-        pause = min(FIRST_PAUSE_SECONDS * 2.0**self._failures, LONGEST_PAUSE_SECONDS)
+    def postpone(self, pause_seconds: float | None = None) -> float:
+        """Count a failed start; return the seconds until the next one is due.
+
+        Args:
+            pause_seconds: instead of the pause that grows.
+        """
+        pause = pause_seconds
+        if pause is None:
+            pause = min(FIRST_PAUSE_SECONDS * 2.0**self._failures, LONGEST_PAUSE_SECONDS)
         self._failures = min(self._failures + 1, 30)
         self._due, self.is_due = asyncio.get_running_loop().time() + pause, False
         return pause
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a start was postponed and its pause is not over."""
+        return self._due is not None
 
     def reset(self) -> None:
         """Forget the failures: a start has succeeded, or is no longer wanted."""

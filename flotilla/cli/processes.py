@@ -8,20 +8,31 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import WorkerDied
 from shared.processes import tie_to_parent
+from shared.restarts import Restarts
 
 TERM_SECONDS = 8.0
 KILL_SECONDS = 3.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 2.0
 TAIL_BYTES = 4000
+
+
+def restarts_of_fleet() -> Restarts:
+    """Make the rule by which a local fleet starts a process again."""
+    return Restarts(
+        MAX_RESTARTS,
+        window_seconds=RESTART_WINDOW_SECONDS,
+        first_pause_seconds=FIRST_PAUSE_SECONDS,
+        longest_pause_seconds=LONGEST_PAUSE_SECONDS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class OwnedProcess:
         self._on_death = on_death
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._restarts = restarts_of_fleet()
         self.restarts = 0
         self.gave_up: str | None = None
 
@@ -127,16 +138,14 @@ class OwnedProcess:
                 self._on_death(f"{self.spec.name} has left")
                 return
             cause = describe_exit(code)
-            now = time.monotonic()
-            self._deaths.append(now)
-            too_often = len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_SECONDS
-            if code == 2 or too_often or not self.spec.is_restarted:
+            pause = self._restarts.died()
+            if code == 2 or pause is None or not self.spec.is_restarted:
                 self.gave_up = f"{self.spec.name} {cause}: {self.last_words()}"
                 self._on_death(f"{self.gave_up} (log: {self.log_path})")
                 return
             self._on_death(f"{self.spec.name} {cause}; it is started again")
             self.restarts += 1
-            await asyncio.sleep(min(2.0, 0.1 * 2 ** len(self._deaths)))
+            await asyncio.sleep(pause)
             await self._spawn()
 
 

@@ -1,16 +1,13 @@
 """Starts a fleet's own Redis server again, from its log, whenever it ends."""
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from flotilla.cli.processes import MAX_RESTARTS, RESTART_WINDOW_SECONDS
+from flotilla.cli.processes import restarts_of_fleet
 from shared.errors import Unavailable
 
 WATCH_SECONDS = 0.2
-LONGEST_PAUSE_SECONDS = 2.0
 
 
 class Server(Protocol):
@@ -39,7 +36,7 @@ class RedisKeeper:
     def __init__(self, redis: Server, say: Callable[[str], None]) -> None:
         self._redis = redis
         self._say = say
-        self._ends: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._restarts = restarts_of_fleet()
         self.gave_up: str | None = None
         """Why the server is not started again."""
 
@@ -52,13 +49,13 @@ class RedisKeeper:
                 await self._start()
 
     async def _start(self) -> None:
-        self._ends.append(time.monotonic())
+        pause = self._restarts.died()
         # On the thread that started it first: the server ends with the thread that starts it.
         try:
             self._redis.start()
         except Unavailable as error:
-            if len(self._ends) == MAX_RESTARTS and self._ends[-1] - self._ends[0] < RESTART_WINDOW_SECONDS:
+            if pause is None:
                 self.gave_up = f"redis cannot be started again: {error.detail}"
                 return
             self._say(f"redis      did not start: {error.detail}")
-            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.1 * 2 ** len(self._ends)))
+            await asyncio.sleep(pause)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from services.rollout.consumer import RolloutConsumer
@@ -22,30 +22,27 @@ from services.rollout.engines.base import Engine
 from services.rollout.receiver import WeightReceiver
 from services.rollout.shutdown import GracefulShutdown, hand_over
 from services.rollout.version import VersionGate
+from shared import reconciling
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
+from shared.reconciling import STOP_SECONDS, SessionFollower
+from shared.restarts import Restarts
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
-from shared.start_backoff import StartBackoff
-from shared.telemetry.logging import experiment_id as logged_experiment
 
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
 FIRST_PAUSE_SECONDS = 0.5
-STOP_SECONDS = 10.0
 
 
-class Session(Protocol):
-    """All that works for one experiment."""
+class Session(reconciling.Session, Protocol):
+    """All that works for one experiment; closing it ends the engine."""
 
     engine: Engine
     gate: VersionGate
     worker: RolloutConsumer
     receiver: WeightReceiver
-
-    async def close(self) -> None:
-        """End the engine and free everything."""
 
 
 OpenSession = Callable[
@@ -53,7 +50,7 @@ OpenSession = Callable[
 ]
 
 
-class RolloutService:
+class RolloutService(SessionFollower[Session]):
     """Makes what is observed follow what is desired.
 
     Args:
@@ -61,23 +58,15 @@ class RolloutService:
     """
 
     def __init__(self, open_session: OpenSession) -> None:
+        super().__init__("rollout")
         self._open_session = open_session
-        self._desired: DesiredState | None = None
-        self._changed = asyncio.Event()
-        self._state = WorkState.IDLE
-        self._session: Session | None = None
-        self._working: list[asyncio.Task[None]] = []
-        self._assignment: Assignment | None = None
-        self._failure: Failure | None = None
         self._engine_died: WorkerDied | None = None
-        self._deaths = 0
-        self._backoff = StartBackoff()
+        self._restarts = Restarts(MAX_DEATHS, first_pause_seconds=FIRST_PAUSE_SECONDS)
         self._load: dict[str, float] = {}
         self._shutdown = GracefulShutdown()
-        self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
-        """Say what is going on."""
+        """Report state, version, the part taken in a publication, and load."""
         session = self._session
         return ObservedState(
             experiment_id=self._assignment.experiment_id if self._assignment else None,
@@ -90,25 +79,22 @@ class RolloutService:
         )
 
     async def apply(self, desired: DesiredState) -> None:
-        """Take a desired state in; the work of following it is done by ``run``."""
-        self._desired = desired
+        """Note a desired state; a notice begins at once, and the receiver learns of publications at once."""
+        await super().apply(desired)
         self._shutdown.take(desired)
-        if self._session is not None and self._is_same_experiment(desired):
+        if self._session is not None and self._is_mine(desired.assignment):
             self._session.receiver.take(desired)
-        self._changed.set()
 
-    async def run(self) -> None:
-        """Follow the desired state until cancelled, or until there is nothing left to do for good."""
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch_load(), name="load")
-            try:
-                while not self._shutdown.has_left.is_set():
-                    await self._backoff.wait(self._changed)
-                    await self._follow()
-            finally:
-                watching.cancel()
-                await asyncio.shield(self._dismiss())
-                self._shutdown.has_left.set()
+    @property
+    def _is_over(self) -> bool:
+        return self._shutdown.has_left.is_set()
+
+    def _watches(self) -> Sequence[Coroutine[None, None, None]]:
+        return [self._watch_load()]
+
+    async def _close(self) -> None:
+        await super()._close()
+        self._shutdown.has_left.set()
 
     async def leave(self, notice_seconds: float) -> None:
         """Leave for good: returns when the work in hand is finished or handed over, or the notice is long over."""
@@ -121,7 +107,7 @@ class RolloutService:
             async with asyncio.timeout(notice_seconds + STOP_SECONDS):
                 await self._shutdown.has_left.wait()
 
-    async def _follow(self) -> None:
+    async def _reconcile(self) -> None:
         desired = self._desired
         if self._shutdown.is_for_good and self._session is None:
             self._shutdown.has_left.set()
@@ -130,92 +116,55 @@ class RolloutService:
             return
         if self._engine_died is not None:
             await self._after_engine_death(self._engine_died)
-        assignment = desired.assignment
-        if assignment is None or not self._is_same_experiment(desired):
-            if self._session is not None or self._assignment is not None:
-                if self._session is not None:
-                    await hand_over(self._session.worker)
-                await self._dismiss()
-                self._failure = None
-                self._deaths = 0
-                self._backoff.reset()
-            if assignment is None:
-                self._become(WorkState.IDLE)
-                if desired.state is WorkState.DRAINING:
-                    # Drained and released, never to be assigned again.
-                    self._shutdown.has_left.set()
-                return
-        may_start = self._failure is None or self._backoff.is_due
-        if self._session is None and may_start and desired.state in {WorkState.RUNNING, WorkState.PAUSED}:
-            assert assignment is not None
-            await self._hire(assignment)
-        if self._session is None:
+        if not self._is_mine(desired.assignment):
+            await self._leave_experiment()
+        if desired.assignment is None:
+            self._enter(WorkState.IDLE)
+            if desired.state is WorkState.DRAINING:
+                # Drained and released, never to be assigned again.
+                self._shutdown.has_left.set()
             return
-        self._session.receiver.take(desired)
-        if self._shutdown.is_for_good or desired.state is WorkState.DRAINING:
-            await self._drain()
-        elif desired.state is WorkState.RUNNING:
-            self._session.worker.resume()
-            self._become(WorkState.RUNNING)
-        elif desired.state is WorkState.PAUSED:
-            self._session.worker.pause()
-            self._become(WorkState.PAUSED)
+        session = await self._ensure_session(desired.assignment, desired.state)
+        if session is not None:
+            session.receiver.take(desired)
+            await self._direct(session, desired.state)
+
+    async def _direct(self, session: Session, wanted: WorkState) -> None:
+        """Have a session do what is wanted now."""
+        if self._shutdown.is_for_good or wanted is WorkState.DRAINING:
+            await self._drain(session)
+        elif wanted is WorkState.RUNNING:
+            session.worker.resume()
+            self._enter(WorkState.RUNNING)
+        elif wanted is WorkState.PAUSED:
+            session.worker.pause()
+            self._enter(WorkState.PAUSED)
         else:
-            await self._dismiss()
-            self._become(WorkState.IDLE)
+            await self._end_session()
+            self._enter(WorkState.IDLE)
 
-    def _is_same_experiment(self, desired: DesiredState) -> bool:
-        mine, theirs = self._assignment, desired.assignment
-        return mine is not None and theirs is not None and mine.experiment_id == theirs.experiment_id
-
-    def _become(self, state: WorkState) -> None:
-        if self._state is not state:
-            self._state = state
-            log.info("state changed", extra={"state": state.value})
-            self.tell()
-
-    async def _hire(self, assignment: Assignment) -> None:
-        self._assignment = assignment
-        logged_experiment.set(assignment.experiment_id)
-        self._become(WorkState.STARTING)
-        try:
-            spec = ExperimentSpec.model_validate(assignment.spec)
-            self._session = await self._open_session(spec, assignment, self.tell, self._on_engine_death)
-        except (WorkerDied, WeightTransferFailed) as error:
-            # A process was killed while it started: unlike a model that cannot be loaded, that is worth another try.
-            self._on_engine_death(WorkerDied(error.detail))
-            return
-        except FlotillaError as error:
-            self._on_failed_start(error)
-            return
-        self._backoff.reset()
+    async def _leave_experiment(self) -> None:
+        """Hand over what an experiment has here that is no longer ours, and forget it."""
+        if self._session is not None:
+            await hand_over(self._session.worker)
+        await self._end_session()
         self._failure = None
-        self._working = [
-            asyncio.create_task(self._session.receiver.run(), name="weight receiver"),
-            asyncio.create_task(self._session.worker.run(), name="rollout worker"),
-        ]
-        for task in self._working:
-            task.add_done_callback(self._on_task_end)
+        self._restarts.forget()
+        self._backoff.reset()
+
+    async def _open(self, assignment: Assignment) -> Session:
+        spec = ExperimentSpec.model_validate(assignment.spec)
+        return await self._open_session(spec, assignment, self.notify, self._on_engine_death)
+
+    def _lanes(self, session: Session) -> Mapping[str, Coroutine[None, None, None]]:
+        return {"weight receiver": session.receiver.run(), "rollout worker": session.worker.run()}
 
     def _on_failed_start(self, error: FlotillaError) -> None:
-        self._failure = Failure(component="rollout", cause=error.detail, fatal=not error.retryable)
-        if error.retryable:
-            pause = self._backoff.postpone()
-            log.warning("the start is tried again", extra={"error": error.detail, "pause_seconds": pause})
-            self.tell()
-            return
-        log.error("the engine cannot start", extra={"error": error.detail})
-        self._backoff.reset()
-        self._become(WorkState.FAILED)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None:
-            return
-        error = task.exception()
-        log.error("%s ended", task.get_name(), exc_info=error)
-        self._failure = Failure(component="rollout", cause=f"{task.get_name()} ended: {error!r}")
-        self._become(WorkState.FAILED)
-        self.tell()
+        if isinstance(error, (WorkerDied, WeightTransferFailed)):
+            # A process was killed while it started: unlike a model that cannot be loaded, that is worth another try.
+            self._on_engine_death(WorkerDied(error.detail))
+        else:
+            super()._on_failed_start(error)
 
     def _on_engine_death(self, error: WorkerDied) -> None:
         if self._engine_died is None:
@@ -225,47 +174,31 @@ class RolloutService:
     async def _after_engine_death(self, error: WorkerDied) -> None:
         self._engine_died = None
         if self._session is not None and self._session.worker.answered:
-            self._deaths = 0
-        self._deaths += 1
-        repeated = self._deaths >= MAX_DEATHS
-        log.error("the engine's process ended", extra={"cause": error.detail, "again": not repeated})
-        assignment = self._assignment
-        await self._dismiss()
-        self._failure = Failure(component="rollout engine", cause=error.detail, fatal=repeated)
-        self.tell()
-        if repeated:
-            self._assignment = assignment
-            self._become(WorkState.FAILED)
-            return
-        await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (self._deaths - 1))
-        self._failure = None
+            self._restarts.forget()
+        pause = self._restarts.died()
+        log.error("the engine's process ended", extra={"cause": error.detail, "again_after_seconds": pause})
+        await self._end_session(keep_assignment=True)
+        self._failure = Failure(component="rollout engine", cause=error.detail, fatal=pause is None)
+        if pause is None:
+            self._backoff.reset()
+            self._enter(WorkState.FAILED)
+        else:
+            self._backoff.postpone(pause)
+        self.notify()
 
-    async def _drain(self) -> None:
-        assert self._session is not None
-        self._become(WorkState.DRAINING)
-        worker, started = self._session.worker, time.monotonic()
+    async def _drain(self, session: Session) -> None:
+        self._enter(WorkState.DRAINING)
+        worker, started = session.worker, time.monotonic()
         if not await self._shutdown.finish(worker, self._changed.is_set):
             return
         counts = worker.counts.to_load()
         seconds = round(time.monotonic() - started, 3)
         log.info("drained", extra={"seconds": seconds, "given_back": worker.in_work, **counts})
-        await self._dismiss(keep_assignment=True)
+        await self._end_session(keep_assignment=True)
         self._load = counts
-        self._become(WorkState.FINISHED)
+        self._enter(WorkState.FINISHED)
         if self._shutdown.is_for_good:
             self._shutdown.has_left.set()
-
-    async def _dismiss(self, *, keep_assignment: bool = False) -> None:
-        session, working = self._session, self._working
-        self._session, self._working = None, []
-        for task in working:
-            task.cancel()
-        if working:
-            await asyncio.wait(working, timeout=STOP_SECONDS)
-        if session is not None:
-            await session.close()
-        if not keep_assignment:
-            self._assignment = None
 
     async def _watch_load(self) -> None:
         last_tokens, last_time = 0, time.monotonic()

@@ -35,7 +35,7 @@ class Waiting:
     """Little to follow: a sandbox serves whoever calls it with the token, and says for whom it is meant."""
 
     def __init__(self) -> None:
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         self._desired: DesiredState | None = None
 
     def observe(self) -> ObservedState:
@@ -49,7 +49,7 @@ class Waiting:
     async def apply(self, desired: DesiredState) -> None:
         """Take note of the experiment."""
         self._desired = desired
-        self.tell()
+        self.notify()
 
     async def run(self) -> None:
         """Do nothing, for as long as the service lives."""

@@ -9,8 +9,6 @@ within a few minutes, or when starting again would fail the same way, the experi
 
 import asyncio
 import logging
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,9 @@ from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Status
 from shared.config.load import validate_spec
 from shared.errors import InvalidSpec
-from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.reconciling import StateFollower
+from shared.restarts import Restarts
+from shared.schemas.service import Assignment, Failure, ObservedState, WorkState
 from shared.telemetry import logging as telemetry
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Process(Protocol):
 StartWorker = Callable[[Launch, int, Callable[[Status | ImageReady | Failed], None]], Awaitable[Process]]
 
 
-class Supervisor:
+class Supervisor(StateFollower):
     """Makes what is observed follow what is desired.
 
     Args:
@@ -88,29 +88,28 @@ class Supervisor:
         service_id: Callable[[], str | None],
         start_worker: StartWorker = WorkerHandle.start,
     ) -> None:
+        super().__init__(COMPONENT)
         self._addresses = addresses
         self._images = images
         self._service_id = service_id
         self._start_worker = start_worker
-        self._desired: DesiredState | None = None
-        self._changed = asyncio.Event()
-        self._assignment: Assignment | None = None
         self._worker: Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._offering: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
-        self._failure: Failure | None = None
         self._is_hopeless = False
         self._is_leaving = False
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._restarts = Restarts(
+            MAX_DEATHS,
+            window_seconds=DEATH_WINDOW_SECONDS,
+            first_pause_seconds=FIRST_PAUSE_SECONDS,
+            growth=PAUSE_GROWTH,
+        )
         self._furthest_step = 0
         self._started_workers = 0
-        self._start_after = 0.0
-        self._state = WorkState.IDLE
-        self.tell: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
-        """Say what is going on."""
+        """Report state, version, step, load and failure."""
         status = self._status
         return ObservedState(
             experiment_id=self._assignment.experiment_id if self._assignment else None,
@@ -121,30 +120,7 @@ class Supervisor:
             failure=self._failure or (status.failure if status else None),
         )
 
-    async def apply(self, desired: DesiredState) -> None:
-        """Take a desired state in; the work of following it is done by ``run``."""
-        self._desired = desired
-        self._changed.set()
-
-    async def run(self) -> None:
-        """Follow the desired state until cancelled, then end the worker."""
-        try:
-            while True:
-                await self._wait_for_change()
-                await self._follow()
-        finally:
-            await asyncio.shield(self._dismiss())
-
-    async def _wait_for_change(self) -> None:
-        pause = self._start_after - time.monotonic() if self._start_after else None
-        try:
-            async with asyncio.timeout(None if pause is None else max(pause, 0.0)):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-        self._changed.clear()
-
-    async def _follow(self) -> None:
+    async def _reconcile(self) -> None:
         desired = self._desired
         if desired is None:
             return
@@ -152,16 +128,16 @@ class Supervisor:
         if not _is_same(self._assignment, wanted):
             await self._dismiss(is_over=wanted is None)
             if wanted is None:
-                self._become(WorkState.IDLE)
+                self._enter(WorkState.IDLE)
                 return
             self._assignment = wanted
         if desired.state is WorkState.DRAINING:
             await self._dismiss()
-            self._become(WorkState.IDLE)
+            self._enter(WorkState.IDLE)
             return
         if wanted is None or self._is_hopeless or desired.state not in {WorkState.RUNNING, WorkState.PAUSED}:
             return
-        if self._worker is None and time.monotonic() >= self._start_after:
+        if self._worker is None and not self._backoff.is_pending:
             await self._start(wanted)
         if self._worker is not None:
             running = desired.state is WorkState.RUNNING
@@ -169,11 +145,11 @@ class Supervisor:
 
     async def _start(self, assignment: Assignment) -> None:
         telemetry.experiment_id.set(assignment.experiment_id)
-        self._start_after = 0.0
+        self._backoff.reset()
         try:
             spec = validate_spec(assignment.spec)
         except InvalidSpec as error:
-            self._fail(Failure(component=COMPONENT, cause=error.detail), is_permanent=True)
+            self._give_up(error.detail)
             return
         self._started_workers += 1
         launch = Launch(
@@ -182,12 +158,13 @@ class Supervisor:
             incarnation=self._incarnation(assignment),
             **vars(self._addresses),
         )
-        self._become(WorkState.STARTING)
+        self._enter(WorkState.STARTING)
         self._is_leaving = False
         try:
             self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
         except OSError as error:
-            self._fail(Failure(component=COMPONENT, cause=f"no process can be started: {error}"), is_permanent=True)
+            # Too many processes, no memory for one more: such reasons pass.
+            self._after_death(f"no process can be started: {error}")
             return
         log.info("worker is started", extra={"pid": self._worker.pid, "number": self._started_workers})
         self._watching = asyncio.create_task(self._watch(self._worker), name="worker")
@@ -216,9 +193,9 @@ class Supervisor:
             if message.state is not WorkState.STARTING:
                 # It works again: what it died of before is no longer its state.
                 self._failure = None
-            self._become(message.state)
+            self._enter(message.state)
             if is_news:
-                self.tell()
+                self.notify()
 
     async def _offer(self, message: ImageReady) -> None:
         await self._images.offer(message.version, Path(message.path), message.checksum)
@@ -231,41 +208,36 @@ class Supervisor:
             return
         self._worker = None
         if self._is_hopeless and self._failure is not None:
-            self._fail(self._failure, is_permanent=True)
+            self._fail(self._failure)
             return
         cause = self._failure.cause if self._failure else ending.cause
-        now = time.monotonic()
         step = self._status.step if self._status is not None else 0
         if step is not None and step > self._furthest_step:
             # It got further than ever before it died: whatever it died of does not keep it from going on.
             self._furthest_step = step
-            self._deaths.clear()
-        self._deaths.append(now)
-        recent = [at for at in self._deaths if now - at < DEATH_WINDOW_SECONDS]
-        if len(recent) == MAX_DEATHS:
+            self._restarts.forget()
+        self._after_death(cause)
+
+    def _after_death(self, cause: str) -> None:
+        """Start another worker after a pause, unless that has failed too often."""
+        pause = self._restarts.died()
+        if pause is None:
             window = f"{DEATH_WINDOW_SECONDS:g} s without getting further"
-            cause = f"died {MAX_DEATHS} times within {window}, the last time: {cause}"
-            self._fail(Failure(component=COMPONENT, cause=cause), is_permanent=True)
+            self._give_up(f"died {MAX_DEATHS} times within {window}, the last time: {cause}")
             return
-        pause = FIRST_PAUSE_SECONDS * PAUSE_GROWTH ** (len(recent) - 1)
         log.error("worker died, it is started again", extra={"cause": cause, "pause_seconds": pause})
         self._failure = Failure(component=COMPONENT, cause=cause, fatal=False)
-        self._start_after = now + pause
-        self._become(WorkState.STARTING)
-        self.tell()
+        self._backoff.postpone(pause)
+        self._enter(WorkState.STARTING)
+        self.notify()
         self._changed.set()
 
-    def _fail(self, failure: Failure, *, is_permanent: bool) -> None:
-        log.error("training cannot go on", extra={"cause": failure.cause})
-        self._failure, self._is_hopeless = failure, is_permanent
-        self._become(WorkState.FAILED)
-        self.tell()
+    def _give_up(self, cause: str) -> None:
+        self._is_hopeless = True
+        self._fail(cause)
 
-    def _become(self, state: WorkState) -> None:
-        if self._state is not state:
-            self._state = state
-            log.info("state changed", extra={"state": state.value})
-            self.tell()
+    async def _close(self) -> None:
+        await self._dismiss()
 
     async def _dismiss(self, *, is_over: bool = False) -> None:
         """End the worker after its step, and forget the experiment.
@@ -286,9 +258,9 @@ class Supervisor:
         await self._images.withdraw()
         self._watching = self._status = self._failure = self._assignment = None
         self._is_hopeless = False
-        self._start_after = 0.0
         self._furthest_step = 0
-        self._deaths.clear()
+        self._backoff.reset()
+        self._restarts.forget()
 
 
 def _is_same(mine: Assignment | None, theirs: Assignment | None) -> bool:

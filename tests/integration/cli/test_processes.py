@@ -92,7 +92,7 @@ async def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.processes.TERM_SECONDS", 0.2)
+    monkeypatch.setattr("flotilla.cli.processes.TERM_SECONDS", 0.2)
     script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
     process = owned(tmp_path, script, [])
     await process.start()

@@ -306,7 +306,7 @@ class ScriptedTrainer(Scripted):
             return
         while self.desired is not None and self.state is not WorkState.IDLE:
             self.state = WorkState.FINISHED
-            self.membership.tell()
+            self.membership.notify()
             await asyncio.sleep(0.2)
 
     async def _steps(self, experiment_id: str, queue: Any, spec: Any) -> None:
@@ -333,7 +333,7 @@ class ScriptedTrainer(Scripted):
             self.step, self.version = step, version + 1
             body = {"step": step, "version": version + 1, "values": {"loss": 1.0 / step}}
             await self._call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
-            self.membership.tell()
+            self.membership.notify()
 
     async def publish(self, experiment_id: str, version: int, step: int) -> None:
         path = f"/v1/experiments/{experiment_id}/publications"

@@ -97,7 +97,7 @@ async def test_a_fatal_failure_is_shown_with_component_and_cause(
 
         reward.failure = Failure(component="reward", cause="the verifier's file has no function grade")
         reward.state = WorkState.FAILED
-        reward.membership.tell()
+        reward.membership.notify()
 
         view = await wait_for(client, path, "failed")
         await until(lambda: all(each.experiment_id is None for each in services))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flotilla.cli import redis_keeper
+from flotilla.cli import processes, redis_keeper
 from flotilla.cli.processes import MAX_RESTARTS
 from flotilla.cli.redis_keeper import RedisKeeper
 from shared.errors import Unavailable
@@ -30,7 +30,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_keeper, "WATCH_SECONDS", 0)
-    monkeypatch.setattr(redis_keeper, "LONGEST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0)
 
 
 async def kept(server: Server, said: list[str]) -> RedisKeeper:

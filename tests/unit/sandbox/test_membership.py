@@ -7,7 +7,7 @@ from shared.schemas.service import Assignment, DesiredState, ObservedState, Work
 async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None:
     told: list[None] = []
     waiting = Waiting()
-    waiting.tell = lambda: told.append(None)
+    waiting.notify = lambda: told.append(None)
     assignment = Assignment(experiment_id="a", revision=1, spec={}, directory="/nowhere")
     seen = [waiting.observe()]
 

@@ -17,7 +17,7 @@ from shared.service_app import create_service_app
 class ScriptedService:
     def __init__(self, failure: Failure | None) -> None:
         self.failure = failure
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
 
     def observe(self) -> ObservedState:
         return ObservedState(failure=self.failure)

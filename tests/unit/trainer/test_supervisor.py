@@ -51,7 +51,7 @@ class Rig:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.supervisor = Supervisor(ADDRESSES, ServedImages(PublishedImages()), lambda: "trainer-1", self._start)
-        self.supervisor.tell = lambda: None
+        self.supervisor.notify = lambda: None
 
     async def _start(self, launch: Launch, threads: int, on_message: Callable[[Any], None]) -> FakeWorker:
         self.workers.append(FakeWorker(launch, on_message))

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.importers.parameter import UNSET, Inherit, Parameter, System, Verdict
+from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.report import Entry, Report
 from flotilla.importers.source import Given, Source
+from flotilla.importers.system import System
 from flotilla.importers.values import same, shown
 from shared.config.load import validate_spec
 from shared.config.overrides import apply_overrides

@@ -3,18 +3,12 @@
 No row reads a file or knows of another row: what depends on several parameters is a rule of the system.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flotilla.importers.values import Convert, unchanged
-
-if TYPE_CHECKING:
-    from flotilla.importers.source import Source
-
-Rule = Callable[["Source"], Mapping[str, Any]]
-"""Makes spec fields, by dotted path, of several parameters."""
 
 
 class Unset(Enum):
@@ -168,20 +162,18 @@ def refused(name: str, reason: str, *, default: Any = UNSET, harmless: tuple[Any
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """A system that launch files are imported from.
+class ParameterTable:
+    """All parameters of a system.
 
     Attributes:
-        name: its own.
+        name: the system's.
         parameters: every one that is known, by name.
         spellings: other names of a parameter, with the name in ``parameters``.
-        rules: what is made of several parameters, in this order; a later one may replace a field.
     """
 
     name: str
     parameters: Mapping[str, Parameter]
     spellings: Mapping[str, str]
-    rules: tuple[Rule, ...]
 
     def find(self, name: str) -> Parameter | None:
         """Find the parameter that a written name belongs to."""
@@ -199,27 +191,3 @@ class System:
         """Whether a name begins as parameters of the system do: then a typing error is likelier than a variable."""
         first, dot, _ = name.partition(".")
         return bool(dot) and any(each.startswith(f"{first}.") for each in self.parameters)
-
-
-def make_system(
-    name: str,
-    tables: Iterable[Iterable[Parameter]],
-    rules: tuple[Rule, ...],
-    spellings: Mapping[str, str] | None = None,
-) -> System:
-    """Join the tables of a system.
-
-    Raises:
-        ValueError: a name stands in two rows, or a spelling leads nowhere.
-    """
-    parameters: dict[str, Parameter] = {}
-    all_spellings = dict(spellings or {})
-    for row in (row for table in tables for row in table):
-        if row.name in parameters:
-            raise ValueError(f"{name}: two rows are called {row.name}")
-        parameters[row.name] = row
-        all_spellings |= dict.fromkeys(row.aliases, row.name)
-    for spelling, canonical in all_spellings.items():
-        if canonical not in parameters or spelling in parameters:
-            raise ValueError(f"{name}: the spelling {spelling} of {canonical} leads nowhere")
-    return System(name, parameters, all_spellings, rules)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.importers.parameter import UNSET, Inherit, System
+from flotilla.importers.parameter import UNSET, Inherit, ParameterTable
 from shared.errors import InvalidSpec
 
 
@@ -39,7 +39,7 @@ class Source:
 
     def __init__(
         self,
-        system: System,
+        system: ParameterTable,
         given: Mapping[str, Given],
         trees: Mapping[str, Mapping[str, Any]],
         rows: int | None = None,

@@ -6,9 +6,9 @@ from pathlib import Path
 from flotilla.importers.composition import Beside, beside, nothing_beside
 from flotilla.importers.hydra import problem
 from flotilla.importers.openrlhf.system import OPENRLHF, read_openrlhf, read_openrlhf_script
-from flotilla.importers.parameter import System
 from flotilla.importers.roll.system import ROLL, read_roll
 from flotilla.importers.source import Given
+from flotilla.importers.system import System
 from flotilla.importers.verl.system import VERL, read_verl
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}

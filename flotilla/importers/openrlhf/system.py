@@ -8,10 +8,10 @@ from flotilla.importers.adapter import adapter_name, openrlhf_adapter
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.hydra import problem
 from flotilla.importers.openrlhf import flags, learning
-from flotilla.importers.parameter import System, make_system
 from flotilla.importers.shell import Script, read_script
 from flotilla.importers.source import Given, Source
 from flotilla.importers.spelling import is_private_host
+from flotilla.importers.system import System, make_system
 from shared.config.data import PLACE
 
 Fields = dict[str, Any]

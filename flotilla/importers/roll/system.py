@@ -8,12 +8,13 @@ from typing import Any
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
-from flotilla.importers.parameter import UNSET, Inherit, Parameter, System, Verdict, make_system
+from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.roll import learning, rows
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
+from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import number, same, wrong
 from shared.config.data import PLACE, is_data_file

@@ -7,9 +7,10 @@ from typing import Any
 
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import apply_hydra_overrides, as_given, problem
-from flotilla.importers.parameter import UNSET, Inherit, System, ignored, make_system
+from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import NAME, read_script
 from flotilla.importers.source import Given
+from flotilla.importers.system import System, make_system
 from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, trainer
 
 OWN = frozenset(

@@ -7,7 +7,8 @@ import yaml
 
 from flotilla.importers.build import Imported, build
 from flotilla.importers.openrlhf.system import read_openrlhf
-from flotilla.importers.parameter import Parameter, System, Verdict
+from flotilla.importers.parameter import Parameter, Verdict
+from flotilla.importers.system import System
 from flotilla.importers.systems import SYSTEMS, read
 
 ROWS = 100_000

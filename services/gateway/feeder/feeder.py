@@ -18,6 +18,7 @@ from shared.clock import Clock, rfc3339
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Task
+from shared.streams.redis.connection import COMPONENT
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Feeder:
         self._clock = clock
         self._store = store
         self._status = status
+        self._status.refusal = None
         self._status.wait.release()
         self._admission = experiment.train.admission
         self._recorded_version: int | None = None
@@ -60,7 +62,10 @@ class Feeder:
             changed = self._experiment.changed.next
             try:
                 pause = await self.feed()
+                self._status.refusal = None
             except Unavailable as error:
+                if error.context.get("component") == COMPONENT:
+                    self._status.refusal = error.detail
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )

@@ -1,12 +1,16 @@
 """What the feeder of one experiment knows at any time. In memory: a restarted task goes on with it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.gateway.feeder.admission_wait import AdmissionWait
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
+from shared.streams.redis.connection import COMPONENT
 
 MIB = 1024**2
+STREAMS = "streams"
+"""Component of a stream that has all the memory that it may."""
 HINTS = {
     HopName.SCORED: "; groups that are planned leave it with the next checkpoint, which the trainer then makes early: "
     "raise the bound if those of one step do not fit"
@@ -29,6 +33,13 @@ class FullStream:
         )
 
 
+class Blockage(NamedTuple):
+    """What takes no task in, and why."""
+
+    component: str
+    cause: str
+
+
 @dataclass(slots=True)
 class FeederStatus:
     """What the feeder saw last, and how long it waited.
@@ -36,13 +47,17 @@ class FeederStatus:
     Attributes:
         ledger: the train lane as last read; None until it was.
         full_stream: the first stream of the train lane that has reached its bound, if any.
+        refusal: why the data plane took nothing in when it was last asked, if so.
         wait: how long the admission budget held the feeder.
     """
 
     ledger: Ledger | None = None
     full_stream: FullStream | None = None
+    refusal: str | None = None
     wait: AdmissionWait = field(default_factory=AdmissionWait)
 
-    def why_blocked(self) -> str | None:
-        """Return why no stream takes more, or None if all of them do."""
-        return None if self.full_stream is None else self.full_stream.cause
+    def why_blocked(self) -> Blockage | None:
+        """Return what takes no more, the server or one of the streams, or None if all of them do."""
+        if self.refusal is not None:
+            return Blockage(COMPONENT, self.refusal)
+        return None if self.full_stream is None else Blockage(STREAMS, self.full_stream.cause)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from services.gateway.events.log import EventLog
+from services.gateway.feeder.status import Blockage
 from services.gateway.monitoring.bottleneck import Look
 from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
 from services.gateway.monitoring.window import Window
@@ -21,12 +22,11 @@ from shared.schemas.experiment import ExperimentState
 from shared.schemas.task import Lane
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
+from shared.streams.redis.connection import COMPONENT as REDIS
 
 POLL_SECONDS = 1.0
 """Between two looks, on average."""
 LEDGER_SECONDS = 5.0
-STREAMS = "streams"
-"""Component of a stream that has all the memory that it may: that is named at once, not only after a stall."""
 SCHEDULER = "scheduler"
 """Problems of this component are the reconciler's: it sets and clears them."""
 
@@ -42,7 +42,7 @@ class Watchdog:
 
     Args:
         window: what the looks are kept in.
-        why_blocked: returns why no stream takes more, or None: that is named at once.
+        why_blocked: returns what takes nothing more and why, or None: that is named at once.
         stall_seconds: time without progress that makes a stall.
     """
 
@@ -56,7 +56,7 @@ class Watchdog:
         clock: Clock,
         *,
         window: Window,
-        why_blocked: Callable[[], str | None],
+        why_blocked: Callable[[], Blockage | None],
         stall_seconds: float,
     ) -> None:
         self._experiment = experiment
@@ -95,8 +95,11 @@ class Watchdog:
             self._progress, self._progress_at = progress, now
         is_paused = experiment.state is ExperimentState.PAUSED
         blocked = self._why_blocked()
-        if blocked is not None and not is_paused:
-            await self._name(STREAMS, blocked)
+        if blocked is not None and blocked.component == REDIS:
+            # What waits for it has its whole time again afterwards.
+            self._progress_at = now
+        if blocked is not None and (blocked.component == REDIS or not is_paused):
+            await self._name(blocked.component, blocked.cause)
             return
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()

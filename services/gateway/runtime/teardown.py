@@ -14,6 +14,7 @@ from services.gateway.signals import wait_for_any
 from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.task import Lane
+from shared.streams.redis.connection import COMPONENT
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Teardown:
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )
+                if error.context.get("component") == COMPONENT:
+                    await self._repository.set_problem(self._experiment, COMPONENT, error.detail)
                 await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
         for service in self._registry.of(self._experiment.id):
             await self._fleet.release(service, "the experiment has ended")

@@ -3,19 +3,26 @@
 import asyncio
 import random
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -27,10 +34,46 @@ MINIMUM_VERSION = (6, 2)
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
 """Longest time for one attempt of a command; far above the half second for which one may block."""
+COMPONENT = "redis"
+"""What ``Unavailable`` names as its ``component`` where the server is meant."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 
-ABSENCE = re.compile(r"^(OOM|LOADING|MASTERDOWN|TRYAGAIN)\b|-OOM command not allowed")
+CONDITIONS: Final[Mapping[str, str]] = {
+    "OOM": "the memory of the Redis server is full (maxmemory)",
+    "MISCONF": "the Redis server cannot write its log: its disk is full, or fails",
+    "NOREPLICAS": "too few replicas of the Redis server are connected (min-replicas-to-write)",
+    "READONLY": "the Redis server is a read-only replica: after a fail-over, until its address names the primary",
+    "MASTERDOWN": "the Redis server is a replica that lost its primary",
+    "UNBLOCKED": "the Redis server became a replica",
+    "LOADING": "the Redis server reads its log",
+    "BUSY": "the Redis server is busy with a script",
+    "CLUSTERDOWN": "the Redis cluster is down",
+    "TRYAGAIN": "the Redis cluster moves keys",
+    "MOVED": "the Redis cluster keeps these keys on another node: give the address of that one, or of a proxy",
+    "ASK": "the Redis cluster moves these keys to another node",
+    "NOAUTH": "the Redis server refuses the password",
+    "WRONGPASS": "the Redis server refuses the password",
+    "NOPERM": "the Redis user lacks a permission",
+}
+"""What a server's refusal says about the server, by its code. None of them is about what was asked."""
+CODE: Final = re.compile(rf"(?:^|[\s:'\"-])({'|'.join(CONDITIONS)})\b")
+ANNOTATION: Final = "of pipeline caused error: "
+CODE_OF: Final[Mapping[type[Exception], str]] = {
+    OutOfMemoryError: "OOM",
+    ReadOnlyError: "READONLY",
+    MasterDownError: "MASTERDOWN",
+    BusyLoadingError: "LOADING",
+    TryAgainError: "TRYAGAIN",
+    MovedError: "MOVED",
+    AskError: "ASK",
+    ClusterDownError: "CLUSTERDOWN",
+    NoPermissionError: "NOPERM",
+    AuthenticationError: "NOAUTH",
+}
+"""Codes that the client takes off the text; a class that inherits from another comes before it."""
+MOVED_AWAY: Final = frozenset({"READONLY", "MASTERDOWN", "UNBLOCKED", "CLUSTERDOWN", "MOVED", "ASK"})
+"""Conditions after which the address may lead to another server."""
 
 Answer = TypeVar("Answer")
 
@@ -56,14 +99,32 @@ def connect(url: str) -> Redis:
     return client
 
 
+def condition_of(error: Exception) -> str | None:
+    """Find the code of the server's condition in its refusal; None if the error says nothing of the kind."""
+    for kind, code in CODE_OF.items():
+        if isinstance(error, kind):
+            return code
+    if not isinstance(error, ResponseError):
+        return None
+    # A script's error has the code within a text of the server's own; a pipeline's comes after the command.
+    found = CODE.search(str(error).rpartition(ANNOTATION)[2])
+    return found[1] if found else None
+
+
 def is_absence(error: Exception) -> bool:
-    """Tell whether the server may answer the same command later: it is away, loading, read-only or full."""
-    if isinstance(error, AuthenticationError):
-        return False
-    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | ReadOnlyError | OutOfMemoryError):
-        return True
-    # Version 6.2 wraps the error that a script met into a text of its own.
-    return isinstance(error, ResponseError) and ABSENCE.search(str(error)) is not None
+    """Tell whether the server may answer the same command later: it is away, or refuses for a reason of its own."""
+    return isinstance(error, RedisConnectionError | RedisTimeoutError | OSError) or condition_of(error) is not None
+
+
+def unavailable(error: Exception, deadline_seconds: float) -> Unavailable:
+    """Name what holds the server up, and for how long it was waited for."""
+    code = condition_of(error)
+    if code is None:
+        detail = f"the Redis server did not answer within {deadline_seconds:g} s: {error}"
+        return Unavailable(detail, component=COMPONENT, condition="no_answer")
+    # The server's words, without the command before them and the script's digest behind.
+    words = str(error).rpartition(ANNOTATION)[2].partition(" script: ")[0].strip("(),'\"")
+    return Unavailable(f"{CONDITIONS[code]} ({words})", component=COMPONENT, condition=code)
 
 
 def answer_in_time() -> asyncio.Timeout:
@@ -88,7 +149,7 @@ async def retried(operation: Callable[[], Awaitable[Answer]], *, deadline_second
             if not is_absence(error):
                 raise
             if clock() + pause >= deadline:
-                raise Unavailable(f"the Redis server did not answer within {deadline_seconds:g} s: {error}") from error
+                raise unavailable(error, deadline_seconds) from error
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from shared.faults.armed import armed
 from shared.faults.sites import Site
-from shared.streams.redis.connection import Answer, retried
+from shared.streams.redis.connection import MOVED_AWAY, Answer, condition_of, retried
 
 Argument = str | int | float | bytes
 
@@ -99,9 +99,9 @@ class ScriptRunner:
         faults = armed()
         site = None if faults is None else SITES.get(str(calls[0].arguments[0]) if name == "finish" else name)
         if faults is None or site is None:
-            return await self._retried(once)
+            return await self.retried(once)
         at = site
-        return await self._retried(lambda: faults.around(at, once, refusal=RedisConnectionError))
+        return await self.retried(lambda: faults.around(at, once, refusal=RedisConnectionError))
 
     async def _in_order(self, chosen: Script, calls: Sequence[Call]) -> list[Any]:
         if len(calls) == 1 and not calls[0].before:
@@ -125,15 +125,26 @@ class ScriptRunner:
         Raises:
             Unavailable: the server was absent until the deadline.
         """
-        return await self._retried(lambda: self.redis.execute_command(*command))
+        return await self.retried(lambda: self.redis.execute_command(*command))
 
-    async def _retried(self, operation: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def retried(self, operation: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Do what is safe to repeat.
+
+        Raises:
+            Unavailable: the server was absent until the deadline.
+        """
+
         async def counted() -> Answer:
             is_answered = False
             try:
                 answer = await operation()
                 is_answered = True
                 return answer
+            except RedisError as error:
+                if condition_of(error) in MOVED_AWAY:
+                    # The next connection asks again where the address leads.
+                    await self.redis.connection_pool.disconnect(inuse_connections=False)
+                raise
             finally:
                 # Not by kind of error: the end of an attempt's time arrives here as a cancellation.
                 self.failures += not is_answered

@@ -8,7 +8,6 @@ from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import FENCED, Claim, Resolution, counter_of
 from shared.streams.keys import PLANNED, HopName, StreamKeys
 from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
-from shared.streams.redis.connection import retried
 from shared.streams.redis.hop import TrainerHop, claim_of
 from shared.streams.redis.scripts import Argument, ScriptRunner
 
@@ -131,7 +130,7 @@ class RedisTrainerQueue:
                 found: list[Any] = await pipeline.execute()
             return found
 
-        found = await retried(once, deadline_seconds=self._runner.deadline_seconds)
+        found = await self._runner.retried(once)
         claims = []
         for entry_id, entries in zip(entry_ids, found, strict=True):
             if not entries:

@@ -21,6 +21,10 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self.swallowed = 0
 
+    def lead_to(self, server_path: str) -> None:
+        """Connect clients that come from now on to another server."""
+        self._server_path = server_path
+
     def swallow_answer_to(self, needle: bytes) -> None:
         """Let the next request that holds these bytes reach the server, and cut its connection before the answer."""
         self._needle, self._is_cut = needle, True

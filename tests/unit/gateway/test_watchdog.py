@@ -75,6 +75,26 @@ async def test_a_full_stream_is_named_at_once() -> None:
     assert gateway.commands.view(experiment).problem is None
 
 
+async def test_a_data_plane_that_refuses_is_named_at_once_and_stalls_nobody_else() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    watchdog = a_watchdog(gateway, clock)
+    status = gateway.feeder_status.of(experiment)
+    status.refusal = "the Redis server cannot write its log: its disk is full, or fails"
+
+    for _ in range(3):
+        await watchdog.look()
+        problem = gateway.commands.view(experiment).problem
+        assert problem is not None
+        assert (problem.component, problem.cause) == ("redis", status.refusal)
+        clock.advance(20.0)
+
+    status.refusal = None
+    await watchdog.look()
+    assert gateway.commands.view(experiment).problem is None
+
+
 async def test_what_the_scheduler_waits_for_is_not_overwritten() -> None:
     clock = ManualClock()
     gateway = a_gateway(clock=clock)

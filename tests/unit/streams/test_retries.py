@@ -1,7 +1,14 @@
 import asyncio
 
 import pytest
-from redis.exceptions import AuthenticationError, BusyLoadingError, OutOfMemoryError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -54,8 +61,18 @@ async def test_a_wrong_command_is_not_repeated() -> None:
         (ResponseError("OOM command not allowed"), True),
         (ResponseError("Error running script (call to f_35): @user_script: 48: -OOM command not allowed when"), True),
         (ResponseError("Error running script: attempt to index a nil value"), False),
-        (AuthenticationError("wrong password"), False),
+        (AuthenticationError("wrong password"), True),
         (ResponseError("WRONGTYPE"), False),
+        (ResponseError("BUSYGROUP Consumer Group name already exists"), False),
+        (ResponseError("BUSY Redis is busy running a script."), True),
+        (ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), True),
+        (ResponseError("Command # 2 (XADD ...) of pipeline caused error: ('MISCONF Errors writing',)"), True),
+        (ResponseError("Command # 2 (XADD {exp:BUSY}:tasks ...) of pipeline caused error: ('WRONGTYPE',)"), False),
+        (ResponseError("Error running script: @user_script: 3: -READONLY You can't write against"), True),
+        (ResponseError("user_script:45: MISCONF Errors writing script: 8f6, on @user_script:45."), True),
+        (ReadOnlyError("You can't write against a read only replica."), True),
+        (ClusterDownError("Hash slot not served"), True),
+        (ResponseError("UNBLOCKED force unblock from blocking operation, instance state changed"), True),
     ],
 )
 def test_which_errors_pass(error: Exception, absent: bool) -> None:

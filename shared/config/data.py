@@ -91,7 +91,7 @@ class RowsConfig(Config):
             raise ValueError(f"data_source replaces the data source of each row, so {other} has no effect: drop one")
         return self
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Name the place of the rows, for messages."""
         return self.path or self.custom or f"hub dataset {self.hub}"
 

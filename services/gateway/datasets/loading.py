@@ -26,12 +26,12 @@ class Loaded:
 
     Attributes:
         rows: at least one, with the columns that ``data`` names.
-        place: where they are from, for messages.
+        location: where they are from, for messages.
         name: of a held-out set.
     """
 
     rows: Sequence[Row]
-    place: str
+    location: str
     name: str | None = None
 
 
@@ -87,26 +87,26 @@ def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int |
         DataError: they cannot be read, there are none, or a column is missing; the detail says which there are.
         InvalidSpec: the custom class cannot be loaded.
     """
-    place = source.place()
+    location = source.location()
     limits = [limit for limit in (source.max_rows, most) if limit is not None]
     limit = min(limits) if limits else None
     # Which rows are taken is only known once their data sources are.
     try:
         read = _read(source, None if source.only_data_sources else limit, field)
     except DataError as error:
-        raise DataError(f"{field}: {error.detail}", path=error.context.get("path", place)) from error
+        raise DataError(f"{field}: {error.detail}", path=error.context.get("path", location)) from error
     rows: list[Row] = [with_columns_of(row, config, source) for row in read]
     if not rows:
-        raise DataError(f"{field}: {place} has no rows", path=place)
-    _check_columns(rows, source, config, place, field, sorted({name for row in read for name in row}))
+        raise DataError(f"{field}: {location} has no rows", path=location)
+    _check_columns(rows, source, config, location, field, sorted({name for row in read for name in row}))
     if source.only_data_sources is not None:
-        rows = _only(rows, source.only_data_sources, str(config.data_source_column), place, field)[:limit]
+        rows = _only(rows, source.only_data_sources, str(config.data_source_column), location, field)[:limit]
     for number, row in enumerate(rows):
         try:
             messages_of(value_at(row, config.prompt_column), config, number)
         except DataError as error:
-            raise DataError(f"{field}: {place}: {error.detail}", path=place, row=number) from error
-    return Loaded(rows, place, source.name if isinstance(source, HeldOutConfig) else None)
+            raise DataError(f"{field}: {location}: {error.detail}", path=location, row=number) from error
+    return Loaded(rows, location, source.name if isinstance(source, HeldOutConfig) else None)
 
 
 def _read(source: RowsConfig, limit: int | None, field: str) -> list[Row]:
@@ -120,7 +120,7 @@ def _read(source: RowsConfig, limit: int | None, field: str) -> list[Row]:
 
 
 def _check_columns(
-    rows: Sequence[Row], source: RowsConfig, config: DataConfig, place: str, field: str, present: Sequence[str]
+    rows: Sequence[Row], source: RowsConfig, config: DataConfig, location: str, field: str, present: Sequence[str]
 ) -> None:
     for what, column in columns_of(config).items():
         missing = [number for number, row in enumerate(rows) if column and value_at(row, column) is ABSENT]
@@ -128,24 +128,25 @@ def _check_columns(
             continue
         wanted = source.columns.get(what, column)  # type: ignore[call-overload]  # a plain str is no Literal
         by = f"{field}.columns.{what}" if what in source.columns else f"data.{what}_column"
-        where = f"{place} has no column" if len(missing) == len(rows) else f"row {missing[0]} of {place} has no column"
+        which = location if len(missing) == len(rows) else f"row {missing[0]} of {location}"
+        where = f"{which} has no column"
         raise DataError(
             f"{where} {wanted!r}, which {by} names; columns there: {', '.join(present)}",
-            path=place,
+            path=location,
             field=by,
             columns=", ".join(present),
         )
 
 
-def _only(rows: Sequence[Row], wanted: Sequence[str], column: str, place: str, field: str) -> list[Row]:
+def _only(rows: Sequence[Row], wanted: Sequence[str], column: str, location: str, field: str) -> list[Row]:
     sources = [str(value_at(row, column)) for row in rows]
     there = sorted(set(sources))
     absent = [name for name in wanted if name not in there]
     if absent:
         raise DataError(
-            f"{field}.only_data_sources: {place} has no row of {absent[0]!r}; data sources there: "
+            f"{field}.only_data_sources: {location} has no row of {absent[0]!r}; data sources there: "
             f"{', '.join(there[:20])}",
-            path=place,
+            path=location,
         )
     return [row for row, name in zip(rows, sources, strict=True) if name in wanted]
 

@@ -130,7 +130,7 @@ def _reached(url: str, fetch: Callable[[], Found]) -> Found:
 def _hub_files(rows: RowsConfig) -> list[str]:
     """Download the files of a hub dataset's split into the hub's cache; there already, they are not fetched again."""
     assert rows.hub is not None
-    where = rows.place()
+    where = rows.location()
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError

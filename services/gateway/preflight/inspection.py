@@ -22,14 +22,14 @@ class Rows:
     Attributes:
         field: its section of the spec.
         name: of a held-out set.
-        place: where its rows are from.
+        location: where its rows are from.
         num_rows: that would be used.
         columns: that any of them has, after renaming.
     """
 
     field: str
     name: str | None
-    place: str
+    location: str
     num_rows: int
     columns: tuple[str, ...]
 
@@ -79,14 +79,14 @@ def _rows_of(dataset: Dataset, sources: Sequence[RowsConfig], section: str, seve
     # Training rows that ``max_rows`` has cut have no parts any more: they are reported as one.
     parts = dataset.parts or (Part(0, len(dataset.rows)),)
     if len(parts) != len(sources):
-        place = ", ".join(source.place() for source in sources)
-        return [Rows(section, None, place, len(dataset.rows), _columns(dataset, parts[0]))]
+        location = ", ".join(source.location() for source in sources)
+        return [Rows(section, None, location, len(dataset.rows), _columns(dataset, parts[0]))]
     is_plain = len(parts) == 1
     return [
         Rows(
             section if is_plain else f"{section}.{several}.{number}",
             part.name,
-            source.place(),
+            source.location(),
             part.num_rows,
             _columns(dataset, part),
         )
@@ -100,5 +100,5 @@ def _columns(dataset: Dataset, part: Part) -> tuple[str, ...]:
 
 
 def _entry(field: str, error: FlotillaError) -> dict[str, Scalar]:
-    place = error.context.get("field", field)
-    return {"path": place, "value": error.context.get("path"), "allowed": error.detail.removeprefix(f"{place}: ")}
+    path = error.context.get("field", field)
+    return {"path": path, "value": error.context.get("path"), "allowed": error.detail.removeprefix(f"{path}: ")}

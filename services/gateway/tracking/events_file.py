@@ -46,18 +46,18 @@ def framed(event: bytes) -> bytes:
 
 
 def unframed(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield each whole and undamaged event, with the place where its frame ends; stop at the first that is neither."""
-    place = 0
-    while place + 12 <= len(data):
-        length = data[place : place + 8]
-        end = place + 12 + struct.unpack("<Q", length)[0]
-        event = data[place + 12 : end]
-        if end + 4 > len(data) or data[place + 8 : place + 12] != _masked(length):
+    """Yield each whole and undamaged event, with the offset of its frame's end; stop at the first that is neither."""
+    offset = 0
+    while offset + 12 <= len(data):
+        length = data[offset : offset + 8]
+        end = offset + 12 + struct.unpack("<Q", length)[0]
+        event = data[offset + 12 : end]
+        if end + 4 > len(data) or data[offset + 8 : offset + 12] != _masked(length):
             return
         if data[end : end + 4] != _masked(event):
             return
         yield event, end + 4
-        place = end + 4
+        offset = end + 4
 
 
 def _varint(value: int) -> bytes:
@@ -73,8 +73,8 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def _timed(at: float, step: int = 0) -> bytes:
-    place = b"\x10" + _varint(step) if step else b""
-    return b"\x09" + struct.pack("<d", at) + place
+    encoded_step = b"\x10" + _varint(step) if step else b""
+    return b"\x09" + struct.pack("<d", at) + encoded_step
 
 
 def version_event(at: float) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway import prometheus as gauges
+from services.gateway import prometheus
 from services.gateway.monitoring.bottleneck import COMPONENTS, Look
 from services.gateway.monitoring.lags import BOUNDS, LagHistogram
 from services.gateway.prometheus import metrics_of
@@ -89,7 +89,7 @@ async def test_every_metric_of_the_page_is_documented() -> None:
 
 
 async def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gauges, "MAX_EXPERIMENTS", 2)
+    monkeypatch.setattr(prometheus, "MAX_EXPERIMENTS", 2)
     gateway = await a_running_gateway()
     (running,) = gateway.repository
     gateway.measurements.of(running).lags.add_step(1, {f"lag/tokens/{lag}": 1.0 for lag in range(1000)})

@@ -78,7 +78,7 @@ def _inspect(spec: ExperimentSpec) -> "Inspection":
 
 def _told(rows: "Rows") -> str:
     name = f" ({rows.name})" if rows.name else ""
-    return f"{rows.field}{name}: {rows.num_rows} rows of {rows.location}; columns {', '.join(rows.columns)}\n"
+    return f"{rows.field}{name}: {rows.num_rows} rows of {rows.place}; columns {', '.join(rows.columns)}\n"
 
 
 def _unprepared(launch: LaunchFile) -> list[str]:

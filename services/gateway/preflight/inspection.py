@@ -22,14 +22,14 @@ class Rows:
     Attributes:
         field: its section of the spec.
         name: of a held-out set.
-        location: where its rows are from.
+        place: where its rows are from.
         num_rows: that would be used.
         columns: that any of them has, after renaming.
     """
 
     field: str
     name: str | None
-    location: str
+    place: str
     num_rows: int
     columns: tuple[str, ...]
 

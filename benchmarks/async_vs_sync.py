@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 
-from flotilla.cli.launch_file import read_launch_file, run_prepare
+from flotilla.launch_file import read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
 from tests.fleet import ROOT, RunningFleet, running_fleet

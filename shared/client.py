@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -121,6 +121,33 @@ class GatewayClient:
                 log.debug("call is tried again", extra={"path": path, "error": repr(error)})
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def lines(
+        self, path: str, *, headers: Mapping[str, str], silence_seconds: float
+    ) -> AsyncGenerator[str, None]:
+        """Read the lines of an answer that stays open; ends when the server closes it.
+
+        Args:
+            path: path below the base URL.
+            headers: more headers.
+            silence_seconds: how long the server may send nothing at all.
+
+        Raises:
+            FlotillaError: the subclass that the server's problem names.
+            Unavailable: the server cannot be reached, or broke off.
+            DeadlineExceeded: it was silent for too long.
+        """
+        timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
+        try:
+            async with self._http.stream("GET", path, headers=dict(headers), timeout=timeout) as response:
+                if not response.is_success:
+                    raise problem_to_error(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    yield line
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"GET {self.base_url}{path} sent nothing for {silence_seconds:.0f} s") from error
+        except httpx.TransportError as error:
+            raise Unavailable(f"cannot read from {self.base_url}: {error or type(error).__name__}") from error
 
     async def _send(
         self,

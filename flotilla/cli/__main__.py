@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from flotilla.connection import DEFAULT_DATA
 from shared.errors import FlotillaError
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 
 EXIT_PROBLEM = 1
 EXIT_INTERRUPTED = 130
-DEFAULT_DATA = ".flotilla"
 DEFAULT_PORT = 8470
 MAX_NOTICE_SECONDS = 86_400
 

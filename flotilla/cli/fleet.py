@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
+from flotilla.connection import FLEET_FILE, FleetInfo
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
@@ -33,7 +32,6 @@ from shared.security import new_token, write_secret
 from shared.streams.redis.connection import check_server
 
 START_SECONDS = 90.0
-FLEET_FILE = "fleet.json"
 LEASE_SECONDS = "15"
 """Of claims, unless the environment says otherwise."""
 
@@ -62,33 +60,6 @@ class FleetOptions:
     log_level: str = "INFO"
 
 
-@dataclass(frozen=True, slots=True)
-class FleetInfo:
-    """Where a running fleet is found."""
-
-    pid: int
-    gateway_url: str
-    token: str
-    data: Path
-    redis_url: str
-
-    @classmethod
-    def read(cls, data: Path) -> "FleetInfo":
-        """Find the fleet of a data directory.
-
-        Raises:
-            Unavailable: none runs there.
-        """
-        try:
-            content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
-            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
-        except (OSError, ValueError, KeyError):
-            raise Unavailable(f"no fleet runs with the data directory {data}: start one with `flotilla up`") from None
-        if not is_running(info.pid):
-            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `flotilla up`")
-        return info
-
-
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
     """Make the environment of a service of a local fleet, owned by this process."""
     return {
@@ -108,11 +79,6 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives (a zombie does not)."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def check_port(host: str, port: int) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from flotilla.cli.fleet import FleetInfo
+from flotilla.connection import FleetInfo
 from tests.fleet import FLOTILLA, ROOT, make_experiment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from flotilla.cli.fleet import FleetInfo
+from flotilla.connection import FleetInfo
 from tests.faults.test_kill import until_step
 from tests.faults.trial import Trial, waited
 from tests.fleet import RunningFleet, make_experiment, running_fleet

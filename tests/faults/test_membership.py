@@ -19,7 +19,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from flotilla.cli.fleet import LEASE_SECONDS, FleetInfo, is_running
+from flotilla.cli.fleet import LEASE_SECONDS
+from flotilla.connection import FleetInfo, is_running
 from shared.client import GatewayClient
 from shared.streams.codec import EntryHeader
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys

@@ -14,7 +14,7 @@ import httpx
 import psutil
 from redis.asyncio import Redis
 
-from flotilla.cli.fleet import FleetInfo
+from flotilla.connection import FleetInfo
 from shared.client import GatewayClient
 from shared.errors import NotFound
 from shared.schemas.service import ServiceView

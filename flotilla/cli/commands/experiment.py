@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from flotilla.cli.commands.run import follow
-from flotilla.cli.connection import connect, find_experiment
-from flotilla.cli.launch_file import read_launch_file, run_prepare
 from flotilla.cli.progress import Progress, new_console
 from flotilla.cli.summary import lengths_of
+from flotilla.connection import find_experiment, open_client
+from flotilla.launch_file import read_launch_file, run_prepare
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
 
@@ -23,7 +23,7 @@ async def start(arguments: argparse.Namespace) -> int:
     console = new_console()
     overrides = [*(arguments.set or []), *([f"seed={arguments.seed}"] if arguments.seed is not None else [])]
     launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
-    async with connect(arguments) as client:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
         view = ExperimentView.model_validate(
             await client.call("POST", "/v1/experiments", body=launch.document, deadline_seconds=30)
@@ -37,7 +37,7 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
     """Make the command for an action that takes an experiment."""
 
     async def act(arguments: argparse.Namespace) -> int:
-        async with connect(arguments) as client:
+        async with open_client(arguments.gateway, Path(arguments.data)) as client:
             view = await find_experiment(client, arguments.experiment)
             answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
             new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}")
@@ -48,7 +48,7 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
 
 async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
-    async with connect(arguments) as client:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
         progress = Progress(await find_experiment(client, arguments.experiment))
         await follow(progress, client, None, plain=arguments.plain)
         return 0 if progress.view.state is not ExperimentState.FAILED else 1
@@ -100,6 +100,6 @@ async def ledger(arguments: argparse.Namespace) -> int:
 
 async def _read(arguments: argparse.Namespace, what: str) -> tuple[ExperimentView, Any]:
     """Find the experiment that is meant, and read one thing of it."""
-    async with connect(arguments) as client:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
         view = await find_experiment(client, arguments.experiment)
         return view, await client.call("GET", f"/v1/experiments/{view.id}/{what}")

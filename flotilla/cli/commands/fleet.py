@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 from rich.table import Table
 
-from flotilla.cli.connection import connect
-from flotilla.cli.fleet import FLEET_FILE, FleetInfo, FleetOptions, LocalFleet, is_running
+from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.progress import new_console
+from flotilla.connection import FLEET_FILE, FleetInfo, is_running, open_client
 from shared.errors import Conflict, FlotillaError, Unavailable
 from shared.processes import python_module
 from shared.schemas.experiment import Page
@@ -111,7 +111,7 @@ async def down(arguments: argparse.Namespace) -> int:
 
 async def status(arguments: argparse.Namespace) -> int:
     """List services and experiments."""
-    async with connect(arguments) as client:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
         services = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": 1000})).items
         fleet = FleetView.model_validate(await client.call("GET", "/v1/fleet"))
         experiments = Page.model_validate(await client.call("GET", "/v1/experiments", params={"limit": 1000})).items

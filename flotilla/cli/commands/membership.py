@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flotilla.cli.connection import connect
-from flotilla.cli.fleet import FleetInfo, service_environment
+from flotilla.cli.fleet import service_environment
 from flotilla.cli.progress import new_console
+from flotilla.connection import FleetInfo, open_client
 from shared.client import GatewayClient
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.processes import python_module
@@ -56,7 +56,7 @@ async def drain(arguments: argparse.Namespace) -> int:
         Unavailable: it was not gone in time.
     """
     console = new_console()
-    async with connect(arguments) as client:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
         started = time.monotonic()
         body = {} if arguments.notice is None else {"notice_seconds": arguments.notice}
         view = ServiceView.model_validate(

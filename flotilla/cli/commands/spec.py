@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla.cli.launch_file import LaunchFile, read_launch_file
+from flotilla.launch_file import LaunchFile, read_launch_file
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import write_value

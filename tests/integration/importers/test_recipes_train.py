@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from flotilla.cli.__main__ import main
-from flotilla.cli.launch_file import read_launch_file
+from flotilla.launch_file import read_launch_file
 from shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 

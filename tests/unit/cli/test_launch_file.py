@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.cli.launch_file import read_launch_file
+from flotilla.launch_file import read_launch_file
 from shared.errors import InvalidSpec
 
 SPEC = """

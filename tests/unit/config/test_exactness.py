@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from flotilla.cli.launch_file import read_launch_file
+from flotilla.launch_file import read_launch_file
 from shared.config.load import parse_document, validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.config.strict_types import NUMBERS, _options, check_exact, is_guessed

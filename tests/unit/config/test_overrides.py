@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flotilla.cli.launch_file import LaunchFile, read_launch_file
+from flotilla.launch_file import LaunchFile, read_launch_file
 from shared.config.overrides import apply, in_environment, on_command_line, origin_of
 from shared.errors import InvalidSpec
 

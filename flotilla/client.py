@@ -1,0 +1,403 @@
+"""The Python client of a fleet: typed, and the same for scripts, notebooks and asynchronous programs.
+
+    import flotilla
+
+    with flotilla.Client() as client:                       # the local fleet of ./.flotilla, or FLOTILLA_GATEWAY_URL
+        run = client.create("experiment.yaml", overrides={"optimisation.steps": 20}, start=True)
+        client.wait(run.id)
+        print([point.value for point in client.metrics(run.id, ["evaluation/accuracy"])])
+
+An experiment is named by its id, or by its name where only one has it. Calls are repeated while the gateway is absent,
+for ``deadline_seconds`` at most; every wait has a deadline of its own. Errors are those of ``shared.errors``.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from pydantic import BaseModel
+
+from flotilla.connection import DEFAULT_DATA, find_experiment, list_experiments, open_client
+from flotilla.launch_file import read_launch_file, run_prepare
+from shared.client import GatewayClient
+from shared.config.spec import ExperimentSpec
+from shared.errors import DeadlineExceeded, FlotillaError
+from shared.schemas.experiment import (
+    CheckpointView,
+    DiagnosisView,
+    Event,
+    ExperimentState,
+    ExperimentView,
+    MetricPoint,
+    Page,
+)
+from shared.schemas.fleet import FleetView
+from shared.schemas.service import ServiceView
+from shared.streams.ledger import Ledger
+
+CALL_SECONDS = 30.0
+PAGE = 1000
+POLL_SECONDS = 0.5
+SILENCE_SECONDS = 60.0
+"""Of the event stream, which sends a comment every 15 s."""
+
+Model = TypeVar("Model", bound=BaseModel)
+Spec = str | Path | Mapping[str, Any] | ExperimentSpec
+Result = TypeVar("Result")
+Params = ParamSpec("Params")
+
+
+class Ledgers(NamedTuple):
+    """Where every group of an experiment is, by lane."""
+
+    train: Ledger
+    evaluation: Ledger
+
+
+class AsyncClient:
+    """Calls one gateway; use it as an async context manager, or ``close`` it.
+
+    Args:
+        url: the gateway's; None: ``FLOTILLA_GATEWAY_URL``, else the local fleet of ``data``.
+        token: None: ``FLOTILLA_TOKEN`` or ``FLOTILLA_TOKEN_FILE``, or the local fleet's own.
+        data: data directory of the local fleet.
+        deadline_seconds: how long one call may take, with all its attempts.
+
+    Raises:
+        Unavailable: no gateway is named and no local fleet runs.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        data: str | Path = DEFAULT_DATA,
+        deadline_seconds: float = CALL_SECONDS,
+    ) -> None:
+        self._gateway: GatewayClient = open_client(url, Path(data), token=token)
+        self._deadline_seconds = deadline_seconds
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._gateway.close()
+
+    async def create(
+        self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
+    ) -> ExperimentView:
+        """Create an experiment.
+
+        Args:
+            spec: path of an experiment file, whose ``prepare`` command is run first; or the spec itself, with absolute
+                paths.
+            overrides: keys such as ``optimisation.steps`` and their values; for a file alone.
+            start: start it at once.
+
+        Raises:
+            InvalidSpec: it does not validate; ``errors`` has one entry per field.
+            ValueError: overrides of a spec that is no file.
+        """
+        if isinstance(spec, str | Path):
+            assigned = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+            launch = read_launch_file(Path(spec), assigned)
+            await run_prepare(launch, lambda _: None)
+            document: Mapping[str, Any] = launch.document
+        elif overrides:
+            raise ValueError("overrides apply to a file: change the mapping itself")
+        else:
+            document = spec.model_dump(mode="json") if isinstance(spec, ExperimentSpec) else spec
+        view = await self._call(ExperimentView, "POST", "/v1/experiments", body=document)
+        return await self.start(view.id) if start else view
+
+    async def experiments(self) -> list[ExperimentView]:
+        """List all experiments, oldest first."""
+        return await list_experiments(self._gateway)
+
+    async def experiment(self, reference: str | None = None) -> ExperimentView:
+        """Find one by id or name; by default the only one that has not ended, else the newest.
+
+        Raises:
+            NotFound: there is none.
+            Conflict: several have this name, or have not ended.
+        """
+        return await find_experiment(self._gateway, reference)
+
+    async def start(self, experiment: str) -> ExperimentView:
+        """Start a draft."""
+        return await self._act(experiment, "start")
+
+    async def pause(self, experiment: str) -> ExperimentView:
+        """Issue no more tasks; services finish what they have in hand."""
+        return await self._act(experiment, "pause")
+
+    async def resume(self, experiment: str) -> ExperimentView:
+        """Go on after a pause."""
+        return await self._act(experiment, "resume")
+
+    async def stop(self, experiment: str) -> ExperimentView:
+        """End an experiment; what is outstanding is dropped."""
+        return await self._act(experiment, "stop")
+
+    async def change(self, experiment: str, resources: Mapping[str, Any]) -> ExperimentView:
+        """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``."""
+        path = await self._path(experiment)
+        return await self._call(ExperimentView, "PATCH", path, body={"resources": dict(resources)})
+
+    async def delete(self, experiment: str) -> None:
+        """Delete a draft, or one that has ended, with its series; its directory stays."""
+        path = await self._path(experiment)
+        await self._gateway.call("DELETE", path, deadline_seconds=self._deadline_seconds)
+
+    async def wait(
+        self,
+        experiment: str,
+        until: Callable[[ExperimentView], bool] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> ExperimentView:
+        """Wait until an experiment has ended, or until a condition of its view holds.
+
+        Raises:
+            DeadlineExceeded: it did not in time.
+        """
+        path = await self._path(experiment)
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            view = await self._call(ExperimentView, "GET", path)
+            if (until or _has_ended)(view):
+                return view
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceeded(f"{view.id} is {view.state} at step {view.step} after {timeout_seconds:g} s")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def ledger(self, experiment: str) -> Ledgers:
+        """Read where every group is; each lane is taken in one instant."""
+        answer = await self._read(await self._path(experiment), "ledger")
+        return Ledgers(Ledger.model_validate(answer["train"]), Ledger.model_validate(answer["evaluation"]))
+
+    async def metrics(self, experiment: str, names: Sequence[str] = ()) -> list[MetricPoint]:
+        """Read the values recorded so far, in the order of writing; all series if none is named."""
+        params = {"names": ",".join(names)} if names else {}
+        return await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params)
+
+    async def diagnosis(self, experiment: str) -> DiagnosisView:
+        """Read what bounds its speed, and what would change that."""
+        return DiagnosisView.model_validate(await self._read(await self._path(experiment), "diagnosis"))
+
+    async def checkpoints(self, experiment: str) -> list[CheckpointView]:
+        """List its durable checkpoints by step."""
+        return await self._pages(CheckpointView, f"{await self._path(experiment)}/checkpoints", {})
+
+    async def services(self) -> list[ServiceView]:
+        """List the registered services."""
+        return await self._pages(ServiceView, "/v1/services", {})
+
+    async def fleet(self) -> FleetView:
+        """Read which experiment has what share of the services, and what it waits for."""
+        return await self._call(FleetView, "GET", "/v1/fleet")
+
+    async def events(self, experiment: str, *, after: int = 0) -> AsyncGenerator[Event, None]:
+        """Follow what happens, from the first event or the one after ``after``, until the experiment has ended.
+
+        A gateway that is absent is waited for; no event is missed and none comes twice.
+        """
+        path = f"{await self._path(experiment)}/events"
+        while True:
+            try:
+                headers = {"Last-Event-ID": str(after)} if after else {}
+                async with contextlib.aclosing(
+                    self._gateway.lines(path, headers=headers, silence_seconds=SILENCE_SECONDS)
+                ) as lines:
+                    async for line in lines:
+                        if line.startswith("data: "):
+                            event = Event.model_validate_json(line.removeprefix("data: "))
+                            after = event.id
+                            yield event
+            except FlotillaError as error:
+                if not error.retryable:
+                    raise
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            if (await self._call(ExperimentView, "GET", path.removesuffix("/events"))).state.is_final:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _path(self, reference: str) -> str:
+        return f"/v1/experiments/{(await self.experiment(reference)).id}"
+
+    async def _act(self, experiment: str, action: str) -> ExperimentView:
+        return await self._call(ExperimentView, "POST", f"{await self._path(experiment)}/{action}")
+
+    async def _call(self, model: type[Model], method: str, path: str, *, body: Any = None) -> Model:
+        answer = await self._gateway.call(method, path, body=body, deadline_seconds=self._deadline_seconds)
+        return model.model_validate(answer)
+
+    async def _read(self, path: str, what: str) -> Any:
+        return await self._gateway.call("GET", f"{path}/{what}", deadline_seconds=self._deadline_seconds)
+
+    async def _pages(self, model: type[Model], path: str, params: Mapping[str, Any]) -> list[Model]:
+        found: list[Model] = []
+        after: str | None = None
+        while True:
+            query = {**params, "limit": PAGE, "after": after}
+            answer = await self._gateway.call("GET", path, params=query, deadline_seconds=self._deadline_seconds)
+            page = Page.model_validate(answer)
+            found += [model.model_validate(item) for item in page.items]
+            after = page.next
+            if after is None or not page.items:
+                return found
+
+
+class Client:
+    """The same without ``await``, for scripts and notebooks; each method is that of :class:`AsyncClient`.
+
+    The calls run on an event loop of its own thread, so it works inside a running loop, as in a notebook. Use it as a
+    context manager, or ``close`` it.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        data: str | Path = DEFAULT_DATA,
+        deadline_seconds: float = CALL_SECONDS,
+    ) -> None:
+        self._stack = contextlib.ExitStack()
+        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal())
+        try:
+            self._client: AsyncClient = self._portal.call(
+                lambda: AsyncClient(url, token, data=data, deadline_seconds=deadline_seconds)
+            )
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        try:
+            self._portal.call(self._client.close)
+        finally:
+            self._stack.close()
+
+    def create(
+        self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
+    ) -> ExperimentView:
+        """Create an experiment; see :meth:`AsyncClient.create`."""
+        return self._run(self._client.create, spec, overrides=overrides, start=start)
+
+    def experiments(self) -> list[ExperimentView]:
+        """List all experiments, oldest first."""
+        return self._run(self._client.experiments)
+
+    def experiment(self, reference: str | None = None) -> ExperimentView:
+        """Find one by id or name."""
+        return self._run(self._client.experiment, reference)
+
+    def start(self, experiment: str) -> ExperimentView:
+        """Start a draft."""
+        return self._run(self._client.start, experiment)
+
+    def pause(self, experiment: str) -> ExperimentView:
+        """Issue no more tasks."""
+        return self._run(self._client.pause, experiment)
+
+    def resume(self, experiment: str) -> ExperimentView:
+        """Go on after a pause."""
+        return self._run(self._client.resume, experiment)
+
+    def stop(self, experiment: str) -> ExperimentView:
+        """End an experiment."""
+        return self._run(self._client.stop, experiment)
+
+    def change(self, experiment: str, resources: Mapping[str, Any]) -> ExperimentView:
+        """Change quotas while it runs."""
+        return self._run(self._client.change, experiment, resources)
+
+    def delete(self, experiment: str) -> None:
+        """Delete a draft, or one that has ended."""
+        self._run(self._client.delete, experiment)
+
+    def wait(
+        self,
+        experiment: str,
+        until: Callable[[ExperimentView], bool] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> ExperimentView:
+        """Wait until an experiment has ended, or until a condition of its view holds."""
+        return self._run(self._client.wait, experiment, until, timeout_seconds=timeout_seconds)
+
+    def ledger(self, experiment: str) -> Ledgers:
+        """Read where every group is."""
+        return self._run(self._client.ledger, experiment)
+
+    def metrics(self, experiment: str, names: Sequence[str] = ()) -> list[MetricPoint]:
+        """Read the values recorded so far."""
+        return self._run(self._client.metrics, experiment, names)
+
+    def diagnosis(self, experiment: str) -> DiagnosisView:
+        """Read what bounds its speed."""
+        return self._run(self._client.diagnosis, experiment)
+
+    def checkpoints(self, experiment: str) -> list[CheckpointView]:
+        """List its durable checkpoints by step."""
+        return self._run(self._client.checkpoints, experiment)
+
+    def services(self) -> list[ServiceView]:
+        """List the registered services."""
+        return self._run(self._client.services)
+
+    def fleet(self) -> FleetView:
+        """Read which experiment has what share of the services."""
+        return self._run(self._client.fleet)
+
+    def events(self, experiment: str, *, after: int = 0) -> Iterator[Event]:
+        """Follow what happens until the experiment has ended."""
+        events = self._client.events(experiment, after=after)
+
+        async def following() -> Event | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._run(following)) is not None:
+                yield event
+        finally:
+            self._run(events.aclose)
+
+    def _run(
+        self, method: Callable[Params, Awaitable[Result]], *arguments: Params.args, **options: Params.kwargs
+    ) -> Result:
+        async def call() -> Result:
+            return await method(*arguments, **options)
+
+        return self._portal.call(call)
+
+
+def _has_ended(view: ExperimentView) -> bool:
+    return view.state.is_final
+
+
+__all__ = ["AsyncClient", "Client", "Event", "ExperimentState", "ExperimentView", "Ledgers", "MetricPoint"]

@@ -1,0 +1,99 @@
+"""The Python client, asynchronous and not, against a real gateway with scripted services."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flotilla
+from flotilla.client import AsyncClient
+from services.gateway.settings import GatewaySettings
+from shared.errors import Conflict, DeadlineExceeded, InvalidSpec, NotFound, Unauthorized, Unavailable
+from shared.schemas.experiment import ExperimentState
+from tests.integration.gateway.fleet import (
+    TOKEN,
+    ScriptedReward,
+    ScriptedRollout,
+    ScriptedTrainer,
+    a_fleet,
+    a_gateway,
+    a_spec,
+)
+
+
+def a_spec_file(folder: Path, **changes: Any) -> Path:
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(a_spec(folder, **changes)))
+    return path
+
+
+def train_from_a_script(url: str, spec: Path) -> None:
+    """What a user would write; called on a thread, as the gateway runs on this one."""
+    with flotilla.Client(url, TOKEN) as client:
+        draft = client.create(spec, overrides={"optimisation.steps": 3, "name": "mine"})
+        assert (draft.state, draft.name, draft.total_steps) == (ExperimentState.DRAFT, "mine", 3)
+        client.start("mine")
+
+        events = list(client.events("mine"))
+        view = client.wait(draft.id, timeout_seconds=60)
+
+        assert (view.state, view.step) == (ExperimentState.COMPLETED, 3)
+        assert [event.id for event in events] == sorted({event.id for event in events})
+        assert events[-1].data["state"] == "completed"
+        assert list(client.events("mine", after=events[-2].id)) == events[-1:]
+        train, evaluation = client.ledger("mine")
+        assert (train.issued, train.trained, train.balanced, evaluation.issued) == (6, 6, True, 0)
+        assert [point.step for point in client.metrics("mine", ["loss"])] == [1, 2, 3]
+        assert client.checkpoints("mine") == []  # the scripted trainer records none
+        assert {service.kind for service in client.services()} == {"rollout", "reward", "trainer"}
+        assert client.fleet().experiments == ()
+        assert client.diagnosis("mine").problem is None
+        client.delete("mine")
+        assert client.experiments() == []
+
+
+async def test_a_script_trains_and_reads_everything(tmp_path: Path, redis_url: str) -> None:
+    settings = GatewaySettings(token=TOKEN, redis_url=redis_url, data=tmp_path / "data")
+    async with (
+        a_gateway(settings) as (url, _),
+        a_fleet(url, redis_url, ScriptedRollout, ScriptedReward, ScriptedTrainer),
+    ):
+        await asyncio.to_thread(train_from_a_script, url, a_spec_file(tmp_path))
+
+
+async def test_the_asynchronous_client_finds_changes_and_stops(url: str, tmp_path: Path) -> None:
+    async with AsyncClient(url, TOKEN) as client:
+        first = await client.create(a_spec(tmp_path), start=True)
+        with pytest.raises(DeadlineExceeded, match="is starting at step 0 after 0 s"):
+            await client.wait(first.id, timeout_seconds=0)
+        assert (await client.experiment()).id == first.id
+
+        changed = await client.change(first.id, {"weight": 2.5})
+        second = await client.create(a_spec(tmp_path))
+
+        assert changed.spec["resources"]["weight"] == 2.5
+        with pytest.raises(Conflict, match=second.id):
+            await client.experiment("tiny")
+        assert {each.id for each in await client.experiments()} == {first.id, second.id}
+        await client.stop(first.id)
+        await client.wait(first.id, lambda view: view.state is ExperimentState.STOPPED, timeout_seconds=60)
+
+
+async def test_errors_say_what_was_wrong(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLOTILLA_GATEWAY_URL", raising=False)
+    with pytest.raises(Unavailable, match="start one with `flotilla up`"):
+        AsyncClient(data=tmp_path)
+    with pytest.raises(Unavailable, match="start one with `flotilla up`"):
+        flotilla.Client(data=tmp_path)
+    async with AsyncClient(url, "wrong") as stranger:
+        with pytest.raises(Unauthorized):
+            await stranger.experiments()
+    async with AsyncClient(url, TOKEN) as client:
+        with pytest.raises(NotFound, match="there is no experiment 'nobody'"):
+            await client.start("nobody")
+        with pytest.raises(InvalidSpec, match=r"optimisation\.stepps"):
+            await client.create(a_spec_file(tmp_path), overrides={"optimisation.stepps": 1})
+        with pytest.raises(ValueError, match="overrides apply to a file"):
+            await client.create(a_spec(tmp_path), overrides={"seed": 1})

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from flotilla.importers.composition import Beside, beside, nothing_beside
 from flotilla.importers.hydra import problem
-from flotilla.importers.openrlhf.system import OPENRLHF, read_openrlhf, read_openrlhf_script
+from flotilla.importers.openrlhf.launch import read_openrlhf, read_openrlhf_script
+from flotilla.importers.openrlhf.system import OPENRLHF
 from flotilla.importers.roll.system import ROLL, read_roll
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
@@ -58,8 +59,8 @@ def read(
     if system == "verl":
         return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)
     if system == "roll":
-        return read_roll(text, overrides, environment, source=source, beside=beside)
-    return read_openrlhf_script(text, source=source)
+        return read_roll(text, overrides, environment, source=source, is_script=is_script, beside=beside)
+    return read_openrlhf_script(text, environment, source=source)
 
 
 __all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

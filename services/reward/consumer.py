@@ -61,8 +61,14 @@ def grading_samples(group: Group) -> list[GradingSample]:
     ]
 
 
-def with_grades(group: Group, grades: Sequence[Grade], seconds: float) -> Group:
+def with_grades(group: Group, grades: Sequence[Grade], seconds: float, metric: str | None = None) -> Group:
     """Write each grade onto its trajectory.
+
+    Args:
+        group: as sampled.
+        grades: one per trajectory.
+        seconds: that grading took.
+        metric: kept among the components, where a grade has it.
 
     Raises:
         ValueError: there are not as many grades as trajectories.
@@ -73,7 +79,7 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float) -> Group:
             trajectory.graded(
                 grade.status,
                 grade.reward,
-                components=dict(grade.components),
+                components={**grade.components, **_kept(grade, metric)},
                 reason=grade.reason,
                 timings={**trajectory.timings, "grading_seconds": seconds},
             )
@@ -81,14 +87,26 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float) -> Group:
     return Group(group.task, tuple(graded), group.prompt)
 
 
+def _kept(grade: Grade, metric: str | None) -> dict[str, float]:
+    return {metric: grade.metrics[metric]} if metric is not None and metric in grade.metrics else {}
+
+
 def is_gradable(trajectory: Trajectory) -> bool:
     """Whether the policy finished it: an aborted one says nothing about the policy."""
     return trajectory.finish_reason is not FinishReason.ABORTED
 
 
+def judged_metric(config: RewardConfig) -> str | None:
+    """Name the metric that groups are judged by; None for the reward."""
+    return None if config.group_filter is None else config.group_filter.metric
+
+
 def why_filtered(group: Group, config: RewardConfig) -> str | None:
     """Say why a graded group is not worth training on, if so."""
     rewards = group.rewards()
+    metric = judged_metric(config)
+    if metric is not None:
+        rewards = [t.components.get(metric, t.reward) for t in group.trajectories if t.reward is not None]
     if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
         return "zero_spread"
     if config.group_filter is not None and not keeps(rewards, config.group_filter):
@@ -221,7 +239,7 @@ class RewardConsumer:
                 self.last_error = grade.reason
             else:
                 self.graded_samples += 1
-        return with_grades(group, grades, time.perf_counter() - started)
+        return with_grades(group, grades, time.perf_counter() - started, judged_metric(self._config))
 
     async def _send_on(self, lane: RewardLane, claim: Claim, group: Group) -> None:
         if not lane.is_filtered:

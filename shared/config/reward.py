@@ -174,3 +174,14 @@ class RewardConfig(Config):
             if names.count(name) > 1:
                 raise ValueError(f"two components are called {name!r}; give one of them another `name`")
         return self
+
+    @model_validator(mode="after")
+    def _metric_has_a_component(self) -> Self:
+        metric = self.group_filter.metric if self.group_filter is not None else None
+        names = [component.name or component.kind for component in self.components]
+        if metric is not None and metric.partition("/")[0] not in names:
+            raise ValueError(
+                f"group_filter.metric {metric!r} is of no component: write COMPONENT/METRIC, with a component of "
+                f"{', '.join(names)}, or null to judge the reward"
+            )
+        return self

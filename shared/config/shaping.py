@@ -134,6 +134,9 @@ class MeanInRangeConfig(Config):
     """The mean must be below this; null for no bound."""
     keep_single: bool = False
     """Keep a group of one without a look (ROLL)."""
+    metric: str | None = Field(None, min_length=1)
+    """Judge this metric of a grader instead of the reward, as ``component/metric``, such as ``remote/score``
+    (OpenRLHF's scores); a sample without it is judged by its reward."""
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> "MeanInRangeConfig":
@@ -155,6 +158,9 @@ class SpreadAboveConfig(Config):
     """The spread must be above this."""
     keep_single: bool = True
     """Keep a group of one, which has no spread (verl, ROLL)."""
+    metric: str | None = Field(None, min_length=1)
+    """Judge this metric of a grader instead of the reward, as ``component/metric``, such as ``custom/acc`` (verl's
+    ``filter_groups.metric``); a sample without it is judged by its reward."""
 
 
 GroupFilterConfig = Annotated[MeanInRangeConfig | SpreadAboveConfig, Field(discriminator="kind")]

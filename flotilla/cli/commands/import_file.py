@@ -20,7 +20,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """Describe the command line."""
     text = "Make a spec of a launch file of another system, and say what becomes of each parameter."
     systems = commands.add_parser("import", help=text, description=text).add_subparsers(required=True, metavar="SYSTEM")
-    for name, what in (("verl", "YAML file, or launch script (.sh)"), ("roll", "YAML file")):
+    for name, what in (("verl", "YAML file, or launch script (.sh)"), ("roll", "YAML file, or launch script (.sh)")):
         parser = systems.add_parser(name, help=f"{name}: {what}")
         parser.add_argument("file", help=what)
         parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")

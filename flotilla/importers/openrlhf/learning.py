@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flotilla.importers.parameter import Parameter, applied, refused, translated
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, numbers, text
 
@@ -72,7 +72,8 @@ ROWS: tuple[Parameter, ...] = (
     translated("--partial_rollout", "asynchrony.on_weight_update", flag,
                "samples in flight go on with their KV cache; by itself they finish under the old weights",
                example=True, default=False, context=ASYNC, aliases=("--train.partial_rollout_enable",)),
-    translated("--dynamic_filtering", "reward.group_filter.kind", flag, "groups by their mean reward", example=True,
+    translated("--dynamic_filtering", "reward.group_filter.kind", flag,
+               "groups by the mean of their scores, which are the rewards where there are none", example=True,
                default=False, aliases=("--algo.dynamic_filtering_enable",)),
     translated("--dynamic_filtering_reward_range", ("reward.group_filter.low", "reward.group_filter.high"), numbers,
                "kept strictly between", example=[0.1, 0.9], default=[0, 1], context=FILTERED,
@@ -90,8 +91,9 @@ ROWS: tuple[Parameter, ...] = (
     translated("--stop_properly_penalty_coef", "reward.shaping.truncated.scale", number,
                "0 to 1 scales a truncated answer's reward, below 0 replaces it", example=0.5, default=None,
                aliases=("--reward.stop_properly_penalty_coef",)),
-    refused("--normalize_reward", "rewards are not normalised over the run: use an estimator that whitens",
-            default=False, aliases=("--reward.normalize_enable",)),
+    *ignored("scales the heads of a reward model, which is refused, and of a critic made from one; rewards of a URL or "
+             "a file are taken as they are, and the policy's own body has nothing to scale by",
+             "--normalize_reward", "--reward.normalize_enable"),
     refused("--ptx_coef", "there is no loss on other texts", default=0),
     refused("--full_determinism", "a service's arithmetic depends on its threads", default=False),
 )  # fmt: skip

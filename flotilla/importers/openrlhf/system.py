@@ -1,15 +1,12 @@
-"""OpenRLHF as a system to import from: how its command lines are read, and what its flags mean together."""
+"""OpenRLHF as a system to import from: what its flags mean together."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
-from flotilla.importers.hydra import problem
 from flotilla.importers.openrlhf import flags, learning
-from flotilla.importers.shell import Script, read_script
-from flotilla.importers.source import Given, Source
+from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from shared.config.data import PLACE
@@ -200,8 +197,14 @@ def rewards(source: Source) -> Fields:
         if len(span) != 2:
             source.refuse("--dynamic_filtering_reward_range", "two numbers, low and high")
             return fields
-        fields["reward.group_filter"] = {"kind": "mean_in_range", "low": span[0], "high": span[1]}
+        fields["reward.group_filter"] = {"kind": "mean_in_range", "low": span[0], "high": span[1], **_scores(source)}
     return fields
+
+
+def _scores(source: Source) -> Fields:
+    """Name what the filter judges: the scores beside the rewards, which are the rewards where there are none."""
+    url = source.value("--remote_rm_url")
+    return {} if url is None else {"metric": f"{'custom' if url.endswith('.py') else 'remote'}/score"}
 
 
 def _grader(source: Source) -> Fields:
@@ -251,49 +254,3 @@ OPENRLHF: System = make_system(
         learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip
-
-
-def read_openrlhf(words: Sequence[str], *, where: str = "command line") -> list[Given]:
-    """Read a command line: ``--flag``, ``--flag value ...``, ``--flag=value``.
-
-    Raises:
-        InvalidSpec: there is a value without a flag.
-    """
-    given: dict[str, list[str]] = {}
-    current: str | None = None
-    for word in _from_first_flag(words):
-        if word.startswith("--") and len(word) > 2:
-            current, equals, value = word.partition("=")
-            given[current] = [value] if equals else []
-        elif current is None:
-            raise problem(where, word, "a command line of OpenRLHF consists of flags and their values")
-        else:
-            given[current].append(word)
-    return [Given(_value(values), name, where) for name, values in given.items()]
-
-
-def read_openrlhf_script(text: str, *, source: str) -> list[Given]:
-    """Read the flags that a launch script gives to OpenRLHF.
-
-    Raises:
-        InvalidSpec: the script cannot be followed, or starts OpenRLHF not once.
-    """
-    script: Script = read_script(text, {}, source=source)
-    found = [command for command in script.commands if any("train_ppo" in word for word in command.words)]
-    if len(found) != 1:
-        raise problem(source, len(found), "the script must start openrlhf.cli.train_ppo_ray exactly once")
-    if found[0].problem is not None:
-        raise found[0].problem
-    return read_openrlhf(found[0].words, where="script")
-
-
-def _from_first_flag(words: Sequence[str]) -> Sequence[str]:
-    """Drop what starts the trainer: a launcher with options of its own, and the module."""
-    last = max((number for number, word in enumerate(words) if "train_ppo" in word), default=-1)
-    return words[last + 1 :]
-
-
-def _value(values: Sequence[str]) -> Any:
-    if not values:
-        return True
-    return values[0] if len(values) == 1 else list(values)

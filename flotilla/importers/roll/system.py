@@ -9,7 +9,7 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
-from flotilla.importers.roll import learning, rows
+from flotilla.importers.roll import launch, learning, rows
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
@@ -286,15 +286,20 @@ ROLL: System = make_system(
 
 
 def read_roll(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, beside: Beside
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool, beside: Beside
 ) -> list[Given]:
-    """Read ROLL's YAML, with ``KEY=VALUE`` from the command line.
+    """Read ROLL's YAML, or that which a launch script names, with ``KEY=VALUE`` from the command line.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
-    flat, touched = apply_hydra_overrides(Composition(beside, OWN).read(text, source=source), overrides)
-    return as_given(flat, touched, default_of, environment)
+    folder = ""
+    refusals: list[Given] = []
+    if is_script:
+        text, folder, refusals = launch.find_file(text, environment, source=source, beside=beside)
+    composed = Composition(beside, OWN).read(text, source=source, folder=folder)
+    flat, touched = apply_hydra_overrides(composed, overrides)
+    return [*refusals, *as_given(flat, touched, default_of, environment)]
 
 
 def default_of(name: str) -> object:

@@ -287,9 +287,27 @@ def tracking(source: Source) -> Fields:
     return chosen(source, "trainer.logger", written, **options)
 
 
+def _filter(source: Source) -> Fields:
+    """Make the filter of groups whose metric is the same for all; our own graders' metric is the reward."""
+    name = "algorithm.filter_groups.metric"
+    if not source.value("algorithm.filter_groups.enable"):
+        return {"reward.filter_zero_spread": False}
+    metric = source.value(name)
+    if metric == "seq_final_reward" and source.value("algorithm.use_kl_in_reward"):
+        source.refuse(name, "groups are judged before the KL is taken off the reward: use reward")
+    is_shaped = source.value(f"{RM}.reward_manager") == "dapo" and source.value(f"{OVERLONG}.enable")
+    if metric in {None, "reward", "seq_reward", "seq_final_reward"} and is_shaped:
+        source.refuse(name, "groups are judged before the overlong penalty: use score, or acc")
+    is_reward = metric in {None, "reward", "score", "seq_reward", "seq_final_reward"}
+    if is_reward or source.value("custom_reward_function.path") is None:
+        return {"reward.filter_zero_spread": True}
+    return {"reward.filter_zero_spread": False,
+            "reward.group_filter": {"kind": "spread_above", "metric": f"custom/{metric}"}}  # fmt: skip
+
+
 def rewards(source: Source) -> Fields:
     """Make the graders, the overlong penalty and the filter."""
-    fields: Fields = {"reward.filter_zero_spread": bool(source.value("algorithm.filter_groups.enable"))}
+    fields = _filter(source)
     path = source.value("custom_reward_function.path")
     if path is None:
         source.lack(

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from flotilla.importers.build import Imported, build
-from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.system import System
 from flotilla.importers.systems import SYSTEMS, read

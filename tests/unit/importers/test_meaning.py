@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flotilla.importers.build import Imported, look_up
-from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import read
 from shared.errors import InvalidSpec
@@ -146,9 +146,9 @@ QUERY = "rewards.math.query_filter_config"
         ({f"{QUERY}.type": "no_filter"}, None),
         ({f"{QUERY}.type": "std_filter"}, None),
         ({f"{QUERY}.type": "mean_filter", f"{QUERY}.filter_args.threshold_up": 0.9},
-         {"kind": "mean_in_range", "low": -1.0, "high": 0.9, "keep_single": True}),
+         {"kind": "mean_in_range", "low": -1.0, "high": 0.9, "keep_single": True, "metric": None}),
         ({f"{QUERY}.type": "std_filter", f"{QUERY}.filter_args.std_threshold": 0},
-         {"kind": "spread_above", "statistic": "std", "threshold": 0.0, "keep_single": True}),
+         {"kind": "spread_above", "statistic": "std", "threshold": 0.0, "keep_single": True, "metric": None}),
     ],
 )  # fmt: skip
 def test_rolls_filter_of_prompts_becomes_ours(values: dict[str, Any], expected: object) -> None:

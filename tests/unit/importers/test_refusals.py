@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flotilla.importers.build import build
-from flotilla.importers.openrlhf.system import read_openrlhf
+from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.systems import SYSTEMS, read
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.consumer import for_training, why_filtered
+from services.reward.consumer import for_training, why_filtered, with_grades
+from services.reward.verifiers.base import Grade
 from shared.config.reward import RewardConfig
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.testing.builders import a_task, a_trajectory
@@ -61,8 +62,34 @@ def test_the_filter_judges_the_rewards_as_graded(rewards: tuple[float, float], r
 
 
 @pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ([{"remote/score": 0.0}, {"remote/score": 1.0}], None),
+        ([{"remote/score": 1.0}, {"remote/score": 1.0}], "mean_in_range"),
+        ([{}, {}], "mean_in_range"),
+        ([{"remote/score": 0.5}, {"remote/other": 0.5}], "mean_in_range"),
+    ],
+)
+def test_a_filter_that_names_a_metric_judges_it_and_not_the_reward(
+    metrics: list[dict[str, float]], reason: str | None
+) -> None:
+    section = config(
+        components=[{"kind": "remote", "url": "http://grader:1"}],
+        group_filter={"kind": "mean_in_range", "metric": "remote/score"},
+    )
+    grades = [Grade.scored(2.0, components={"remote": 2.0}, metrics=found) for found in metrics]
+
+    group = with_grades(graded(None, None), grades, 0.1, "remote/score")
+
+    assert why_filtered(group, section) == reason
+    assert [t.reward for t in group.trajectories] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
     "section",
     [
+        {"group_filter": {"kind": "mean_in_range", "metric": "nobody/score"}},
+        {"group_filter": {"kind": "spread_above", "metric": "score"}},
         {"shaping": {"normalisation": {"mean": "batch"}}},
         {"shaping": {"normalisation": {"mean": "group", "std": "running"}}},
         {"shaping": {"normalisation": {"mean": "group", "grouping": "inductive"}}},

@@ -1,0 +1,85 @@
+"""Which of ROLL's pipelines a script starts, and with which file."""
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from flotilla.importers.composition import Beside
+from flotilla.importers.hydra import problem
+from flotilla.importers.shell import Command, read_script
+from flotilla.importers.source import Given
+
+MODULE: Final = "python"
+"""How the report calls the program that a script starts."""
+PIPELINES: Mapping[str, str | None] = {
+    "rlvr": None, "agentic": None,
+    "rlvr_vl": "there are no images, only text", "reward_fl": "there are no images, only text",
+    "dpo": "the fleet trains by reinforcement only", "sft": "the fleet trains by reinforcement only",
+    "distill": "the fleet trains by reinforcement only", "distill_vl": "the fleet trains by reinforcement only",
+    "agentic_rollout": "answers without training are no experiment",
+}  # fmt: skip
+"""Pipelines of ROLL, and why one is not read; None where it is."""
+PROGRAM = re.compile(r"(?:.*/)?start_(?P<name>\w+?)_pipeline\.py")
+OPTIONS: Final = ("--config_path", "--config_name")
+MAX_ABOVE = 8
+
+
+def find_file(
+    text: str, environment: Mapping[str, str], *, source: str, beside: Beside
+) -> tuple[str, str, list[Given]]:
+    """Find the file that a script gives to a pipeline.
+
+    Returns:
+        Its text, its folder as ``beside`` knows it, and the refusal of a pipeline that is not read.
+
+    Raises:
+        InvalidSpec: the script starts no pipeline, or several, or the file is not found.
+    """
+    script = read_script(text, {}, source=source, environment=environment)
+    started = [(command, found) for command in script.commands if (found := _program(command))]
+    if len(started) != 1:
+        known = ", ".join(f"start_{name}_pipeline.py" for name, why in PIPELINES.items() if why is None)
+        raise problem(source, len(started), f"the script must start one pipeline of ROLL's ({known}) once")
+    command, (position, name) = started[0]
+    if command.problem is not None and not command.unknown:  # whether it runs at all is not known
+        raise command.problem
+    options = _options(command, position)
+    folder, file = options.get(OPTIONS[0], ""), options.get(OPTIONS[1])
+    if file is None:
+        raise command.problem or problem(source, name, f"give {OPTIONS[1]}: the file of the pipeline is not said")
+    why = PIPELINES.get(name, "no pipeline of ROLL's that this importer knows; its file is read as that of rlvr")
+    refusals = [] if why is None else [Given(f"start_{name}_pipeline.py", MODULE, "script", refusal=why)]
+    for place in _places(posixpath.dirname(command.words[position]), folder, file.removesuffix(".yaml")):
+        if (config := beside(place)) is not None:
+            return config, posixpath.dirname(place), refusals
+    raise problem(source, posixpath.join(folder, file), f"{OPTIONS[1]} is not found beside the script or above it: "
+                  "give --config-dir DIR, the folder that it lies in")  # fmt: skip
+
+
+def _program(command: Command) -> tuple[int, str] | None:
+    for position, word in enumerate(command.words):
+        if (match := PROGRAM.fullmatch(word)) is not None:
+            return position, match["name"]
+    return None
+
+
+def _options(command: Command, position: int) -> dict[str, str]:
+    """Give the options that say which file is read; an unknown folder may be the script's own."""
+    found: dict[str, str] = {}
+    words: Sequence[str] = command.words
+    for number in range(position + 1, len(words)):
+        name, equals, value = words[number].partition("=")
+        where = number if equals else number + 1
+        if name in OPTIONS and where < len(words) and where not in command.unknown:
+            found[name] = value if equals else words[where]
+    return found
+
+
+def _places(program: str, folder: str, name: str) -> Iterator[str]:
+    """Say where a file may lie: below the program's folder, which is above the script's, or beside the script."""
+    for number in range(MAX_ABOVE):
+        yield posixpath.normpath(posixpath.join("../" * number, program, folder, name))
+    for number in range(MAX_ABOVE):
+        yield posixpath.normpath(posixpath.join("../" * number, folder, name))
+    yield name

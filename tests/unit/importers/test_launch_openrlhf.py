@@ -1,0 +1,156 @@
+"""OpenRLHF's programs: the one that trains by reinforcement is read, whole; others are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from flotilla.cli.__main__ import main
+from flotilla.importers.build import Imported, build, look_up
+from flotilla.importers.openrlhf.launch import read_openrlhf
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.systems import SYSTEMS, read
+from shared.errors import InvalidSpec
+from tests.unit.importers.sources import BASES, import_flat
+
+FLAGS = "--pretrain m --prompt_data a.jsonl --apply_chat_template --remote_rm_url http://g:5000/x --max_steps 9"
+PPO = "openrlhf.cli.train_ppo_ray"
+
+
+def of_script(text: str, environment: dict[str, str] | None = None) -> Imported:
+    return build(SYSTEMS["openrlhf"], read("openrlhf", text, (), environment or {}, source="run.sh"))
+
+
+def field(found: Imported, path: str) -> Any:
+    assert found.spec is not None, found.report.problems
+    return look_up(found.spec.model_dump(mode="json"), path)
+
+
+def refused(found: Imported) -> dict[str, str]:
+    return {entry.name: f"{entry.value}: {entry.detail}" for entry in found.report.refused}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"python3 -m {PPO}",
+        f"deepspeed --module {PPO}",
+        "python3 openrlhf/cli/train_ppo_ray.py",
+        "python /opt/openrlhf/cli/train_ppo_ray.py",
+        f"ray job submit --address=http://a:8265 --runtime-env-json='{{}}' -- python3 -m {PPO}",
+        f"nohup python3 -u -m {PPO}",
+    ],
+)
+def test_the_trainer_is_read_whatever_starts_it(program: str) -> None:
+    found = of_script(f"{program} {FLAGS} --n_samples_per_prompt 4 --advantage_estimator rloo\n")
+
+    assert found.may_run(), found.report.render()
+    assert field(found, "rollout.group_size") == 4
+
+
+@pytest.mark.parametrize("value", ["openrlhf_train_ppo", "ckpt/train_ppo", "train_ppo_ray.py", PPO])
+@pytest.mark.parametrize("program", ["", f"python3 -m {PPO} "])
+def test_a_value_that_is_called_like_the_program_hides_no_flag_before_it(program: str, value: str) -> None:
+    words = f"{program}--n_samples_per_prompt 8 {FLAGS} --save_path {value}".split()
+
+    given = {each.spelling: each.value for each in read_openrlhf(words)}
+
+    assert given["--n_samples_per_prompt"] == "8" and given["--pretrain"] == "m"
+    assert given["--save_path"] == value
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("deepspeed --module openrlhf.cli.train_sft", "train otherwise first"),
+        ("torchrun -m openrlhf.cli.train_dpo", "train otherwise first"),
+        ("deepspeed --module openrlhf.cli.train_rm", "train otherwise first"),
+        ("deepspeed openrlhf.cli.train_kd", "train otherwise first"),
+        ("python -m openrlhf.cli.serve_rm", "trains nothing"),
+        ("python3 -m mine.train_ppo_ray", "that this importer knows"),
+        ("python3 /root/mine/train.py", "that this importer knows"),
+    ],
+)
+def test_another_program_is_refused_by_name_and_its_flags_are_read(program: str, said: str) -> None:
+    found = of_script(f"{program} {FLAGS}\n")
+
+    why = refused(found)["python -m"]
+    assert said in why and why.partition(":")[0] in program
+    assert not found.may_run()
+    assert "--prompt_data" in {entry.name for entry in found.report.entries if entry.verdict is Verdict.TRANSLATED}
+
+
+def test_another_program_on_our_command_line_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "openrlhf", "--", "python3", "-m", "openrlhf.cli.train_sft", *FLAGS.split()]) == 1
+    assert "python -m = openrlhf.cli.train_sft" in capsys.readouterr().err
+
+
+def test_the_trainer_is_read_beside_other_programs() -> None:
+    text = f"python -m openrlhf.cli.serve_rm --reward_pretrain r &\npython3 -m {PPO} {FLAGS}\n"
+
+    assert of_script(text).may_run()
+
+
+@pytest.mark.parametrize("text", ["echo hello", "python3 data.py --pretrained x", f"python -m {PPO} {FLAGS}\n" * 2])
+def test_no_trainer_or_two_of_them_is_a_message(text: str) -> None:
+    with pytest.raises(InvalidSpec, match="must start"):
+        of_script(text)
+
+
+def test_a_value_that_is_not_known_is_refused_by_its_flag_and_the_others_are_read() -> None:
+    found = of_script(f"D=$(date)\npython3 -m {PPO} {FLAGS} --save_path $D/x --n_samples_per_prompt 4\n")
+
+    assert list(refused(found)) == ["--save_path"]
+    assert field(found, "rollout.group_size") == 4
+
+
+def test_a_variable_that_the_script_does_not_set_is_of_the_environment() -> None:
+    found = of_script(f"python3 -m {PPO} {FLAGS} --seed $SEED\n", {"SEED": "11"})
+
+    assert field(found, "seed") == 11
+
+
+@pytest.mark.parametrize(
+    ("url", "metric"), [("http://grader:5000/get_reward", "remote/score"), ("grade.py", "custom/score")]
+)
+def test_the_dynamic_filter_judges_scores_as_openrlhf_does(url: str, metric: str) -> None:
+    found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": url, "--dynamic_filtering": True})
+
+    assert field(found, "reward.group_filter")["metric"] == metric
+
+
+def test_normalised_rewards_touch_no_reward_of_a_url_or_a_file() -> None:
+    report = import_flat("openrlhf", {**BASES["openrlhf"], "--normalize_reward": True}).report
+
+    assert report.refused == [] and report.unsupported == []
+    report = import_flat("openrlhf", {**BASES["openrlhf"], "--normalize_reward": True, "--reward_pretrain": "r"}).report
+    assert [entry.name for entry in report.refused] == ["--reward_pretrain"]
+
+
+FILTER = {**BASES["verl"], "algorithm.filter_groups.enable": True}
+
+
+@pytest.mark.parametrize("metric", ["acc", "format_score"])
+def test_verls_filter_judges_what_the_reward_function_returns_by_that_name(metric: str) -> None:
+    found = import_flat("verl", {**FILTER, "algorithm.filter_groups.metric": metric})
+
+    assert field(found, "reward.filter_zero_spread") is False
+    section = field(found, "reward.group_filter")
+    assert (section["kind"], section["metric"]) == ("spread_above", f"custom/{metric}")
+
+
+@pytest.mark.parametrize("metric", ["reward", "score", "seq_reward", "seq_final_reward", None])
+def test_verls_filter_judges_the_reward_by_any_of_its_names(metric: str | None) -> None:
+    found = import_flat("verl", {**FILTER, "algorithm.filter_groups.metric": metric})
+
+    assert found.report.refused == []
+    assert field(found, "reward.filter_zero_spread") is True
+
+
+@pytest.mark.parametrize(("metric", "is_refused"), [("reward", True), ("seq_reward", True), ("score", False)])
+def test_a_filter_after_the_overlong_penalty_is_refused(metric: str, is_refused: bool) -> None:
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    shaped = {"reward_model.reward_manager": "dapo", f"{buffer}.enable": True, f"{buffer}.len": 64}
+
+    report = import_flat("verl", {**FILTER, **shaped, "algorithm.filter_groups.metric": metric}).report
+
+    assert [entry.name for entry in report.refused] == (["algorithm.filter_groups.metric"] if is_refused else [])

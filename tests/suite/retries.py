@@ -148,6 +148,7 @@ class Retries:
             report.outcome = "failed"
             report.sections.append(("Second run", why))
             report.duration, seconds = seconds, 0.0  # its own was counted when it was withheld
+            report.processor_seconds = 0.0  # type: ignore[attr-defined]
             self._config.hook.pytest_runtest_logreport(report=report)
 
     @property

@@ -26,29 +26,24 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
 
-# Whole fleets want the machine for themselves, in a worker process that may crash; all other tests share it by twos. A
-# failure in one part still runs the other. What has failed runs once more at the end of its part, alone (tests/suite).
-APART := tests/e2e tests/faults
-PYTEST := $(BIN)/python -m pytest -q --dist loadfile --retry-failed-alone
-BOTH = trap 'exit 130' INT; failed=0; \
-	$(PYTEST) --durations=15 $(1) -n 2 $(addprefix --ignore=,$(APART)) || failed=1; \
-	$(PYTEST) --durations=15 $(1) -n 1 $(APART) || failed=1; exit $$failed
+# Whole fleets run alone when all else has ended; what has failed runs once more at the end, alone (tests/suite).
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15
 
 test: install ## the whole test suite (about 15 minutes on two cores)
-	@$(call BOTH,-m "not long")
+	@$(PYTEST) -m "not long"
 
 check: install ## format, lint, types, unit and contract tests: passes on every commit
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(PYTEST) --durations=15 -n 2 -m "not slow and not long" tests/unit tests/contract
+	@$(PYTEST) -m "not slow and not long" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 test-all: install ## also the tests that take many minutes
-	@$(call BOTH,)
+	@$(PYTEST)
 
 clean: ## remove what was built; runs and prepared models stay
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,6 @@
-"""Which worker runs which file: xdist's ``loadfile``, but for what it does after a crash and at the end.
+"""Which worker runs which file: xdist's ``loadfile``, but that whole fleets run alone, and what it does after a crash.
+
+Files that want the machine for themselves come last, all on one worker, when the others have ended.
 
 xdist 3.8 gives a worker that replaces a crashed one files that are done already, or a single test, and both wait for
 ever then; the test that crashed is run again at once, and crashes again. Here it is done, and has failed.
@@ -10,10 +12,14 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+Files = dict[str, dict[str, bool]]
+"""File to the ids of its tests, and whether each is done."""
+
 FEWEST_TESTS = 2
 """A worker runs a test when it knows the next one, or that there is none."""
-FOLDERS = ("e2e", "faults", "integration", "contract", "unit")
+FOLDERS = ("integration", "contract", "unit")
 """Files that take long come first: short ones fill the end."""
+ALONE = ("e2e", "faults")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -22,39 +28,72 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class FileSchedule(LoadFileScheduling):
-    """Hands out files in order of their folders, and what is left of a crashed worker's."""
+    """Hands out files: first those that may run side by side, then those that may not."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self._alone: Files = {}
+        self._runs_alone: WorkerController | None = None
+        """Who runs the files that want the machine for themselves, once that has begun."""
+
+    @property
+    def tests_finished(self) -> bool:
+        return not self._alone and super().tests_finished
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._alone) or super().has_pending
 
     def schedule(self) -> None:
         if self.collection is None and self._check_nodes_have_same_collection():
-            self.collection = sorted(next(iter(self.registered_collections.values())), key=rank)
-            for nodeid in self.collection:
-                self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
+            self.collection = list(next(iter(self.registered_collections.values())))
+            for nodeid in sorted(self.collection, key=rank):
+                files = self._alone if is_alone(nodeid) else self.workqueue
+                files.setdefault(self._split_scope(nodeid), {})[nodeid] = False
         for node in self.nodes:
             self._reschedule(node)
 
     def _reschedule(self, node: WorkerController) -> None:
-        if node not in self.registered_collections:
-            return  # it has just started
-        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < FEWEST_TESTS:
+        if node not in self.registered_collections or node.shutting_down:
+            return  # it has just started, or ends after what it has
+        while self._pending_of(self.assigned_work[node]) < FEWEST_TESTS and self._is_there_work_for(node):
             self._assign_work_unit(node)
-        if not self.workqueue:
-            node.shutdown()  # after what it has
+        others = [other for other in self.nodes if other is not node and not other.shutting_down]
+        is_needed = self._alone and not others
+        if not is_needed and (not self.workqueue or self._runs_alone not in {None, node}):
+            node.shutdown()
+
+    def _is_there_work_for(self, node: WorkerController) -> bool:
+        if not self.workqueue and self._alone and self.nodes == [node]:
+            self.workqueue.update(self._alone)
+            self._alone = {}
+            self._runs_alone = node
+        if self._runs_alone is not None and self._runs_alone not in self.nodes:
+            self._runs_alone = node  # in place of one that has crashed
+        return bool(self.workqueue) and self._runs_alone in {None, node}
 
     def remove_node(self, node: WorkerController) -> str | None:
         files = self.assigned_work.pop(node)
-        left = {
-            scope: {test: False for test, is_done in tests.items() if not is_done} for scope, tests in files.items()
-        }
+        left = {file: [test for test, is_done in tests.items() if not is_done] for file, tests in files.items()}
         crashed = next((test for tests in left.values() for test in tests), None)
-        if crashed is not None:
-            del left[self._split_scope(crashed)][crashed]
-        self.workqueue.update({scope: tests for scope, tests in left.items() if tests})
+        for file, tests in left.items():
+            if tests_left := dict.fromkeys((test for test in tests if test != crashed), False):
+                self.workqueue[file] = tests_left
         for other in self.nodes:
             self._reschedule(other)
         return crashed
 
 
+def is_alone(nodeid: str) -> bool:
+    """Whether a test wants the machine for itself."""
+    return any(folder in ALONE for folder in folders_of(nodeid))
+
+
 def rank(nodeid: str) -> int:
     """Rank a test by its folder; the order of tests is kept otherwise."""
-    folders = nodeid.partition("::")[0].split("/")
+    folders = folders_of(nodeid)
     return next((number for number, folder in enumerate(FOLDERS) if folder in folders), len(FOLDERS))
+
+
+def folders_of(nodeid: str) -> list[str]:
+    return nodeid.partition("::")[0].split("/")[:-1]

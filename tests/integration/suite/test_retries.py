@@ -1,34 +1,14 @@
 """Failed tests run once more, alone; a crash or a hang costs a run no other test."""
 
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.fleet import ROOT, until
-from tests.suite.processes import kill_marked
+from tests.fleet import until
+from tests.integration.suite.running import run
 
-RUN_MARK = "FLOTILLA_RUN_MARK"
-INI = "[pytest]\ntimeout = 60\nhang_grace_seconds = 1\n"
-CONFTEST = """
-import os, pytest
-from pathlib import Path
-
-pytest_plugins = ["tests.suite.hangs", "tests.suite.retries", "tests.suite.schedule", "tests.suite.timings"]
-
-@pytest.fixture
-def is_first(request):
-    mark = Path(__file__).with_name(f"{request.node.name}.mark")
-    if mark.exists():
-        return False
-    mark.touch()
-    return True
-"""
 RACES = """
 import os, signal, subprocess, time
 from pathlib import Path
@@ -96,40 +76,6 @@ def test_that_passes():
 """
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A run of pytest that has ended."""
-
-    status: int
-    output: str
-
-    @property
-    def closing_line(self) -> str:
-        return re.sub(r" in [0-9.]+s.*", "", self.output.splitlines()[-1].strip("= "))
-
-    @property
-    def flaky(self) -> list[str]:
-        return sorted(re.findall(r"^FLAKY (\S+)$", self.output, re.MULTILINE))
-
-
-def run(folder: Path, *options: str, **files: str) -> Ended:
-    """Run pytest on a project of these files; none of its processes may be left."""
-    for name, content in {"conftest": CONFTEST, **files}.items():
-        (folder / f"{name}.py").write_text(content)
-    (folder / "pytest.ini").write_text(INI)
-    mark = f"mark-{folder}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "FLOTILLA_RETRY_MARK": "", RUN_MARK: mark},
-    )
-    assert kill_marked(**{RUN_MARK: mark}) == [], "processes were left"
-    return Ended(ended.returncode, ended.stderr + ended.stdout)
-
-
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_what_passes_alone_is_named_as_flaky_and_fails_no_run(tmp_path: Path, workers: str) -> None:
     ended = run(tmp_path, "-n", workers, "--retry-failed-alone", "--durations=5", test_races=RACES)
@@ -142,7 +88,7 @@ def test_what_passes_alone_is_named_as_flaky_and_fails_no_run(tmp_path: Path, wo
     ]
     assert ended.closing_line == "2 passed, 3 flaky"
     assert "lost the race" in ended.output
-    assert re.search(r"[0-9.]+ s +5 tests +test_races\.py", ended.output)
+    assert re.search(r"[0-9.]+ +[0-9.]+ +5  test_races\.py", ended.output)
 
 
 def test_a_crash_and_a_hang_are_failures_like_others(tmp_path: Path) -> None:

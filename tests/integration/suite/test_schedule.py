@@ -1,0 +1,55 @@
+"""Whole fleets run alone and last, whatever crashes."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from tests.integration.suite.running import run
+
+TIMED = """
+import json, os, time
+from pathlib import Path
+import pytest
+
+@pytest.fixture(autouse=True)
+def noted(request):
+    begun = time.monotonic()
+    yield
+    line = json.dumps([request.node.nodeid, begun, time.monotonic()])
+    with Path(__file__).parents[1].joinpath("times").open("a") as file:
+        file.write(line + "\\n")
+
+@pytest.mark.parametrize("number", range(4))
+def test_that_takes_a_moment(number):
+    time.sleep(0.1)
+"""
+CRASHING = """
+import os
+
+def test_that_crashes(is_first):
+    if is_first:
+        os._exit(1)
+"""
+
+
+def test_whole_fleets_run_when_all_else_has_ended(tmp_path: Path) -> None:
+    for folder, files in {
+        "unit": {"test_a": TIMED, "test_b": TIMED, "test_crash": CRASHING + TIMED},
+        "e2e": {"test_c": TIMED, "test_crash_too": CRASHING + TIMED},
+        "faults": {"test_d": TIMED},
+    }.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+        for name, content in files.items():
+            (tmp_path / folder / f"{name}.py").write_text(content)
+
+    ended = run(tmp_path, "-n", "2", "--retry-failed-alone")
+
+    assert ended.status == 0, ended.output
+    assert ended.closing_line == "24 passed, 2 flaky"
+    times = [json.loads(line) for line in (tmp_path / "times").read_text().splitlines()]
+    spans = [(begun, end, name) for name, begun, end in times if "crashes" not in name]
+    fleets = sorted(span for span in spans if not span[2].startswith("unit/"))
+    assert len(spans) == 24 and len(fleets) == 12
+    assert max(end for _, end, name in spans if name.startswith("unit/")) <= fleets[0][0]
+    assert all(first[1] <= second[0] for first, second in pairwise(fleets))

@@ -1,0 +1,109 @@
+"""Workers that crash at any time: every test runs once, whole fleets run alone, and the run ends."""
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.suite.schedule import FileSchedule, is_alone
+
+SIZES = {"unit/a.py": 3, "unit/b.py": 1, "contract/c.py": 2, "e2e/d.py": 1, "e2e/e.py": 3, "faults/f.py": 2}
+TESTS = [f"tests/{file}::test_{number}" for file, size in SIZES.items() for number in range(size)]
+CRASH_SHARE = 0.15
+MOST_CRASHES = 8
+MOST_EVENTS = 1000
+
+
+class Worker:
+    """What the schedule sees of a worker: a queue whose first test runs when a second one, or the end, is known."""
+
+    def __init__(self, number: int) -> None:
+        self.gateway = SimpleNamespace(id=f"gw{number}")
+        self.queue: list[str] = []
+        self.shutting_down = False
+        self.is_ready = False
+        self.has_collected = False
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        assert indices and not self.shutting_down
+        self.queue += [TESTS[index] for index in indices]
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    @property
+    def is_running(self) -> bool:
+        return len(self.queue) > 1 or (self.shutting_down and bool(self.queue))
+
+
+class Run:
+    """Does what xdist's session does at each event, in an order of chance."""
+
+    def __init__(self, seed: int, num_workers: int) -> None:
+        self.random = Random(seed)
+        config = SimpleNamespace(getvalue=lambda _: ["popen"] * num_workers)
+        self.schedule = FileSchedule(config, log=None)  # type: ignore[arg-type]
+        self.workers = [Worker(number) for number in range(num_workers)]
+        self.num_started = num_workers
+        self.num_crashes = 0
+        self.is_ending = False
+        self.ended: list[str] = []
+
+    def step(self) -> None:
+        worker = self.random.choice(self.workers)
+        if not worker.has_collected:
+            self._begin(worker)
+        elif worker.is_running:
+            beside = [each.queue[0] for each in self.workers if each.is_running]
+            assert len(beside) == 1 or not any(map(is_alone, beside)), beside
+            crashes = self.num_crashes < MOST_CRASHES and self.random.random() < CRASH_SHARE
+            (self._crash if crashes else self._complete)(worker)
+        elif worker.shutting_down:
+            self.workers.remove(worker)
+            if worker in self.schedule.nodes:
+                assert self.schedule.remove_node(worker) is None  # type: ignore[arg-type]
+        if self.schedule.tests_finished:
+            self.is_ending = True
+            for each in self.schedule.nodes:
+                each.shutdown()
+
+    def _begin(self, worker: Any) -> None:
+        if not worker.is_ready:
+            worker.is_ready = True
+            if self.is_ending:
+                worker.has_collected = True
+                worker.shutdown()
+            else:
+                self.schedule.add_node(worker)
+            return
+        worker.has_collected = True
+        self.schedule.add_node_collection(worker, TESTS)
+        if self.schedule.collection_is_completed:
+            self.schedule.schedule()
+
+    def _complete(self, worker: Any) -> None:
+        self.ended.append(worker.queue.pop(0))
+        self.schedule.mark_test_complete(worker, TESTS.index(self.ended[-1]))
+
+    def _crash(self, worker: Any) -> None:
+        self.num_crashes += 1
+        self.ended.append(worker.queue[0])
+        assert self.schedule.remove_node(worker) == worker.queue[0]
+        self.workers.remove(worker)
+        self.workers.append(Worker(self.num_started))  # type: ignore[arg-type]
+        self.num_started += 1
+        self.is_ending = False
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_every_test_ends_once_whatever_crashes(num_workers: int) -> None:
+    for seed in range(300):
+        run = Run(seed, num_workers)
+        for _ in range(MOST_EVENTS):
+            if not run.workers:
+                break
+            run.step()
+
+        assert not run.workers, f"seed {seed}: {[(each.queue, each.shutting_down) for each in run.workers]}"
+        assert sorted(run.ended) == sorted(TESTS), seed

@@ -1,26 +1,14 @@
-"""The Python client of a fleet: typed, and the same for scripts, notebooks and asynchronous programs.
-
-    import flotilla
-
-    with flotilla.Client() as client:                       # the local fleet of ./.flotilla, or FLOTILLA_GATEWAY_URL
-        run = client.create("experiment.yaml", overrides={"optimisation.steps": 20}, start=True)
-        client.wait(run.id)
-        print([point.value for point in client.metrics(run.id, ["evaluation/accuracy"])])
-
-An experiment is named by its id, or by its name where only one has it. Calls are repeated while the gateway is absent,
-for ``deadline_seconds`` at most; every wait has a deadline of its own. Errors are those of ``shared.errors``.
-"""
+"""The client for asynchronous programs."""
 
 import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pydantic import BaseModel
 
 from flotilla.connection import DEFAULT_DATA, find_experiment, list_experiments, open_client
@@ -32,7 +20,6 @@ from shared.schemas.experiment import (
     CheckpointView,
     DiagnosisView,
     Event,
-    ExperimentState,
     ExperimentView,
     MetricPoint,
     Page,
@@ -262,142 +249,5 @@ class AsyncClient:
                 return found
 
 
-class Client:
-    """The same without ``await``, for scripts and notebooks; each method is that of :class:`AsyncClient`.
-
-    The calls run on an event loop of its own thread, so it works inside a running loop, as in a notebook. Use it as a
-    context manager, or ``close`` it.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        data: str | Path = DEFAULT_DATA,
-        deadline_seconds: float = CALL_SECONDS,
-    ) -> None:
-        self._stack = contextlib.ExitStack()
-        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal())
-        try:
-            self._client: AsyncClient = self._portal.call(
-                lambda: AsyncClient(url, token, data=data, deadline_seconds=deadline_seconds)
-            )
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections and end the thread."""
-        try:
-            self._portal.call(self._client.close)
-        finally:
-            self._stack.close()
-
-    def create(
-        self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
-    ) -> ExperimentView:
-        """Create an experiment; see :meth:`AsyncClient.create`."""
-        return self._run(self._client.create, spec, overrides=overrides, start=start)
-
-    def experiments(self) -> list[ExperimentView]:
-        """List all experiments, oldest first."""
-        return self._run(self._client.experiments)
-
-    def experiment(self, reference: str | None = None) -> ExperimentView:
-        """Find one by id or name."""
-        return self._run(self._client.experiment, reference)
-
-    def start(self, experiment: str) -> ExperimentView:
-        """Start a draft."""
-        return self._run(self._client.start, experiment)
-
-    def pause(self, experiment: str) -> ExperimentView:
-        """Issue no more tasks."""
-        return self._run(self._client.pause, experiment)
-
-    def resume(self, experiment: str) -> ExperimentView:
-        """Go on after a pause."""
-        return self._run(self._client.resume, experiment)
-
-    def stop(self, experiment: str) -> ExperimentView:
-        """End an experiment."""
-        return self._run(self._client.stop, experiment)
-
-    def change(self, experiment: str, resources: Mapping[str, Any]) -> ExperimentView:
-        """Change quotas while it runs."""
-        return self._run(self._client.change, experiment, resources)
-
-    def delete(self, experiment: str) -> None:
-        """Delete a draft, or one that has ended."""
-        self._run(self._client.delete, experiment)
-
-    def wait(
-        self,
-        experiment: str,
-        until: Callable[[ExperimentView], bool] | None = None,
-        *,
-        timeout_seconds: float | None = None,
-    ) -> ExperimentView:
-        """Wait until an experiment has ended, or until a condition of its view holds."""
-        return self._run(self._client.wait, experiment, until, timeout_seconds=timeout_seconds)
-
-    def ledger(self, experiment: str) -> Ledgers:
-        """Read where every group is."""
-        return self._run(self._client.ledger, experiment)
-
-    def metrics(self, experiment: str, names: Sequence[str] = ()) -> list[MetricPoint]:
-        """Read the values recorded so far."""
-        return self._run(self._client.metrics, experiment, names)
-
-    def diagnosis(self, experiment: str) -> DiagnosisView:
-        """Read what bounds its speed."""
-        return self._run(self._client.diagnosis, experiment)
-
-    def checkpoints(self, experiment: str) -> list[CheckpointView]:
-        """List its durable checkpoints by step."""
-        return self._run(self._client.checkpoints, experiment)
-
-    def services(self) -> list[ServiceView]:
-        """List the registered services."""
-        return self._run(self._client.services)
-
-    def fleet(self) -> FleetView:
-        """Read which experiment has what share of the services."""
-        return self._run(self._client.fleet)
-
-    def events(self, experiment: str, *, after: int = 0) -> Iterator[Event]:
-        """Follow what happens until the experiment has ended."""
-        events = self._client.events(experiment, after=after)
-
-        async def following() -> Event | None:
-            return await anext(events, None)
-
-        try:
-            while (event := self._run(following)) is not None:
-                yield event
-        finally:
-            self._run(events.aclose)
-
-    def _run(
-        self, method: Callable[Params, Awaitable[Result]], *arguments: Params.args, **options: Params.kwargs
-    ) -> Result:
-        async def call() -> Result:
-            return await method(*arguments, **options)
-
-        return self._portal.call(call)
-
-
 def _has_ended(view: ExperimentView) -> bool:
     return view.state.is_final
-
-
-__all__ = ["AsyncClient", "Client", "Event", "ExperimentState", "ExperimentView", "Ledgers", "MetricPoint"]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -14,11 +15,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.errors import FlotillaError, InvalidRequest, NotFound, Unavailable, error_for_code
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
 from shared.telemetry.prometheus import gauge, response_of
+
+log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
@@ -62,18 +66,20 @@ def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) ->
         leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
 
     Raises:
-        Unavailable: the app's lifespan could not start.
+        FlotillaError: what kept the app's lifespan from starting; ``Unavailable`` if it was another error, which is
+            logged.
     """
     asyncio.run(_serve(app, listening, leave))
 
 
 async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
     faults = armed()
+    opened: dict[str, Any] = {}
     config = uvicorn.Config(
-        app if faults is None else FaultyApp(app, faults, problem_response),
+        _with_state(app if faults is None else FaultyApp(app, faults, problem_response), opened),
         log_config=None,
         access_log=False,
-        lifespan="on",
+        lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         server_header=False,
     )
@@ -97,12 +103,33 @@ async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) ->
     loop.add_signal_handler(signal.SIGINT, stop)
     # uvicorn would install handlers of its own that raise the signal again after the shutdown.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    await server.serve(sockets=[listening])
-    if not server.started:
-        raise Unavailable("what it needs was there a moment ago and is not now: the log says what")
+    # Not left to uvicorn, which would log a traceback of a refusal and keep the reason.
+    async with contextlib.AsyncExitStack() as lifespan:
+        opened.update(await _open(app, lifespan))
+        await server.serve(sockets=[listening])
     if leaving is not None:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
+
+
+async def _open(app: FastAPI, lifespan: contextlib.AsyncExitStack) -> Mapping[str, Any]:
+    try:
+        return await lifespan.enter_async_context(app.router.lifespan_context(app)) or {}
+    except FlotillaError:
+        raise
+    except Exception as error:
+        log.critical("the service cannot start", exc_info=error)
+        raise Unavailable(f"the start failed with {type(error).__name__}: {error}") from error
+
+
+def _with_state(app: ASGIApp, opened: Mapping[str, Any]) -> ASGIApp:
+    """Give each request what the lifespan has opened, as ``request.state``."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"] = {**scope.get("state", {}), **opened}
+        await app(scope, receive, send)
+
+    return call
 
 
 def problem_response(error: FlotillaError) -> JSONResponse:

@@ -156,8 +156,33 @@ def candidates(wanted: IsolationLevel | None, *, allows_unsafe: bool) -> Sequenc
         Unavailable: level D is wanted and not allowed.
     """
     if wanted is IsolationLevel.D and not allows_unsafe:
-        raise Unavailable("isolation level D is no isolation; it needs unsafe_sandbox as well")
+        raise Unavailable(
+            "isolation level D is no isolation: set FLOTILLA_UNSAFE_SANDBOX=1 as well, or leave FLOTILLA_SANDBOX_LEVEL "
+            "out for the best level that works"
+        )
     if wanted is not None:
         return [wanted]
     levels = list(IsolationLevel)
     return levels if allows_unsafe else levels[:-1]
+
+
+def ways_out(*, uid: int, landlock_version: int, works: IsolationLevel | None) -> list[str]:
+    """List what would let a service start under which no wanted level works, the best first.
+
+    Args:
+        uid: of the service.
+        landlock_version: of the kernel, 0 for none.
+        works: a level that was not wanted, and works.
+    """
+    if works is not None:
+        return [f"set FLOTILLA_SANDBOX_LEVEL={works.value}, which works here, or leave it out"]
+    ways = []
+    if uid != 0 and 0 < landlock_version < landlock.SCOPE_VERSION:
+        ways.append(
+            "run it as root, so that each program gets a uid of its own (level C; Compose: FLOTILLA_SANDBOX_USER=root)"
+        )
+    elif landlock_version == 0:
+        ways.append("use a kernel with Landlock switched on (level C: Linux 5.13 as root, 6.12 as another user)")
+    ways.append("let it make user namespaces for bwrap (level B)")
+    ways.append("set FLOTILLA_UNSAFE_SANDBOX=1 for level D, which is no isolation")
+    return ways

@@ -1,6 +1,7 @@
 """All that the service opens at its start."""
 
 import logging
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -8,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.sandbox.executor import Executor
+from services.sandbox.guard import landlock
 from services.sandbox.install import compile_guard, install_guard, try_level
-from services.sandbox.isolation import Place, Slot, candidates
+from services.sandbox.isolation import Place, Slot, candidates, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.metrics import SandboxMetrics
 from services.sandbox.settings import SandboxSettings
@@ -86,12 +88,26 @@ def _readable(python: str, configured: tuple[str, ...]) -> tuple[str, ...]:
 async def _choose(
     settings: SandboxSettings, place: Place, slot: Slot, marker: Path
 ) -> tuple[Executor, dict[IsolationLevel, str]]:
+    wanted = candidates(settings.level, allows_unsafe=settings.unsafe_sandbox)
+    executor, reasons = await _first_that_works(wanted, place, slot, marker)
+    if executor is not None:
+        return executor, reasons
+    others = [level for level in candidates(None, allows_unsafe=settings.unsafe_sandbox) if level not in wanted]
+    other, _ = await _first_that_works(others, place, slot, marker)
+    works = other.isolation.level if other is not None else None
+    ways = ways_out(uid=os.getuid(), landlock_version=landlock.version(), works=works)
+    what = f"isolation level {settings.level.value} does not work" if settings.level else "no isolation works"
+    why = "; ".join(f"{level.value}: {reason}" for level, reason in reasons.items())
+    raise Unavailable(f"{what} here as uid {os.getuid()}: {', or '.join(ways)} ({why})")
+
+
+async def _first_that_works(
+    levels: Sequence[IsolationLevel], place: Place, slot: Slot, marker: Path
+) -> tuple[Executor | None, dict[IsolationLevel, str]]:
     reasons: dict[IsolationLevel, str] = {}
-    for level in candidates(settings.level, allows_unsafe=settings.unsafe_sandbox):
+    for level in levels:
         try:
             return await try_level(level, place, slot, marker), reasons
         except Unavailable as error:
             reasons[level] = error.detail
-    why = "; ".join(f"{level.value}: {reason}" for level, reason in reasons.items())
-    hint = "" if settings.unsafe_sandbox or settings.level else "; unsafe_sandbox would allow D, which is no isolation"
-    raise Unavailable(f"no isolation works here ({why}{hint})")
+    return None, reasons

@@ -138,6 +138,12 @@ def test_health_is_given_time_at_the_start_and_told_soon_afterwards(name: str) -
         assert check["test"] == ["CMD", "python", "/app/docker/health.py", "/readyz" if is_readiness else "/healthz"]
 
 
+def test_only_the_sandbox_has_capabilities_and_only_those_that_give_programs_a_uid_of_their_own() -> None:
+    added = {name: set(service["cap_add"]) for name, service in SERVICES.items() if "cap_add" in service}
+
+    assert added == {"sandbox": {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"}}
+
+
 def test_a_sandbox_that_cannot_start_is_not_started_for_ever() -> None:
     assert re.fullmatch(r"on-failure:\d+", SERVICES["sandbox"]["restart"])
 

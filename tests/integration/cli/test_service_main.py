@@ -30,6 +30,19 @@ def test_a_service_without_a_token_refuses_in_one_sentence(service: str) -> None
     assert "Traceback" not in result.stderr
 
 
+def test_a_service_that_cannot_open_what_it_needs_refuses_in_one_sentence() -> None:
+    command = [sys.executable, "-m", "services.sandbox"]
+    own = environment(FLOTILLA_TOKEN="a-token-of-this-test", FLOTILLA_SANDBOX_LEVEL="D")
+
+    result = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    *_, sentence = result.stderr.splitlines()
+    assert sentence.startswith("sandbox: ")
+    assert "FLOTILLA_UNSAFE_SANDBOX=1" in sentence
+
+
 @pytest.mark.parametrize("is_owned", [True, False])
 def test_a_service_ends_with_its_owner_only_if_it_has_one(is_owned: bool) -> None:
     script = (

@@ -13,7 +13,7 @@ from services.sandbox.guard.job import Confinement, Job, JobResult, Phase, Phase
 from services.sandbox.guard.main import check_kill_scope, read_plainly
 from services.sandbox.guard.process import Drain
 from services.sandbox.guard.watch import directory_usage
-from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates
+from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
 from services.sandbox.routes.run_code import make_response
@@ -232,3 +232,22 @@ async def test_turns_are_taken_and_given_back() -> None:
             await waiting
 
     assert (pool.num_running, pool.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("uid", "version", "works", "first"),
+    [
+        (1000, 5, None, "run it as root"),
+        (1000, 0, None, "use a kernel with Landlock"),
+        (0, 0, None, "use a kernel with Landlock"),
+        (1000, 6, None, "let it make user namespaces"),
+        (1000, 5, IsolationLevel.B, "set FLOTILLA_SANDBOX_LEVEL=B"),
+    ],
+)
+def test_a_refusal_names_the_best_way_out_first(
+    uid: int, version: int, works: IsolationLevel | None, first: str
+) -> None:
+    ways = ways_out(uid=uid, landlock_version=version, works=works)
+
+    assert ways[0].startswith(first)
+    assert (works is None) == ("FLOTILLA_UNSAFE_SANDBOX=1" in ways[-1])

@@ -141,7 +141,9 @@ class SessionFollower(StateFollower, Generic[AnySession]):
         logged_experiment.set(assignment.experiment_id)
         self._enter(WorkState.STARTING)
         try:
-            self._session = await self._open(assignment)
+            # In a task of its own: a failed TaskGroup leaves a cancellation request behind in the task that waited for
+            # it, and before Python 3.11.3 the next timeout of such a task ends as a cancellation, which nobody sees.
+            self._session = await asyncio.create_task(self._open(assignment), name="opening a session")
         except FlotillaError as error:
             self._on_failed_start(error)
             return

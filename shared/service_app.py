@@ -74,8 +74,8 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
 
 def _say_why(task: asyncio.Task[None]) -> None:
     if task.cancelled():
-        return
-    if task.exception() is None:
+        log.critical("%s was cancelled by nobody, and so ends the service", task.get_name())
+    elif task.exception() is None:
         log.info("%s is over, and so is the process", task.get_name())
     else:
         log.critical("%s ended, and so does the service", task.get_name(), exc_info=task.exception())
@@ -84,9 +84,12 @@ def _say_why(task: asyncio.Task[None]) -> None:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
+    task.remove_done_callback(_say_why)
     task.cancel()
     waiting: Awaitable[object] = asyncio.wait([task], timeout=STOP_SECONDS)
     await waiting
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed while it was ended", task.get_name(), exc_info=error)
 
 
 def create_service_app(title: str, open_state: OpenState) -> FastAPI:

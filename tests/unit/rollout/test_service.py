@@ -185,6 +185,32 @@ async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_repor
         assert world.service.observe().failure is None
 
 
+async def test_a_start_whose_parts_failed_leaves_no_cancellation_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python leaves one in a task whose group failed; before 3.11.3 its next timeout would end as a cancellation."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise Unavailable("the disk is full")
+
+    async def open_parts(*_: Any) -> ScriptedSession:
+        try:
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(fail())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        pytest.fail("a part fails")
+
+    async with a_world() as world:
+        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 60.0)
+        world.service._open_session = open_parts  # type: ignore[assignment]
+        await world.want(WorkState.RUNNING)
+
+        await world.until(lambda: world.service.observe().failure is not None)
+
+        assert world.running is not None
+        assert world.running.cancelling() == 0
+
+
 async def test_a_start_is_tried_again_as_often_as_its_reason_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_world() as world:
         monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.0)

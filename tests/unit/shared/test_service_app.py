@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from shared.schemas.service import Failure, ObservedState
-from shared.service_app import create_service_app
+from shared.service_app import at_work, create_service_app
 
 
 class ScriptedService:
@@ -61,3 +62,24 @@ async def test_readiness_tells_what_keeps_a_service_from_working(
 
     assert (answer.status_code, alive.status_code) == (status, 200)
     assert words in answer.text
+
+
+async def test_work_that_is_cancelled_by_nobody_ends_the_process_instead_of_leaving_it_alive_and_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr("signal.raise_signal", signals.append)
+    service = ScriptedService(None)
+    service.run = cancelled  # type: ignore[method-assign]
+
+    async with at_work(service, SimpleNamespace(notify=print, run=asyncio.Event().wait)):  # type: ignore[arg-type]
+        async with asyncio.timeout(3):
+            while not signals:
+                await asyncio.sleep(0)
+        assert signals == [signal.SIGTERM]
+
+    assert signals == [signal.SIGTERM], "what is ended on purpose is no surprise"
+
+
+async def cancelled() -> None:
+    raise asyncio.CancelledError

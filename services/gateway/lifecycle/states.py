@@ -3,8 +3,8 @@
     draft -> starting -> running <-> paused -> stopping -> stopped | completed
                           any of these, when something breaks -> failed
 
-Actions come from people and may be refused; events are the gateway's own conclusions and never are, because they are
-taken only where ``EVENTS`` has them.
+Actions come from people and may be refused; events are the gateway's own conclusions and never are, because they
+apply only where ``EVENTS`` has them.
 """
 
 from enum import StrEnum

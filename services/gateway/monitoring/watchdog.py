@@ -1,7 +1,7 @@
-"""The watchdog of one experiment: a stall is named on the experiment, and the name goes when progress resumes.
+"""The watchdog of one experiment: a stall is recorded as its problem, which is cleared when progress resumes.
 
-It looks at random times. Looks that were evenly spaced would see steps that last as long as a pause, or a half or a
-third of one, always in the same phase, and the diagnosis would take that phase for the whole.
+It looks at random times. Evenly spaced looks would see steps that last as long as a pause, or a half or a third
+of one, always in the same phase, and the diagnosis would take that phase for the whole step.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
                    to join where all members map the image
     transferring   until every member has reported the right checksum, or the deadline takes out those that have not
     committed      every remaining member holds the version (or none remained: they will pull it)
-    aborted        the sender is gone, or was overtaken
+    aborted        the sender is gone, or announced another version
 
 Taking a member out closes the epoch: the next one has a new number and no rendezvous, and starts in ``preparing``.
 Reports of another epoch or version mean nothing, so late and repeated ones are harmless.

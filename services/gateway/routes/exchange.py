@@ -1,8 +1,8 @@
-"""The status call's short way past the web framework.
+"""The status call, answered without the web framework.
 
 Every service makes this call all the time, and one change of an experiment is answered to all of its services at once:
 with a thousand of them, what one call costs is what the last of them waits for. The framework's routing, dependencies
-and responses are most of that cost. So a call in plain order is answered here, within the guard as every other; one
+and responses are most of that cost. So an ordinary call is answered here, behind the same guard as every other; one
 that is not (another content type, a body or query that is not valid) goes on to the route of ``routes/services.py``,
 which does the same and says what is wrong.
 """
@@ -49,7 +49,7 @@ async def exchange(
 
 
 class StatusCalls:
-    """ASGI middleware: answers status calls in plain order, passes on all else.
+    """ASGI middleware: answers ordinary status calls, passes on all else.
 
     Args:
         app: where the rest goes.

@@ -1,4 +1,4 @@
-"""Who serves whom."""
+"""Which service works for which experiment."""
 
 from fastapi import APIRouter
 

@@ -1,8 +1,8 @@
 """Claims of services that are dead: they end as soon as the gateway knows of the death, not only with their leases.
 
 Level-triggered: whoever holds claims under the name of a process of the fleet, and is not registered, is dead. So a
-death that a data plane's absence or a restart of the gateway hid is found at the next look. One who was given up while
-it lived finds its claims lost, discards its work and claims again once it has registered again.
+death that a data plane's absence or a restart of the gateway hid is found at the next look. A service that was
+removed while it lived finds its claims lost, discards its work and claims again once it has registered again.
 """
 
 import logging

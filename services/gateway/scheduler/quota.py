@@ -1,4 +1,4 @@
-"""Quotas at work: what the placement says is done, and who serves whom is shown.
+"""Quotas at work: carries out what the placement decides, and shows which service works for which experiment.
 
 A service that an experiment gives up is asked to leave first: it takes nothing new and finishes what it has in hand,
 until it says that it is done or its notice is over. Only then is it released, and given to another.
@@ -69,7 +69,7 @@ class Scheduler:
             await self._report_waiting(self._repository.get(demand.experiment_id), cause)
 
     def view(self) -> FleetView:
-        """Show who serves whom, and why."""
+        """Show which service works for which experiment, and why."""
         demands, candidates = self._demands(), self._candidates()
         placement = place(demands, candidates)
         return FleetView(

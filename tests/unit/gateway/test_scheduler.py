@@ -51,23 +51,23 @@ async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_
     await gateway.reconciler.reconcile()
 
     # Told to leave, and working still: nobody has got anything yet, and the second says why.
-    told = gateway.registry.get(rollouts[1])
-    assert gateway.fleet.desired(told).state is WorkState.DRAINING
+    leaving = gateway.registry.get(rollouts[1])
+    assert gateway.fleet.desired(leaving).state is WorkState.DRAINING
     assert gateway.fleet.desired(gateway.registry.get(rollouts[0])).state is WorkState.RUNNING
     assert gateway.registry.of(second.id) == []
     problem = gateway.commands.view(second).problem
     assert problem is not None
     assert (problem.component, problem.cause) == ("scheduler", "waiting for 1 rollout, which first gives back")
-    view = gateway.registry.view(told)
+    view = gateway.registry.view(leaving)
     assert (view.experiment_id, view.leaving) == ("first", "another experiment needs it for its minimum")
 
-    await say(gateway, told.id, ObservedState(experiment_id=first.id, state=WorkState.FINISHED))
+    await say(gateway, leaving.id, ObservedState(experiment_id=first.id, state=WorkState.FINISHED))
     await gateway.reconciler.reconcile()
-    assert told.experiment_id is None
-    await say(gateway, told.id, ObservedState())
+    assert leaving.experiment_id is None
+    await say(gateway, leaving.id, ObservedState())
     await gateway.reconciler.reconcile()
 
-    assert of(gateway, second.id) == [told.id]
+    assert of(gateway, second.id) == [leaving.id]
     assert gateway.commands.view(second).problem is None
     assert {service.kind for service in gateway.registry.of(second.id)} == set(EVERY_KIND)
     assert of(gateway, first.id) == [rollouts[0]]

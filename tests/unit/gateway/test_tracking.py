@@ -24,7 +24,7 @@ RUN = TrackedRun("tiny-1", "tiny", Path("/nowhere"), {})
 
 
 class Failing(MemoryTracker):
-    """Refuses while it is told to, after it took the first record of a batch in."""
+    """Refuses while it is asked to, after it wrote the first record of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def an_exporter(tracker: Tracker, store: MemoryStore) -> Exporter:
     return Exporter("twin", RUN, store, EventLog(store, ManualClock()), lambda: tracker)
 
 
-async def told(store: MemoryStore) -> list[tuple[str, Any]]:
+async def reported(store: MemoryStore) -> list[tuple[str, Any]]:
     return [(event.type, event.data.get("cause")) for event in await store.events("tiny-1", after=0, limit=99)]
 
 
@@ -92,14 +92,14 @@ async def test_a_failing_tracker_is_named_once_tried_again_and_misses_nothing(
     exporter = an_exporter(tracker, store)
     async with running(exporter.run()):
         await until(lambda: len(tracker.records) >= 2)
-        assert await told(store) == [("tracker_failed", "OSError('no space left')")]
+        assert await reported(store) == [("tracker_failed", "OSError('no space left')")]
 
         tracker.is_failing = False
         await until(lambda: len(tracker.records) == 3)
         await until(lambda: exporter._num_failures == 0)
 
     assert [record.step for record in tracker.records] == [1, 2, 3]
-    assert [kind for kind, _ in await told(store)] == ["tracker_failed", "tracker_recovered"]
+    assert [kind for kind, _ in await reported(store)] == ["tracker_failed", "tracker_recovered"]
     await exporter.finish()
 
 
@@ -119,7 +119,7 @@ async def test_a_tracker_that_never_answers_holds_nothing_up(monkeypatch: pytest
     finally:
         release.set()
 
-    [(kind, cause)] = await told(store)
+    [(kind, cause)] = await reported(store)
     assert kind == "tracker_failed" and "took longer than" in cause
 
 

@@ -29,7 +29,7 @@ from services.reward.verifiers.numeric import NumericVerifier
 from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import load_model

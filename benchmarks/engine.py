@@ -33,7 +33,7 @@ from services.rollout.engines.base import GenerationRequest, SamplingParameters
 from services.rollout.engines.decoders.architecture import Architecture, architecture_of
 from services.rollout.engines.embedded.engine import TorchEngine, use_threads
 from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32

@@ -13,12 +13,11 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.engine import ProcessEngine
+from services.rollout.engines.settings import EngineSettings
 from services.trainer.worker.images import ImagePool
 from shared.config.asynchrony import OnWeightUpdate
 from shared.weights.endpoint_client import EndpointClient
@@ -157,13 +156,13 @@ async def _update(
     progress.begin()
     image = receiver.image
     facts = (image.image_bytes, DEFAULT_SLICE_BYTES, DEADLINE_SECONDS)
-    await engine.expect_weights(image.path, version, transfer=version)
+    transfer = engine.begin_transfer(image.path, version)
     await asyncio.gather(
         receiver.sender.send(1, source, *facts),
-        receiver.client.receive(1, image.path, *facts, partial(engine.weights_arrived, version)),
+        receiver.client.receive(1, image.path, *facts, transfer.advance),
     )
     arrived = time.perf_counter()
-    await engine.prepare_weights(image.path, version, transfer=version)
+    transfer.complete()
     await engine.load_weights(image.path, version, OnWeightUpdate.CONTINUE)
     updated = time.perf_counter()
     await asyncio.sleep(BETWEEN_SECONDS)

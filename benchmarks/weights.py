@@ -31,7 +31,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from benchmarks.weight_pause import Pause, measure_pause
-from services.rollout.staged_images import StagedImages
+from services.rollout.weights.staged_images import StagedImages
 from shared.config.publication import DeltaConfig
 from shared.schemas.publication import Manifest
 from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.handed_over import HandOverCounts
-from services.rollout.version import VersionGate
+from services.rollout.weights.version import VersionGate
 from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group

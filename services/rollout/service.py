@@ -19,9 +19,9 @@ from typing import Protocol
 
 from services.rollout.consumer import RolloutConsumer
 from services.rollout.engines.base import Engine
-from services.rollout.receiver import WeightReceiver
 from services.rollout.shutdown import GracefulShutdown, hand_over
-from services.rollout.version import VersionGate
+from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.version import VersionGate
 from shared import reconciling
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied

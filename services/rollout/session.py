@@ -9,13 +9,14 @@ from redis.asyncio import Redis
 
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import Engine
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.engine import ProcessEngine
+from services.rollout.engines.settings import EngineSettings
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
-from services.rollout.receiver import Puller, WeightReceiver
-from services.rollout.version import VersionGate
+from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.switcher import Puller
+from services.rollout.weights.version import VersionGate
 from shared.config.spec import ExperimentSpec
 from shared.errors import WorkerDied
 from shared.prompts import PromptLimit, PromptTemplate

@@ -2,7 +2,8 @@
 
 An engine serves exactly one policy version at any instant and tags every token with it. It never serves half-loaded
 weights. ``generate`` and ``load_weights`` may be called concurrently; what happens to samples in flight when weights
-change is the caller's choice (``OnWeightUpdate``).
+change is the caller's choice (``OnWeightUpdate``). New weights come in two parts: a ``WeightTransfer`` lets the engine
+read an image while it arrives, ``load_weights`` makes it serve.
 """
 
 from collections.abc import Sequence
@@ -113,6 +114,22 @@ class EngineLoad:
     prefilled_tokens: int
 
 
+class WeightTransfer(Protocol):
+    """One image on its way to an engine. No call waits or fails, and none has an effect after the first end.
+
+    It ends whole and right, or not at all; only ``Engine.load_weights`` makes it serve.
+    """
+
+    def advance(self, bytes_arrived: int) -> None:
+        """Note that the first bytes of the image are there; nobody has verified them."""
+
+    def complete(self) -> None:
+        """Note that the image is whole and right: it will be loaded unless something happens."""
+
+    def abort(self, reason: str) -> None:
+        """Note that the image will not be whole, or is wrong: what was read of it is thrown away."""
+
+
 class Engine(Protocol):
     """Samples completions under versioned weights."""
 
@@ -140,28 +157,18 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request now: its ``generate`` returns what it has, as aborted. Unknown ids are ignored."""
 
-    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
-        """Be told that an image is being received into a file of its size, to be loaded as ``version`` if it is right.
+    def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
+        """Be told of an image that is being received, or is there already, and may be loaded as ``version``.
 
-        An engine that overlaps loading with sampling may read what ``weights_arrived`` tells it of. It throws that away
-        unless ``prepare_weights`` follows with the number of the same transfer. What serves does not change.
-        """
-
-    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Be told that the first bytes of an expected image are there; nobody has verified them. Never waits."""
-
-    def forget_weights(self, transfer: int) -> None:
-        """Be told that an expected image will not be whole, or is wrong. Never waits."""
-
-    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Be told that an image is complete and right, and will be loaded as ``version`` unless something happens.
-
-        An engine that overlaps loading with sampling may read it now. What serves does not change.
+        An engine that overlaps loading with sampling reads it as far as it has arrived. What serves does not change.
+        Of several transfers the latest counts: what was read of an earlier one may be thrown away.
 
         Args:
-            image: a safetensors file.
+            image: a file of the image's size; its bytes mean nothing before the handle says so.
             version: that it will be.
-            transfer: the number under which it was expected; None if it was not.
+
+        Raises:
+            WorkerDied: the engine's process ended.
         """
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:

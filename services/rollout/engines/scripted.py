@@ -85,6 +85,33 @@ class _Update:
     done: asyncio.Future[None]
 
 
+@dataclass(slots=True, eq=False)
+class ScriptedTransfer:
+    """A ``WeightTransfer`` that remembers what it was told.
+
+    Attributes:
+        end: complete, or why it was aborted; None while it is under way.
+    """
+
+    image: Path
+    version: int
+    bytes_arrived: int = 0
+    end: str | None = None
+
+    def advance(self, bytes_arrived: int) -> None:
+        """Remember how far it is."""
+        if self.end is None:
+            self.bytes_arrived = max(self.bytes_arrived, bytes_arrived)
+
+    def complete(self) -> None:
+        """Remember that it is whole."""
+        self.end = self.end or "complete"
+
+    def abort(self, reason: str) -> None:
+        """Remember that it will not be."""
+        self.end = self.end or reason
+
+
 def log_prob_of(token: int) -> float:
     """Give the log-probability that the scripted engine claims for a token."""
     return -0.5 - token / 100
@@ -116,6 +143,7 @@ class ScriptedEngine:
     ) -> None:
         self.version = version
         self.token_seconds = token_seconds
+        self.transfers: list[ScriptedTransfer] = []
         self._next_token = next_token
         self._slots, self._context_tokens, self._vocab_size = slots, context_tokens, vocab_size
         self._eos_token_id = eos_token_id
@@ -170,17 +198,11 @@ class ScriptedEngine:
         if active is not None and not active.done.done():
             active.done.set_result(active.completions())
 
-    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
-        """Do nothing: see ``Engine.expect_weights``."""
-
-    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Do nothing: see ``Engine.weights_arrived``."""
-
-    def forget_weights(self, transfer: int) -> None:
-        """Do nothing: see ``Engine.forget_weights``."""
-
-    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Do nothing: see ``Engine.prepare_weights``."""
+    def begin_transfer(self, image: Path, version: int) -> "ScriptedTransfer":
+        """Remember the transfer in ``transfers``, and read nothing; see ``Engine.begin_transfer``."""
+        self._check_running()
+        self.transfers.append(ScriptedTransfer(image, version))
+        return self.transfers[-1]
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Serve another version once the image proves to be a safetensors file; see ``Engine.load_weights``."""

@@ -1,88 +1,19 @@
 """What every engine promises, asked of each of them: scripted, on a thread, in a process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from services.rollout.engines.base import Completion, Engine
-from services.rollout.engines.embedded.settings import EngineSettings
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.resumption import Prefix, ResumeRule
-from services.rollout.engines.scripted import ScriptedEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest, PromptTooLong, RequestInFlight, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
-from tests.contract.engine.models import EOS, make_model, save_image, save_model
+from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, until_running
 from tests.contract.engine.requests import a_request
-
-CONTEXT = 2048
-SLOTS = 12
-LONG = 1500
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model("qwen3", path)
-    config = path / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
-    return path
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_image(make_model("qwen3", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """One event loop for the module, since starting an engine takes seconds."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module", params=["scripted", "in-process", "process"])
-def make_engine(request: pytest.FixtureRequest, model_path: Path) -> Callable[[], Engine]:
-    settings = EngineSettings(str(model_path), version=3, slots=SLOTS, context_tokens=CONTEXT)
-    makers: dict[str, Callable[[], Engine]] = {
-        "scripted": lambda: ScriptedEngine(version=3, slots=SLOTS, context_tokens=CONTEXT, eos_token_id=EOS),
-        "in-process": lambda: InProcessEngine(settings),
-        "process": lambda: ProcessEngine(settings),
-    }
-    return makers[request.param]
-
-
-@pytest.fixture(scope="module")
-async def started(make_engine: Callable[[], Engine]) -> AsyncIterator[Engine]:
-    engine = make_engine()
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-@pytest.fixture
-async def engine(started: Engine, model_path: Path) -> Engine:
-    """The module's engine, idle and at version 3."""
-    assert (await started.load()).running == 0
-    if (await started.load()).version != 3:
-        await started.load_weights(model_path / "model.safetensors", 3, OnWeightUpdate.DRAIN)
-    return started
-
-
-async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) -> None:
-    """Wait until so many samples run and that many tokens were sampled since this call."""
-    before = (await engine.load()).generated_tokens
-    async with asyncio.timeout(120):
-        while True:
-            load = await engine.load()
-            if load.running == running and load.generated_tokens - before >= new_tokens:
-                return
-            await asyncio.sleep(0)
 
 
 async def test_each_seed_gets_its_completion(engine: Engine) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.state import GatewayState
-from services.rollout.receiver import WeightReceiver
-from services.rollout.version import VersionGate
+from services.rollout.engines.scripted import ScriptedTransfer
+from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.version import VersionGate
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.publisher import Publisher
 from shared.clock import SystemClock
@@ -48,17 +49,8 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.served: dict[int, str] = {}
 
-    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
-        """Nothing is read ahead."""
-
-    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Nothing is read ahead."""
-
-    def forget_weights(self, transfer: int) -> None:
-        """Nothing is read ahead."""
-
-    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Nothing is read ahead."""
+    def begin_transfer(self, image: Path, version: int) -> ScriptedTransfer:
+        return ScriptedTransfer(image, version)
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         self.served[version] = hashlib.sha256(image.read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 from tests.contract.engine.models import save_model
 
 

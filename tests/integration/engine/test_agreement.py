@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 from shared.errors import ModelError
 from tests.contract.engine.models import FAMILIES, VOCAB, all_scores, make_model, save_model, scores
 from tests.contract.engine.requests import a_request

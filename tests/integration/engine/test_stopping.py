@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.outcomes import GenerationFailed
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest, ModelError
 from shared.schemas.trajectory import FinishReason

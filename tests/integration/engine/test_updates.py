@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from services.rollout.engines.base import Completion
+from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.embedded.engine import TorchEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import WeightTransferFailed
@@ -187,11 +188,12 @@ def test_weights_are_read_as_they_arrive(
     # As after an earlier version: the right header and the wrong bytes.
     arriving.write_bytes(content[: len(content) // 4] + bytes(len(content) - len(content) // 4))
     engine = saved(family).engine(overlap_load=True)
-    engine.expect_update(arriving, 5, 1)
+    arrival = Arrival(arriving, 5)
+    engine.begin_transfer(arrival)
     with arriving.open("r+b", buffering=0) as file:
         for start in range(0, len(content), len(content) // 7):
             file.write(sent[start : start + len(content) // 7])
-            engine.note_arrived(1, file.tell())
+            arrival.advance(file.tell())
             [before] = answer(engine, a_request(PROMPT))
     assert before.versions == ((0, 0),)
     np.testing.assert_allclose(
@@ -199,14 +201,15 @@ def test_weights_are_read_as_they_arrive(
     )
 
     if fault == "corrupt":
-        engine.forget_update(1)  # Then comes the same version, right, elsewhere.
+        arrival.abort(fault)  # Then comes the same version, right, elsewhere.
         engine.request_update(1, image, 5, OnWeightUpdate.DRAIN)
     elif fault == "given up":
-        engine.forget_update(1)
+        arrival.abort(fault)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
     else:
         monkeypatch.setattr("services.rollout.engines.decoders.arrival.open_tensors", None)  # It is not read again.
-        engine.prepare_update(arriving, 5, 1)
+        arrival.complete()
+        engine.complete_transfer(arrival)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
 
     assert update_errors(outcomes(engine)) == [None]

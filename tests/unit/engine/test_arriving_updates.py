@@ -31,7 +31,7 @@ class PiecewiseDecoder:
             if arrival is not None:
                 arrival.wait_for(end)
             with self.has_read:
-                self.spare.append(f"{image} {end} {'whole' if arrival is None else arrival.transfer}")
+                self.spare.append(f"{image} {end} {'whole' if arrival is None else 'arriving'}")
                 self.has_read.notify_all()
 
     def switch(self) -> None:
@@ -61,23 +61,33 @@ def switch_to(updates: UpdateQueue, image: Path, version: int) -> None:
     updates.apply_first()
 
 
+def begin(updates: UpdateQueue, image: Path, version: int, bytes_arrived: int = 0) -> Arrival:
+    arrival = Arrival(image, version)
+    updates.begin(arrival)
+    arrival.advance(bytes_arrived)
+    return arrival
+
+
+def complete(updates: UpdateQueue, arrival: Arrival) -> None:
+    arrival.complete()
+    updates.complete(arrival)
+
+
 def test_an_image_is_read_as_it_arrives(updates: UpdateQueue, decoder: PiecewiseDecoder) -> None:
-    updates.expect(IMAGE, 1, 7)
-    updates.note_arrived(7, 25)
+    arrival = begin(updates, IMAGE, 1, 25)
     decoder.wait_until_read(2)
-    updates.note_arrived(7, 30)
+    arrival.advance(30)
     decoder.wait_until_read(3)
     assert decoder.serving == []
 
-    updates.prepare(IMAGE, 1, 7)
+    complete(updates, arrival)
     switch_to(updates, IMAGE, 1)
 
-    assert decoder.serving == ["image 10 7", "image 20 7", "image 30 7"]
+    assert decoder.serving == ["image 10 arriving", "image 20 arriving", "image 30 arriving"]
 
 
-def test_a_switch_reads_anew_what_was_never_found_right(updates: UpdateQueue, decoder: PiecewiseDecoder) -> None:
-    updates.expect(IMAGE, 1, 7)
-    updates.note_arrived(7, 30)
+def test_a_switch_reads_again_what_was_never_found_right(updates: UpdateQueue, decoder: PiecewiseDecoder) -> None:
+    begin(updates, IMAGE, 1, 30)
     decoder.wait_until_read(3)
 
     switch_to(updates, IMAGE, 1)
@@ -85,50 +95,51 @@ def test_a_switch_reads_anew_what_was_never_found_right(updates: UpdateQueue, de
     assert decoder.serving == ["image 10 whole", "image 20 whole", "image 30 whole"]
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["forgotten", "replaced"])
+@pytest.mark.parametrize("is_told", [True, False], ids=["aborted", "replaced"])
 def test_a_failed_transfer_leaves_nothing_behind(
     updates: UpdateQueue, decoder: PiecewiseDecoder, is_told: bool
 ) -> None:
-    updates.expect(IMAGE, 1, 7)
-    updates.note_arrived(7, 20)
+    failed = begin(updates, IMAGE, 1, 20)
     decoder.wait_until_read(2)
     if is_told:
-        updates.forget(7)
+        failed.abort("connection closed by peer")
 
     # The next attempt, into the same file.
-    updates.expect(IMAGE, 1, 8)
-    updates.note_arrived(7, 30)
-    updates.note_right(7)
-    updates.note_arrived(8, 30)
-    updates.prepare(IMAGE, 1, 8)
+    again = begin(updates, IMAGE, 1)
+    failed.advance(30)
+    failed.complete()
+    decoder.wait_until_read(0)
+    again.advance(30)
+    complete(updates, again)
     switch_to(updates, IMAGE, 1)
 
-    assert decoder.serving == ["image 10 8", "image 20 8", "image 30 8"]
+    assert decoder.serving == ["image 10 arriving", "image 20 arriving", "image 30 arriving"]
 
 
 def test_an_image_that_came_another_way_replaces_the_one_that_is_expected(
     updates: UpdateQueue, decoder: PiecewiseDecoder
 ) -> None:
-    updates.expect(IMAGE, 1, 7)
-    updates.note_arrived(7, 20)
+    begin(updates, IMAGE, 1, 20)
     decoder.wait_until_read(2)
 
-    updates.prepare(IMAGE, 1)
+    other = Arrival(IMAGE, 1)
+    other.complete()
+    updates.begin(other)
+    updates.complete(other)
     switch_to(updates, IMAGE, 1)
 
     assert decoder.serving == ["image 10 whole", "image 20 whole", "image 30 whole"]
 
 
 def test_an_update_that_is_due_goes_before_one_that_arrives(updates: UpdateQueue, decoder: PiecewiseDecoder) -> None:
-    updates.expect(IMAGE, 2, 7)
-    updates.note_arrived(7, 20)
+    arrival = begin(updates, IMAGE, 2, 20)
     decoder.wait_until_read(2)
 
     switch_to(updates, OTHER, 1)
     assert decoder.serving == ["other 10 whole", "other 20 whole", "other 30 whole"]
 
-    updates.note_arrived(7, 30)
-    updates.prepare(IMAGE, 2, 7)
+    arrival.advance(30)
+    complete(updates, arrival)
     switch_to(updates, IMAGE, 2)
     assert decoder.serving == ["image 10 whole", "image 20 whole", "image 30 whole"]
 
@@ -137,8 +148,7 @@ def test_nothing_is_expected_while_an_update_is_due(updates: UpdateQueue, decode
     updates.add(Update(1, OTHER, 1, OnWeightUpdate.DRAIN))
     updates.stage_first()
 
-    updates.expect(IMAGE, 2, 7)
-    updates.note_arrived(7, 30)
+    begin(updates, IMAGE, 2, 30)
     updates.apply_first()
 
     assert decoder.serving == ["other 10 whole", "other 20 whole", "other 30 whole"]
@@ -146,9 +156,7 @@ def test_nothing_is_expected_while_an_update_is_due(updates: UpdateQueue, decode
 
 def test_without_overlap_nothing_is_read_before_the_switch(decoder: PiecewiseDecoder) -> None:
     updates = UpdateQueue(decoder)  # type: ignore[arg-type]
-    updates.expect(IMAGE, 1, 7)
-    updates.note_arrived(7, 30)
-    updates.prepare(IMAGE, 1, 7)
+    complete(updates, begin(updates, IMAGE, 1, 30))
     assert decoder.spare == []
 
     switch_to(updates, IMAGE, 1)
@@ -157,21 +165,22 @@ def test_without_overlap_nothing_is_read_before_the_switch(decoder: PiecewiseDec
 
 
 def test_an_arrival_ends_one_way_only() -> None:
-    right, given_up = Arrival(1), Arrival(2)
+    right, aborted = Arrival(IMAGE, 1), Arrival(IMAGE, 2)
     right.complete()
-    right.give_up()
-    given_up.give_up()
-    given_up.complete()
+    right.abort("too late")
+    aborted.abort("connection closed by peer")
+    aborted.abort("too late")
+    aborted.complete()
 
     right.wait_until_right()
     right.wait_for(1 << 40)
-    for wait in (given_up.wait_until_right, lambda: given_up.wait_for(0)):
-        with pytest.raises(WeightTransferFailed, match="given up"):
+    for wait in (aborted.wait_until_right, lambda: aborted.wait_for(0)):
+        with pytest.raises(WeightTransferFailed, match="was aborted: connection closed by peer"):
             wait()
 
 
 def test_a_transfer_that_nobody_speaks_of_is_given_up() -> None:
-    silent = Arrival(1, silence_seconds=0.02)
+    silent = Arrival(IMAGE, 1, silence_seconds=0.02)
     silent.advance(10)
     silent.wait_for(10)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import Completion, EngineLoad
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.commands import (
     Abort,
     Cancel,
@@ -26,6 +25,7 @@ from services.rollout.engines.process.commands import (
 )
 from services.rollout.engines.process.framing import encode, read_message, receive_message
 from services.rollout.engines.resumption import Prefix, ResumeRule
+from services.rollout.engines.settings import EngineSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidRequest
 from shared.schemas.trajectory import FinishReason

@@ -52,6 +52,14 @@ def a_queue(decoder: SlowDecoder, *, overlap: bool = True) -> UpdateQueue:
     return UpdateQueue(decoder, overlap=overlap)  # type: ignore[arg-type]
 
 
+def prepare(queue: UpdateQueue, image: Path, version: int) -> None:
+    """Announce an image that is whole and right already, as one that was mapped or patched."""
+    arrival = Arrival(image, version)
+    arrival.complete()
+    queue.begin(arrival)
+    queue.complete(arrival)
+
+
 def apply(queue: UpdateQueue) -> list[object]:
     staged, refused = queue.stage_first()
     if staged is not None:
@@ -74,7 +82,7 @@ def test_sampling_goes_on_while_an_image_is_read(decoder: SlowDecoder) -> None:
 
 def test_what_was_read_ahead_is_not_read_again(decoder: SlowDecoder) -> None:
     queue = a_queue(decoder)
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     queue.add(an_update(A, 1))
 
     apply(queue)
@@ -84,7 +92,7 @@ def test_what_was_read_ahead_is_not_read_again(decoder: SlowDecoder) -> None:
 
 def test_without_overlap_nothing_is_read_ahead(decoder: SlowDecoder) -> None:
     queue = a_queue(decoder, overlap=False)
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     assert decoder.reads == 0
     queue.add(an_update(A, 1))
 
@@ -93,7 +101,7 @@ def test_without_overlap_nothing_is_read_ahead(decoder: SlowDecoder) -> None:
 
 def test_another_version_than_the_one_read_ahead_is_read(decoder: SlowDecoder) -> None:
     queue = a_queue(decoder)
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     queue.add(an_update(B, 2))
 
     apply(queue)
@@ -101,13 +109,13 @@ def test_another_version_than_the_one_read_ahead_is_read(decoder: SlowDecoder) -
     assert decoder.serving == "two"
 
 
-def test_a_file_written_anew_while_it_was_read_is_read_again(decoder: SlowDecoder) -> None:
+def test_a_file_written_again_while_it_was_read_is_read_again(decoder: SlowDecoder) -> None:
     queue = a_queue(decoder)
     decoder.may_finish.clear()
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     assert decoder.has_begun.wait(2)
     decoder.files[A] = "one again"
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     decoder.may_finish.set()
     queue.add(an_update(A, 1))
 
@@ -120,7 +128,7 @@ def test_an_update_that_waits_for_the_batch_is_not_replaced_by_the_next_version(
     queue = a_queue(decoder)
     queue.add(an_update(A, 1))
     queue.stage_first()
-    queue.prepare(B, 2)
+    prepare(queue, B, 2)
 
     apply(queue)
 
@@ -130,7 +138,7 @@ def test_an_update_that_waits_for_the_batch_is_not_replaced_by_the_next_version(
 def test_what_could_not_be_read_ahead_is_tried_again_and_then_refused(decoder: SlowDecoder) -> None:
     queue = a_queue(decoder)
     decoder.fails = 1
-    queue.prepare(A, 1)
+    prepare(queue, A, 1)
     queue.add(an_update(A, 1))
     assert apply(queue) == []
     assert decoder.serving == "one"

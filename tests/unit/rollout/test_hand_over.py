@@ -10,7 +10,7 @@ from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
-from services.rollout.version import VersionGate
+from services.rollout.weights.version import VersionGate
 from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task
 from shared.schemas.trajectory import FinishReason, Group

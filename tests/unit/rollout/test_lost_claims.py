@@ -11,7 +11,7 @@ from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.resumption import UNMIXED
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
-from services.rollout.version import VersionGate
+from services.rollout.weights.version import VersionGate
 from shared.config.rollout import SamplingConfig
 from shared.errors import InvalidRequest
 from shared.prompts import PromptLimit

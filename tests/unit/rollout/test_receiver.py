@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout.receiver import WeightReceiver
-from services.rollout.version import VersionGate
+from services.rollout.engines.scripted import ScriptedTransfer
+from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import Conflict, NotFound, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
@@ -30,24 +31,18 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.loaded: list[int] = []
         self.paths: list[Path] = []
-        self.prepared: list[int] = []
-        self.events: list[str] = []
+        self.transfers: list[ScriptedTransfer] = []
         self.is_dead = False
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
-        self.events.append(f"expect {version} by {transfer}")
+    @property
+    def prepared(self) -> list[int]:
+        return [each.version for each in self.transfers if each.end == "complete"]
 
-    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
-        self.events.append(f"{num_bytes} of {transfer}")
-
-    def forget_weights(self, transfer: int) -> None:
-        self.events.append(f"forget {transfer}")
-
-    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
-        self.events.append(f"prepare {version} by {transfer}")
-        self.prepared.append(version)
+    def begin_transfer(self, image: Path, version: int) -> ScriptedTransfer:
+        self.transfers.append(ScriptedTransfer(image, version))
+        return self.transfers[-1]
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         await self.may_load.wait()
@@ -100,6 +95,7 @@ class ScriptedEndpoint:
 class World:
     def __init__(self, directory: Path) -> None:
         self.engine, self.gate, self.endpoint = RecordingEngine(), VersionGate(), ScriptedEndpoint()
+        self.asked: list[str] = []
         self.pulled: list[int] = []
         self.may_pull = True
         self.told = 0
@@ -121,6 +117,7 @@ class World:
     async def pull(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
+        self.asked.append(url)
         if url.startswith("http://dead/"):
             await asyncio.sleep(deadline_seconds)
         self.pulled.append(version)
@@ -394,11 +391,11 @@ async def test_the_engine_hears_of_each_slice_and_of_the_end(tmp_path: Path) -> 
         world.want(0, an_order(1, epoch=3))
         await world.until(lambda: world.engine.prepared)
 
-    first, second, third = (
-        ["expect 1 by {0}", "64 of {0}", end] for end in ("forget {0}", "forget {0}", "prepare 1 by {0}")
-    )
-    assert world.engine.events == [
-        each.format(transfer) for transfer, events in enumerate((first, second, third), 1) for each in events
+    told = [(each.version, each.bytes_arrived, each.end) for each in world.engine.transfers]
+    assert told == [
+        (1, 64, "connection closed by peer"),
+        (1, 64, f"checksum is {'0' * 16}, the manifest says {CHECKSUM}"),
+        (1, 64, "complete"),
     ]
 
 
@@ -410,7 +407,7 @@ async def test_a_version_that_waits_to_be_served_is_not_pushed_out_of_the_engine
         world.want(0, an_order(2))
         await world.until(lambda: world.engine.prepared == [1, 2])
 
-    assert world.engine.events[3:] == ["prepare 2 by None"]
+    assert [each.bytes_arrived for each in world.engine.transfers] == [64, 0], "the second was whole when it began"
 
 
 async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:
@@ -426,7 +423,7 @@ async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:
 async def test_a_pull_from_a_trainer_that_died_is_given_up_when_another_serves(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
         world.want(4, weights_url="http://dead/v1/weights/4")
-        await world.until(lambda: world.receiver._pulling)
+        await world.until(lambda: world.asked)
         world.want(4, weights_url="http://alive/v1/weights/4")
 
         await world.until(lambda: world.gate.version == 4)

@@ -15,7 +15,7 @@ from services.rollout.engines.base import EngineLoad
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.service import MAX_DEATHS, RolloutService
 from services.rollout.shutdown import HAND_OVER_SECONDS
-from services.rollout.version import VersionGate
+from services.rollout.weights.version import VersionGate
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
 from shared.errors import DeadlineExceeded, ModelError, Unavailable, WeightTransferFailed, WorkerDied

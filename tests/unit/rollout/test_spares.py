@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.staged_images import Spare, StagedImages
+from services.rollout.weights.staged_images import Spare, StagedImages
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights.image import WeightImage
 

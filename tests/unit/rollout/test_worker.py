@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.version import VersionGate
+from services.rollout.weights.version import VersionGate
 from shared.errors import PromptTooLong, WorkerDied
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group

@@ -1,7 +1,7 @@
 """Weights that are read while they arrive: a reader on one thread waits for bytes that another thread tells it of.
 
 What arrived is not verified yet. So the reader is not done before it is told that the whole image is right, and what it
-read of an image that is given up is thrown away.
+read of an image that is aborted is thrown away.
 """
 
 import mmap
@@ -35,67 +35,69 @@ class Tensors(Protocol):
 
 
 class Arrival:
-    """How far one transfer into an image has come. Any thread may tell it; one waits.
+    """A ``WeightTransfer`` as its reader sees it: how far an image has come. Any thread may tell it; one waits.
 
     Args:
-        transfer: its number.
-        silence_seconds: after which one that waits fails, though nobody gave the transfer up.
+        image: the file.
+        version: that it will be.
+        silence_seconds: after which one that waits fails, though nobody aborted the transfer.
     """
 
-    def __init__(self, transfer: int, *, silence_seconds: float = SILENCE_SECONDS) -> None:
-        self.transfer = transfer
+    def __init__(self, image: Path, version: int, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self.content = image, version
         self._silence_seconds = silence_seconds
         self._changed = threading.Condition()
-        self._num_bytes = 0
+        self._bytes_arrived = 0
         self._is_right = False
-        self._is_given_up = False
+        self._abort_reason: str | None = None
 
     @property
     def is_right(self) -> bool:
         """Whether the image is whole and its checksum right."""
         return self._is_right
 
-    def advance(self, num_bytes: int) -> None:
-        """Note that the first bytes of the image are there."""
+    def advance(self, bytes_arrived: int) -> None:
+        """Let the reader go on; see ``WeightTransfer.advance``."""
         with self._changed:
-            self._num_bytes = max(self._num_bytes, num_bytes)
+            self._bytes_arrived = max(self._bytes_arrived, bytes_arrived)
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """Note that the image is whole, and its checksum right; nothing happens if it was given up."""
+        """Let the reader end; see ``WeightTransfer.complete``."""
         with self._changed:
-            self._is_right = not self._is_given_up
+            self._is_right = self._abort_reason is None
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """Let the reader fail; nothing happens if the image is right."""
+    def abort(self, reason: str) -> None:
+        """Let the reader fail; see ``WeightTransfer.abort``."""
         with self._changed:
-            self._is_given_up = not self._is_right
+            if not self._is_right and self._abort_reason is None:
+                self._abort_reason = reason
             self._changed.notify_all()
 
     def wait_for(self, num_bytes: int) -> None:
         """Wait until so many bytes are there.
 
         Raises:
-            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
+            WeightTransferFailed: the transfer was aborted, or nothing was heard of it for too long.
         """
-        self._wait(lambda: self._is_right or self._num_bytes >= num_bytes)
+        self._wait(lambda: self._is_right or self._bytes_arrived >= num_bytes)
 
     def wait_until_right(self) -> None:
         """Wait until the image is whole and its checksum right.
 
         Raises:
-            WeightTransferFailed: the transfer was given up, or nothing was heard of it for too long.
+            WeightTransferFailed: the transfer was aborted, or nothing was heard of it for too long.
         """
         self._wait(lambda: self._is_right)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
-            while not (self._is_given_up or is_there()):
+            while self._abort_reason is None and not is_there():
                 if not self._changed.wait(self._silence_seconds):
                     raise WeightTransferFailed(f"nothing was heard of the weights for {self._silence_seconds:g} s")
-            if self._is_given_up:
-                raise WeightTransferFailed("the transfer of the weights was given up")
+            if self._abort_reason is not None:
+                raise WeightTransferFailed(f"the transfer of the weights was aborted: {self._abort_reason}")
 
 
 class ArrivingTensors:
@@ -108,7 +110,7 @@ class ArrivingTensors:
         arrival: of its bytes.
 
     Raises:
-        WeightTransferFailed: the transfer was given up, or what arrived is no weight image.
+        WeightTransferFailed: the transfer was aborted, or what arrived is no weight image.
     """
 
     def __init__(self, image: Path, arrival: Arrival) -> None:
@@ -124,7 +126,7 @@ class ArrivingTensors:
         """View a tensor when it is there.
 
         Raises:
-            WeightTransferFailed: the transfer was given up.
+            WeightTransferFailed: the transfer was aborted.
         """
         spec = self._specs[name]
         self._arrival.wait_for(spec.end)
@@ -136,7 +138,7 @@ def open_staged(image: Path, arrival: Arrival | None) -> Iterator[Tensors]:
     """Open an image that is complete, or, with ``arrival``, one that is being received.
 
     Raises:
-        WeightTransferFailed: there is none, or the transfer was given up.
+        WeightTransferFailed: there is none, or the transfer was aborted.
     """
     if arrival is None:
         with open_tensors([image]) as source:

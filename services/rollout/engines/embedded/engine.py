@@ -14,14 +14,15 @@ from torch import Tensor
 
 from services.rollout.engines.admission import group_sizes, prefill_batches
 from services.rollout.engines.base import EngineLoad, GenerationRequest
+from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
 from services.rollout.engines.embedded.loading import load_decoder
 from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.embedded.sampling import RowSampling, sample
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.embedded.updates import Update, UpdateQueue
 from services.rollout.engines.requests import check_request, unstarted_completion
+from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import ModelError, RequestInFlight
@@ -120,25 +121,13 @@ class TorchEngine:
         """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
         self._updates.add(Update(update_id, image, version, mode))
 
-    def expect_update(self, image: Path, version: int, transfer: int) -> None:
+    def begin_transfer(self, arrival: Arrival) -> None:
         """Read an image while it is received, where loading overlaps with sampling."""
-        self._updates.expect(image, version, transfer)
+        self._updates.begin(arrival)
 
-    def note_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Learn that the first bytes of an expected image are there; any thread may say so."""
-        self._updates.note_arrived(transfer, num_bytes)
-
-    def note_right(self, transfer: int) -> None:
-        """Learn that an expected image is whole and right; any thread may say so."""
-        self._updates.note_right(transfer)
-
-    def forget_update(self, transfer: int) -> None:
-        """Learn that an expected image will not be whole or right; any thread may say so."""
-        self._updates.forget(transfer)
-
-    def prepare_update(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Read an image ahead of the update that will ask for it, where loading overlaps with sampling."""
-        self._updates.prepare(image, version, transfer)
+    def complete_transfer(self, arrival: Arrival) -> None:
+        """Read an image that is whole now, ahead of the update that will ask for it, unless that is done already."""
+        self._updates.complete(arrival)
 
     def cancel_update(self, update_id: int) -> None:
         """Forget an update that has not been applied."""

@@ -12,7 +12,7 @@ from services.rollout.engines.decoders.architecture import architecture_of, is_w
 from services.rollout.engines.decoders.base import Decoder
 from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
 from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.embedded.settings import EngineSettings
+from services.rollout.engines.settings import EngineSettings
 from shared.errors import ModelError, WeightTransferFailed
 
 log = logging.getLogger(__name__)

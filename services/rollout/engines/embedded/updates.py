@@ -37,7 +37,7 @@ class Reading:
     """An image that is being read into the spare weights, or was.
 
     Attributes:
-        content: image and version; None when the file may since have been written anew.
+        content: image and version; None when the file may since have been written again.
         result: done when it is read.
         is_ahead: whether nobody had asked for it yet.
         arrival: of an image that was being received when reading began.
@@ -56,7 +56,7 @@ class Reading:
     def give_up(self) -> None:
         """Wait no longer for bytes that have not arrived; what was read is of no use then."""
         if self.arrival is not None:
-            self.arrival.give_up()
+            self.arrival.abort("another image takes its place")
 
 
 class UpdateQueue:
@@ -91,54 +91,37 @@ class UpdateQueue:
         if self._reading is not None:
             self._reading.give_up()
 
-    def expect(self, image: Path, version: int, transfer: int) -> None:
+    def begin(self, arrival: Arrival) -> None:
         """Begin to read an image while it is received, unless another one is in the way or nothing overlaps."""
-        if self._thread is None or self._updates:
-            return
+        if self._thread is None or self._updates or arrival.is_right:
+            return  # One that is right already is about to be completed.
         if self._reading is not None:
             self._reading.give_up()
             if self._reading.is_under_way and self._reading.arrival is None:
                 return
         self._staged = None
-        self._read((image, version), is_ahead=True, arrival=Arrival(transfer))
+        self._read(arrival.content, is_ahead=True, arrival=arrival)
 
-    def note_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Learn that the first bytes of a transfer are there; any thread may say so."""
-        if (arrival := self._arrival_of(transfer)) is not None:
-            arrival.advance(num_bytes)
-
-    def note_right(self, transfer: int) -> None:
-        """Learn that the image of a transfer is whole, and its checksum right; any thread may say so."""
-        if (arrival := self._arrival_of(transfer)) is not None:
-            arrival.complete()
-
-    def forget(self, transfer: int) -> None:
-        """Learn that a transfer failed; any thread may say so."""
-        if (arrival := self._arrival_of(transfer)) is not None:
-            arrival.give_up()
-
-    def prepare(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Begin to read an image that will be asked for, unless another one is in the way or nothing overlaps.
+    def complete(self, arrival: Arrival) -> None:
+        """Begin to read an image that is whole and right, unless it was read as it arrived, or another is in the way.
 
         Args:
-            image: complete and right.
-            version: that it will be.
-            transfer: what it came by, if it was expected: then it has been read already.
+            arrival: of the image; whoever completed it has told it so already.
         """
         if self._thread is None:
             return
-        if transfer is not None and self._arrival_of(transfer) is not None:
-            self.note_right(transfer)
-            return
-        if self._reading is not None:
-            self._reading.give_up()
-        if self._updates or (self._reading is not None and self._reading.is_under_way):
-            if self._reading is not None:
-                # It may be the same file, written anew while it was read.
-                self._reading = replace(self._reading, content=None)
+        reading = self._reading
+        if reading is not None:
+            if reading.arrival is arrival and reading.content is not None:
+                return
+            reading.give_up()
+        if self._updates or (reading is not None and reading.is_under_way):
+            if reading is not None:
+                # It may be the same file, written again while it was read.
+                self._reading = replace(reading, content=None)
             return
         self._staged = None
-        self._read((image, version), is_ahead=True)
+        self._read(arrival.content, is_ahead=True)
 
     def stage_first(self, *, may_wait: bool = True) -> tuple[Update | None, list[Updated]]:
         """Stage the first update whose image fits.
@@ -182,11 +165,6 @@ class UpdateQueue:
     def first(self) -> Update | None:
         """The update that comes next."""
         return self._updates[0] if self._updates else None
-
-    def _arrival_of(self, transfer: int) -> Arrival | None:
-        reading = self._reading  # Once: another thread may be asking.
-        arrival = reading.arrival if reading is not None and reading.content is not None else None
-        return arrival if arrival is not None and arrival.transfer == transfer else None
 
     def _stage(self, image: Path, arrival: Arrival | None) -> None:
         self._decoder.stage(image, arrival)

@@ -13,9 +13,9 @@ import sys
 import threading
 from typing import Any
 
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.commands import Close, Result, command_from_wire, result_to_wire
 from services.rollout.engines.process.framing import encode, receive_message
+from services.rollout.engines.settings import EngineSettings
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent

@@ -36,36 +36,35 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectWeights:
-    """Read weights while they are received; ``WeightsArrived`` says how far they are."""
+class BeginTransfer:
+    """A ``WeightTransfer`` begins, under a number; the commands of its methods follow."""
 
+    transfer: int
     image: Path
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceTransfer:
+    """See ``WeightTransfer.advance``."""
+
+    transfer: int
+    bytes_arrived: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteTransfer:
+    """See ``WeightTransfer.complete``."""
+
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsArrived:
-    """The first bytes of expected weights are there; not verified yet."""
+class AbortTransfer:
+    """See ``WeightTransfer.abort``."""
 
     transfer: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetWeights:
-    """Expected weights will not be whole or right."""
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareWeights:
-    """Read weights that ``UpdateWeights`` will ask for: they are whole and right, and came by ``transfer`` if any."""
-
-    image: Path
-    version: int
-    transfer: int | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,8 @@ class Close:
 
 
 Call = Generate | UpdateWeights | TakeLoad
-Progress = ExpectWeights | WeightsArrived | ForgetWeights | PrepareWeights
-Command = Call | Progress | Abort | Cancel | Close
+TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
+Command = Call | TransferCommand | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
 
 
@@ -107,14 +106,14 @@ def command_to_wire(command: Command) -> dict[str, Any]:
             return {"do": "generate", "call": call, "request": asdict(request)}
         case UpdateWeights(call, image, version, mode):
             return {"do": "update", "call": call, "image": str(image), "version": version, "mode": mode.value}
-        case ExpectWeights(image, version, transfer):
-            return {"do": "expect", "image": str(image), "version": version, "transfer": transfer}
-        case WeightsArrived(transfer, num_bytes):
-            return {"do": "arrived", "transfer": transfer, "num_bytes": num_bytes}
-        case ForgetWeights(transfer):
-            return {"do": "forget", "transfer": transfer}
-        case PrepareWeights(image, version, transfer):
-            return {"do": "prepare", "image": str(image), "version": version, "transfer": transfer}
+        case BeginTransfer(transfer, image, version):
+            return {"do": "begin_transfer", "transfer": transfer, "image": str(image), "version": version}
+        case AdvanceTransfer(transfer, bytes_arrived):
+            return {"do": "advance_transfer", "transfer": transfer, "bytes_arrived": bytes_arrived}
+        case CompleteTransfer(transfer):
+            return {"do": "complete_transfer", "transfer": transfer}
+        case AbortTransfer(transfer, reason):
+            return {"do": "abort_transfer", "transfer": transfer, "reason": reason}
         case TakeLoad(call):
             return {"do": "load", "call": call}
         case Abort(request_id):
@@ -136,14 +135,14 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
             return Generate(wire["call"], _request_from_wire(wire["request"]))
         case "update":
             return UpdateWeights(wire["call"], Path(wire["image"]), wire["version"], OnWeightUpdate(wire["mode"]))
-        case "expect":
-            return ExpectWeights(Path(wire["image"]), wire["version"], wire["transfer"])
-        case "arrived":
-            return WeightsArrived(wire["transfer"], wire["num_bytes"])
-        case "forget":
-            return ForgetWeights(wire["transfer"])
-        case "prepare":
-            return PrepareWeights(Path(wire["image"]), wire["version"], wire["transfer"])
+        case "begin_transfer":
+            return BeginTransfer(wire["transfer"], Path(wire["image"]), wire["version"])
+        case "advance_transfer":
+            return AdvanceTransfer(wire["transfer"], wire["bytes_arrived"])
+        case "complete_transfer":
+            return CompleteTransfer(wire["transfer"])
+        case "abort_transfer":
+            return AbortTransfer(wire["transfer"], wire["reason"])
         case "load":
             return TakeLoad(wire["call"])
         case "abort":

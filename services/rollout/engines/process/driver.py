@@ -4,21 +4,22 @@ import logging
 import queue
 from collections.abc import Callable
 
+from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.process.commands import (
     Abort,
+    AbortTransfer,
+    AdvanceTransfer,
+    BeginTransfer,
     Cancel,
     Close,
     Command,
-    ExpectWeights,
-    ForgetWeights,
+    CompleteTransfer,
     Generate,
-    PrepareWeights,
     Result,
     TakeLoad,
     UpdateWeights,
-    WeightsArrived,
 )
 from shared.errors import FlotillaError
 from shared.faults.armed import armed
@@ -43,18 +44,23 @@ class EngineDriver:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._call_of: dict[str, int] = {}
         self._request_of: dict[int, str] = {}
+        self._arrivals: dict[int, Arrival] = {}
 
     def post(self, command: Command) -> None:
         """Hand over a command; any thread may."""
+        # A transfer hears of its progress at once, so that the thread which reads its image need not wait for the step
+        # that is being computed. The engine hears in its turn that one begins, and that its image is whole.
         match command:
-            # The thread that reads the weights does not wait for the step that is being computed.
-            case WeightsArrived(transfer, num_bytes):
-                self._engine.note_arrived(transfer, num_bytes)
-            case ForgetWeights(transfer):
-                self._engine.forget_update(transfer)
-            case PrepareWeights(_, _, int(transfer)):
-                self._engine.note_right(transfer)
-        # Again in its turn: it may belong to an image whose turn has not come.
+            case BeginTransfer(transfer, image, version):
+                self._arrivals[transfer] = Arrival(image, version)
+            case AdvanceTransfer(transfer, bytes_arrived):
+                self._arrivals[transfer].advance(bytes_arrived)
+                return
+            case CompleteTransfer(transfer):
+                self._arrivals[transfer].complete()
+            case AbortTransfer(transfer, reason):
+                self._arrivals.pop(transfer).abort(reason)
+                return
         self._inbox.put(command)
 
     def run(self) -> None:
@@ -95,14 +101,12 @@ class EngineDriver:
                     self._request_of[call] = request.request_id
             case UpdateWeights(call, image, version, mode):
                 self._engine.request_update(call, image, version, mode)
-            case ExpectWeights(image, version, transfer):
-                self._engine.expect_update(image, version, transfer)
-            case WeightsArrived(transfer, num_bytes):
-                self._engine.note_arrived(transfer, num_bytes)
-            case ForgetWeights(transfer):
-                self._engine.forget_update(transfer)
-            case PrepareWeights(image, version, transfer):
-                self._engine.prepare_update(image, version, transfer)
+            case BeginTransfer(transfer):
+                # Without an arrival it was aborted before its turn came.
+                if (arrival := self._arrivals.get(transfer)) is not None:
+                    self._engine.begin_transfer(arrival)
+            case CompleteTransfer(transfer):
+                self._engine.complete_transfer(self._arrivals.pop(transfer))
             case TakeLoad(call):
                 self._reply(call, self._engine.load())
             case Abort(request_id):

@@ -13,10 +13,10 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.commands import Close, Command, command_to_wire, result_from_wire
 from services.rollout.engines.process.framing import encode, read_message
 from services.rollout.engines.process.remote import RemoteEngine
+from services.rollout.engines.settings import EngineSettings
 from shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from shared.processes import python_module, reap
 

@@ -4,10 +4,10 @@ import asyncio
 import threading
 
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.settings import EngineSettings
 from services.rollout.engines.process.commands import Close, Command, Result
 from services.rollout.engines.process.driver import EngineDriver
 from services.rollout.engines.process.remote import RemoteEngine
+from services.rollout.engines.settings import EngineSettings
 from shared.errors import FlotillaError, WorkerDied
 
 

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
+from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
 from services.rollout.engines.process.commands import (
     Abort,
+    AbortTransfer,
+    AdvanceTransfer,
+    BeginTransfer,
     Call,
     Cancel,
     Command,
-    ExpectWeights,
-    ForgetWeights,
+    CompleteTransfer,
     Generate,
-    PrepareWeights,
     Result,
     TakeLoad,
     UpdateWeights,
-    WeightsArrived,
 )
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError
@@ -36,6 +36,7 @@ class RemoteEngine(ABC):
     def __init__(self, call_seconds: float) -> None:
         self._call_seconds = call_seconds
         self._numbers = itertools.count(1)
+        self._transfers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Result]] = {}
 
     @abstractmethod
@@ -64,23 +65,11 @@ class RemoteEngine(ABC):
         """End a request now; see ``Engine.abort``."""
         self._post(Abort(request_id))
 
-    async def expect_weights(self, image: Path, version: int, transfer: int) -> None:
-        """Read an image while it is received; see ``Engine.expect_weights``."""
-        self._post(ExpectWeights(image, version, transfer))
-
-    def weights_arrived(self, transfer: int, num_bytes: int) -> None:
-        """Pass on how far an expected image is; see ``Engine.weights_arrived``."""
-        with suppress(FlotillaError):  # Its death is found by those who wait for it.
-            self._post(WeightsArrived(transfer, num_bytes))
-
-    def forget_weights(self, transfer: int) -> None:
-        """Stop to expect an image; see ``Engine.forget_weights``."""
-        with suppress(FlotillaError):
-            self._post(ForgetWeights(transfer))
-
-    async def prepare_weights(self, image: Path, version: int, transfer: int | None = None) -> None:
-        """Read an image ahead; see ``Engine.prepare_weights``."""
-        self._post(PrepareWeights(image, version, transfer))
+    def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
+        """Let it read an image while it is received; see ``Engine.begin_transfer``."""
+        transfer = _RemoteTransfer(next(self._transfers), self._post)
+        self._post(BeginTransfer(transfer.number, image, version))
+        return transfer
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
         """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""
@@ -130,3 +119,34 @@ class RemoteEngine(ABC):
         """Give every waiting caller the same error."""
         for number in list(self._replies):
             self._replied(number, error)
+
+
+class _RemoteTransfer:
+    """A ``WeightTransfer`` whose methods are commands. The engine's death is found by those who wait for it."""
+
+    def __init__(self, number: int, post: Callable[[Command], None]) -> None:
+        self.number = number
+        self._post = post
+        self._is_over = False
+
+    def advance(self, bytes_arrived: int) -> None:
+        """See ``WeightTransfer.advance``."""
+        if not self._is_over:
+            self._send(AdvanceTransfer(self.number, bytes_arrived))
+
+    def complete(self) -> None:
+        """See ``WeightTransfer.complete``."""
+        self._end(CompleteTransfer(self.number))
+
+    def abort(self, reason: str) -> None:
+        """See ``WeightTransfer.abort``."""
+        self._end(AbortTransfer(self.number, reason))
+
+    def _end(self, command: Command) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._send(command)
+
+    def _send(self, command: Command) -> None:
+        with suppress(FlotillaError):
+            self._post(command)

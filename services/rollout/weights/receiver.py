@@ -1,23 +1,23 @@
-"""Takes publications in: receives or maps each image, checks it, switches the engine when told to.
+"""Follows publications: receives or maps each image, and checks it.
 
 The engine serves the old version until the whole new image is here, its checksum is right and the gateway has
-committed it. A member that cannot follow a publication says so and catches up by pulling the committed version.
+committed it; then ``switcher`` makes it serve. A member that cannot follow a publication says so, and catches up by
+pulling the committed version.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.rollout.engines.base import Engine
-from services.rollout.staged_images import Spare, StagedImages
-from services.rollout.version import VersionGate
+from services.rollout.engines.base import Engine, WeightTransfer
+from services.rollout.weights.staged_images import Spare, StagedImages
+from services.rollout.weights.switcher import Puller, VersionSwitcher
+from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed, WorkerDied
+from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
     DeltaManifest,
     PublicationOrder,
@@ -33,11 +33,6 @@ from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
 
 log = logging.getLogger(__name__)
-
-PULL_SECONDS = 60.0
-FIRST_PAUSE_SECONDS = 0.2
-LONGEST_PAUSE_SECONDS = 2.0
-"""Between two tries to serve a version: they grow, since a try may read or fetch gigabytes."""
 
 
 class GroupEndpoint(Protocol):
@@ -62,13 +57,6 @@ class GroupEndpoint(Protocol):
 
     async def close_epoch(self, epoch: int) -> None:
         """Leave the group at once, whatever it is doing."""
-
-
-class Puller(Protocol):
-    """Fetches a committed version over HTTP."""
-
-    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
-        """Write the verified image into a file of ``directory``, or of shared memory."""
 
 
 class WeightReceiver:
@@ -100,21 +88,17 @@ class WeightReceiver:
         self._engine = engine
         self._gate = gate
         self._endpoint = endpoint
-        self._pull = pull
         self._images = StagedImages()
-        self._transfers = itertools.count(1)
-        self._on_update = on_update
         self._tell = tell
         self._on_engine_death = on_engine_death
-        self._keeps_pulled = keeps_pulled
+        self._switcher = VersionSwitcher(
+            engine, gate, self._images, pull, on_update, tell, on_engine_death, keeps_pulled=keeps_pulled
+        )
         self._desired: DesiredState | None = None
-        self._pulling: tuple[str, asyncio.Future[Path]] | None = None
         self._order_due = asyncio.Event()
-        self._switch_due = asyncio.Event()
         self._epoch: int | None = None
         self._receiving: tuple[PublicationOrder, asyncio.Task[None]] | None = None
         self.report: PublicationReport | None = None
-        self.switches = 0
 
     @property
     def held_image(self) -> str | None:
@@ -122,19 +106,21 @@ class WeightReceiver:
         spare = self._images.spare
         return spare.checksum if spare is not None and spare.image.is_owner else None
 
+    @property
+    def switches(self) -> int:
+        """How many versions were switched to."""
+        return self._switcher.switches
+
     def take(self, desired: DesiredState) -> None:
         """Learn what is wanted now."""
         self._desired = desired
-        if self._pulling is not None and _server_of(desired.weights_url) != _server_of(self._pulling[0]):
-            # Whoever served it is gone: do not wait for it until the deadline.
-            self._pulling[1].cancel()
         self._order_due.set()
-        self._switch_due.set()
+        self._switcher.take(desired)
 
     async def run(self) -> None:
         """Follow what is wanted until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._switch_when_due(), name="weight switch")
+            tasks.create_task(self._switcher.run(), name="weight switch")
             while True:
                 await self._order_due.wait()
                 self._order_due.clear()
@@ -163,16 +149,18 @@ class WeightReceiver:
 
     async def _receive(self, order: PublicationOrder) -> None:
         try:
-            transfer: int | None = None
+            transfer: WeightTransfer | None = None
             if order.transport is Transport.SHARED_MEMORY:
                 await self._take_mapped(order)
             else:
                 transfer = await self._take_broadcast(order)
             self._say(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
-            if self._images.spare is not None:
+            if transfer is None and self._images.spare is not None:
+                transfer = self._engine.begin_transfer(self._images.spare.image.path, order.version)
+            if transfer is not None:
                 # Right, but not committed yet: until it is, the engine only reads it.
-                await self._engine.prepare_weights(self._images.spare.image.path, order.version, transfer)
-            self._switch_due.set()
+                transfer.complete()
+            self._switcher.look()
         except WorkerDied as error:
             self._on_engine_death(error)
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
@@ -193,8 +181,8 @@ class WeightReceiver:
         async with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
             self._keep(order, image, await asyncio.to_thread(image.checksum))
 
-    async def _take_broadcast(self, order: PublicationOrder) -> int | None:
-        """Receive the image; returns the number of its transfer if the engine expected it."""
+    async def _take_broadcast(self, order: PublicationOrder) -> WeightTransfer | None:
+        """Receive the image; gives the engine's transfer where it has read the image as it arrived."""
         await self._join(order)
         self._say(order, ReceiveState.JOINED)
         manifest = order.manifest
@@ -206,23 +194,17 @@ class WeightReceiver:
                 # The engine may be about to read that one.
                 self._keep(order, image, await self._receive_into(order, image))
                 return None
-            return await self._receive_expected(order, image)
+            transfer = self._engine.begin_transfer(image.path, order.version)
+            try:
+                self._keep(order, image, await self._receive_into(order, image, transfer.advance))
+            except BaseException as error:
+                transfer.abort(str(error) or type(error).__name__)
+                raise
+            return transfer
 
     def _is_version_waiting(self) -> bool:
         spare, serving = self._images.spare, self._gate.version
         return spare is not None and (serving is None or spare.version > serving)
-
-    async def _receive_expected(self, order: PublicationOrder, image: WeightImage) -> int:
-        """Receive an image which the engine reads as it arrives."""
-        transfer = next(self._transfers)
-        await self._engine.expect_weights(image.path, order.version, transfer)
-        try:
-            checksum = await self._receive_into(order, image, partial(self._engine.weights_arrived, transfer))
-            self._keep(order, image, checksum)
-        except BaseException:
-            self._engine.forget_weights(transfer)
-            raise
-        return transfer
 
     async def _receive_into(
         self, order: PublicationOrder, image: WeightImage, on_arrived: Callable[[int], None] | None = None
@@ -272,122 +254,6 @@ class WeightReceiver:
     def _say(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
         self._tell()
-
-    async def _switch_when_due(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while True:
-            await self._switch_due.wait()
-            self._switch_due.clear()
-            target = self._target()
-            if target is None:
-                continue
-            try:
-                await self._serve(target)
-                pause = FIRST_PAUSE_SECONDS
-                continue
-            except NotFound as error:
-                log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
-            except WorkerDied as error:
-                self._on_engine_death(error)
-                continue
-            except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
-                log.warning("version cannot be served", extra={"version": target, "error": error.detail})
-            await self._news_within(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def _target(self) -> int | None:
-        if self._desired is None or self._desired.policy_version is None:
-            return None
-        wanted = self._desired.policy_version
-        serving = self._gate.version
-        if serving is not None and wanted <= serving:
-            return None
-        hold = self._desired.hold_version
-        if hold is not None and serving is not None and wanted > hold:
-            return None
-        return wanted
-
-    async def _serve(self, version: int) -> None:
-        if version == 0:
-            # The engine started with the initial weights.
-            await self._gate.set(0)
-            self._tell()
-            return
-        spare = self._images.spare
-        if spare is not None and spare.is_of(version, self._committed_checksum(version)):
-            await self._serve_spare(spare)
-        else:
-            await self._serve_pulled(version)
-        await self._gate.set(version)
-        self.switches += 1
-        self._tell()
-        # A newer version may have become due meanwhile.
-        self._switch_due.set()
-
-    def _committed_checksum(self, version: int) -> str | None:
-        desired = self._desired
-        return desired.policy_checksum if desired is not None and desired.policy_version == version else None
-
-    async def _serve_spare(self, spare: Spare) -> None:
-        """Load the image that waits.
-
-        Raises:
-            WeightTransferFailed: the engine cannot read it, or its file is gone: then it is pulled the next time.
-        """
-        try:
-            with self._images.using(spare.image):
-                await self._engine.load_weights(spare.image.path, spare.version, self._on_update)
-        except WeightTransferFailed:
-            self._drop(spare)
-            raise
-        if not spare.image.is_owner:
-            self._drop(spare)  # The trainer may write into it again.
-
-    def _drop(self, spare: Spare) -> None:
-        if self._images.spare is spare:
-            self._images.keep(None)
-
-    async def _serve_pulled(self, version: int) -> None:
-        url = self._desired.weights_url if self._desired else None
-        if url is None:
-            raise NotFound(f"nobody serves version {version} now")
-        path = await self._pulled(url, version)
-        if self._keeps_pulled:
-            # The next version may come as a patch for this one.
-            image = await self._images.adopt(path)
-            with self._images.using(image):
-                self._images.keep(Spare(version, await asyncio.to_thread(image.checksum), image))
-                await self._engine.load_weights(path, version, self._on_update)
-            return
-        try:
-            await self._engine.load_weights(path, version, self._on_update)
-        finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
-
-    async def _pulled(self, url: str, version: int) -> Path:
-        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS))
-        self._pulling = (url, pulling)
-        try:
-            return await pulling
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise Unavailable(f"version {version} is served elsewhere now") from None
-        finally:
-            self._pulling = None
-
-    async def _news_within(self, seconds: float) -> None:
-        """Wait before the next try, or until something else is wanted or there."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._switch_due.wait()
-        self._switch_due.set()
-
-
-def _server_of(url: str | None) -> str | None:
-    """Cut the version off: a newer one of the same trainer is no reason to give up what comes."""
-    return None if url is None else url.rpartition("/")[0]
 
 
 async def _to_the_end(work: Coroutine[Any, Any, str]) -> str:

@@ -1,0 +1,201 @@
+"""Makes the engine serve the committed version: from the staged image, or from one that is pulled.
+
+What cannot be served now is tried again, after pauses that grow, until something else is wanted.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from services.rollout.engines.base import Engine
+from services.rollout.weights.staged_images import Spare, StagedImages
+from services.rollout.weights.version import VersionGate
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
+from shared.schemas.service import DesiredState
+
+log = logging.getLogger(__name__)
+
+PULL_SECONDS = 60.0
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 2.0
+"""Between two tries to serve a version: they grow, since a try may read or fetch gigabytes."""
+
+
+class Puller(Protocol):
+    """Fetches a committed version over HTTP."""
+
+    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+        """Write the verified image into a file of ``directory``, or of shared memory."""
+
+
+class VersionSwitcher:
+    """Keeps one engine at the committed version.
+
+    Args:
+        engine: what serves.
+        gate: learns each version that serves.
+        images: where a received version waits.
+        pull: fetches versions that were missed.
+        on_update: what happens to samples in flight.
+        tell: called when another version serves.
+        on_engine_death: called when the engine's process ended while it was to load a version.
+        keeps_pulled: whether a pulled image stays in memory, to be patched.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        gate: VersionGate,
+        images: StagedImages,
+        pull: Puller,
+        on_update: OnWeightUpdate,
+        tell: Callable[[], None],
+        on_engine_death: Callable[[WorkerDied], None],
+        *,
+        keeps_pulled: bool,
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._images = images
+        self._pull = pull
+        self._on_update = on_update
+        self._tell = tell
+        self._on_engine_death = on_engine_death
+        self._keeps_pulled = keeps_pulled
+        self._desired: DesiredState | None = None
+        self._pulling: tuple[str, asyncio.Future[Path]] | None = None
+        self._due = asyncio.Event()
+        self.switches = 0
+
+    def take(self, desired: DesiredState) -> None:
+        """Learn what is wanted now."""
+        self._desired = desired
+        if self._pulling is not None and _server_of(desired.weights_url) != _server_of(self._pulling[0]):
+            # Whoever served it is gone: do not wait for it until the deadline.
+            self._pulling[1].cancel()
+        self.look()
+
+    def look(self) -> None:
+        """Look again whether a version can be switched to."""
+        self._due.set()
+
+    async def run(self) -> None:
+        """Follow what is wanted until cancelled."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            target = self._target()
+            if target is None:
+                continue
+            try:
+                await self._serve(target)
+                pause = FIRST_PAUSE_SECONDS
+                continue
+            except NotFound as error:
+                log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
+            except WorkerDied as error:
+                self._on_engine_death(error)
+                continue
+            except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
+                log.warning("version cannot be served", extra={"version": target, "error": error.detail})
+            await self._news_within(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _target(self) -> int | None:
+        if self._desired is None or self._desired.policy_version is None:
+            return None
+        wanted = self._desired.policy_version
+        serving = self._gate.version
+        if serving is not None and wanted <= serving:
+            return None
+        hold = self._desired.hold_version
+        if hold is not None and serving is not None and wanted > hold:
+            return None
+        return wanted
+
+    async def _serve(self, version: int) -> None:
+        if version == 0:
+            # The engine started with the initial weights.
+            await self._gate.set(0)
+            self._tell()
+            return
+        spare = self._images.spare
+        if spare is not None and spare.is_of(version, self._committed_checksum(version)):
+            await self._serve_spare(spare)
+        else:
+            await self._serve_pulled(version)
+        await self._gate.set(version)
+        self.switches += 1
+        self._tell()
+        # A newer version may have become due meanwhile.
+        self._due.set()
+
+    def _committed_checksum(self, version: int) -> str | None:
+        desired = self._desired
+        return desired.policy_checksum if desired is not None and desired.policy_version == version else None
+
+    async def _serve_spare(self, spare: Spare) -> None:
+        """Load the image that waits.
+
+        Raises:
+            WeightTransferFailed: the engine cannot read it, or its file is gone: then it is pulled the next time.
+        """
+        try:
+            with self._images.using(spare.image):
+                await self._engine.load_weights(spare.image.path, spare.version, self._on_update)
+        except WeightTransferFailed:
+            self._drop(spare)
+            raise
+        if not spare.image.is_owner:
+            self._drop(spare)  # The trainer may write into it again.
+
+    def _drop(self, spare: Spare) -> None:
+        if self._images.spare is spare:
+            self._images.keep(None)
+
+    async def _serve_pulled(self, version: int) -> None:
+        url = self._desired.weights_url if self._desired else None
+        if url is None:
+            raise NotFound(f"nobody serves version {version} now")
+        path = await self._pulled(url, version)
+        if self._keeps_pulled:
+            # The next version may come as a patch for this one.
+            image = await self._images.adopt(path)
+            with self._images.using(image):
+                self._images.keep(Spare(version, await asyncio.to_thread(image.checksum), image))
+                await self._engine.load_weights(path, version, self._on_update)
+            return
+        try:
+            await self._engine.load_weights(path, version, self._on_update)
+        finally:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def _pulled(self, url: str, version: int) -> Path:
+        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS))
+        self._pulling = (url, pulling)
+        try:
+            return await pulling
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Unavailable(f"version {version} is served elsewhere now") from None
+        finally:
+            self._pulling = None
+
+    async def _news_within(self, seconds: float) -> None:
+        """Wait before the next try, or until something else is wanted or there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._due.wait()
+        self._due.set()
+
+
+def _server_of(url: str | None) -> str | None:
+    """Cut the version off: a newer one of the same trainer is no reason to give up what comes."""
+    return None if url is None else url.rpartition("/")[0]

@@ -118,9 +118,27 @@ def is_room(top: Path, name: str) -> bool:
     return (top / name).is_dir() or (top / f"{name}.py").is_file()
 
 
-@pytest.mark.parametrize("package", [*(f"services.{service}" for service in SERVICES), "flotilla", "flotilla.cli"])
+PACKAGES_OF_ROOMS = (
+    *(f"services.{service}" for service in SERVICES),
+    "services.rollout.engines",
+    "flotilla",
+    "flotilla.cli",
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES_OF_ROOMS)
 def test_folders_of_a_package_import_each_other_in_one_direction(package: str) -> None:
     list(TopologicalSorter(rooms(package)).static_order())
+
+
+def test_an_engine_is_known_only_by_what_runs_around_it() -> None:
+    """Decoders know no engine, the embedded engine no process, and who receives weights none of the three."""
+    found = rooms("services.rollout.engines")
+    assert not {"embedded", "process"} & found["decoders"]
+    assert "process" not in found["embedded"]
+    names = [name for path in (ROOT / "services/rollout/weights").rglob("*.py") for name in names_imported_by(path)]
+    engines = {name.split(".")[3] for name in names if name.startswith("services.rollout.engines.")}
+    assert engines == {"base"}
 
 
 def test_modules_import_each_other_in_one_direction() -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
@@ -18,6 +19,7 @@ from shared.config.reward import RewardConfig
 from shared.errors import ClaimLost, FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.grading import Grade, GradingMessage, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.holding import holding
@@ -201,7 +203,10 @@ class RewardConsumer:
                 return
             async with holding(lane.hop, claim):
                 group = await self._graded(sampled)
-            await self._send_on(lane, claim, group)
+            # However long the data plane is absent: what was graded is not graded again. Only its answer tells whether
+            # the claim is still held.
+            async with lane.hop.renewing(claim):
+                await self._send_on(lane, claim, group)
         except ClaimLost as error:
             log.info("claim was lost, its grading was ended", extra={"error": error.detail})
         except FlotillaError as error:
@@ -219,7 +224,7 @@ class RewardConsumer:
             return claim.group()
         except ValueError as error:
             log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
-            await hop.resolve(claim, Resolution.FAILED, "unreadable")
+            await self._resolve(hop, claim, Resolution.FAILED, "unreadable")
             return None
 
     async def _graded(self, group: Group) -> Group:
@@ -243,27 +248,33 @@ class RewardConsumer:
 
     async def _send_on(self, lane: RewardLane, claim: Claim, group: Group) -> None:
         if not lane.is_filtered:
-            await lane.hop.forward(claim, group)
+            await self._forward(lane.hop, claim, group)
             return
         statuses = {trajectory.status for trajectory in group.trajectories}
         if GradeStatus.SCORED not in statuses:
             if GradeStatus.ERROR in statuses:
                 self.failures_in_a_row += 1
                 log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
-                await lane.hop.resolve(claim, Resolution.FAILED, "grading_error")
+                await self._resolve(lane.hop, claim, Resolution.FAILED, "grading_error")
             else:
-                await lane.hop.resolve(claim, Resolution.FILTERED, "all_abstained")
+                await self._resolve(lane.hop, claim, Resolution.FILTERED, "all_abstained")
             return
         self.failures_in_a_row = 0
         reason = why_filtered(group, self._config)
         if reason is not None:
-            await lane.hop.resolve(claim, Resolution.FILTERED, reason)
+            await self._resolve(lane.hop, claim, Resolution.FILTERED, reason)
             return
         trained = for_training(group, self._config)
         if any(t.num_sampled for t in trained.trajectories):
-            await lane.hop.forward(claim, trained)
+            await self._forward(lane.hop, claim, trained)
         else:
-            await lane.hop.resolve(claim, Resolution.FILTERED, "all_masked")
+            await self._resolve(lane.hop, claim, Resolution.FILTERED, "all_masked")
+
+    async def _forward(self, hop: Hop, claim: Claim, group: Group) -> None:
+        await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
+
+    async def _resolve(self, hop: Hop, claim: Claim, resolution: Resolution, reason: str) -> None:
+        await retry(partial(hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

@@ -12,12 +12,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.weights.version import VersionGate
 from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
 from shared.streams.holding import holding
@@ -151,7 +153,10 @@ class RolloutConsumer:
         try:
             group = await self._sampled(config, hop, claim)
             if group is not None:
-                await self._end(hop, claim, group)
+                # However long the data plane is absent: what was sampled is not sampled again. Only its answer tells
+                # whether the claim is still held.
+                async with hop.renewing(claim):
+                    await self._end(hop, claim, group)
         except ClaimLost as error:
             log.info("claim was lost, its request was ended", extra={"error": error.detail})
         except InvalidRequest as error:
@@ -201,7 +206,7 @@ class RolloutConsumer:
     async def _end(self, hop: Hop, claim: Claim, group: Group) -> None:
         """Forward a group that is finished; hand another one over with what it has."""
         if all(is_finished(member) for member in group.trajectories):
-            is_forwarded = await hop.forward(claim, group)
+            is_forwarded = await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
             self.answered += is_forwarded
             if is_forwarded:
                 self.counts.answered(claim, group)
@@ -211,7 +216,7 @@ class RolloutConsumer:
         partials = tuple(member if member.num_sampled else None for member in group.trajectories)
         if not any(partials):
             await self._give_up(hop, claim)
-        elif await hop.hand_over(claim, partials):
+        elif await retry(partial(hop.hand_over, claim, partials), waiting_for=DATA_PLANE):
             self.counts.handed_over(claim, group)
         else:
             log.info("claim was lost, tokens discarded", extra={"group_id": claim.header.group_id})
@@ -240,11 +245,7 @@ class RolloutConsumer:
         return version if task.pinned_version in {None, version} else None
 
     async def _fail(self, hop: Hop, claim: Claim, reason: str) -> None:
-        # If this fails too, the lease ends and somebody else finds the same.
-        try:
-            await hop.resolve(claim, Resolution.FAILED, reason)
-        except FlotillaError as error:
-            log.warning("claim could not be resolved", extra={"entry_id": claim.entry_id, "error": repr(error)})
+        await retry(partial(hop.resolve, claim, Resolution.FAILED, reason), waiting_for=DATA_PLANE)
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

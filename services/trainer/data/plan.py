@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.trainer.data.source import GroupSource
-from services.trainer.patience import retrying
 from shared.config.spec import ExperimentSpec
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.trajectory import Group
 from shared.streams.admission import Admission
 from shared.streams.plans import TrainerQueue
@@ -72,9 +72,9 @@ class StepPlanner:
             NotFound: a plan stands and its groups are gone.
         """
         started = time.monotonic()
-        standing = await retrying(lambda: self._queue.load_plan(step))
+        standing = await retry(lambda: self._queue.load_plan(step), waiting_for=DATA_PLANE)
         if standing is not None:
-            claims = await retrying(lambda: self._queue.replay(step))
+            claims = await retry(lambda: self._queue.replay(step), waiting_for=DATA_PLANE)
             groups = tuple(claim.group() for claim in claims)
             self._source.mark_planned(standing)
             log.info("step is replayed from its plan", extra={"step": step, "num_groups": len(groups)})
@@ -82,14 +82,14 @@ class StepPlanner:
         pace_seconds = 0.0
         while True:
             await self._until_enough(step, make_durable)
-            if await retrying(lambda: self._source.drop_stale(version)):
+            if await retry(lambda: self._source.drop_stale(version), waiting_for=DATA_PLANE):
                 continue
             if ends_version and self._paces:
                 pacing = time.monotonic()
                 await self._await_old_groups(version, make_durable)
                 pace_seconds += time.monotonic() - pacing
             chosen = self._source.oldest(self._count)
-            if await retrying(partial(self._source.plan, step, chosen, version)):
+            if await retry(partial(self._source.plan, step, chosen, version), waiting_for=DATA_PLANE):
                 groups = tuple(each.group for each in chosen)
                 return StepGroups(groups, False, time.monotonic() - started, pace_seconds)
 
@@ -107,7 +107,7 @@ class StepPlanner:
         """Say why groups are missing that a checkpoint would let come; None if it would not."""
         if self._source.num_again:
             return "groups came again that no checkpoint contains"
-        retained = await retrying(self._queue.retained)
+        retained = await retry(self._queue.retained, waiting_for=DATA_PLANE)
         return "planned groups fill the scored stream" if retained.is_stuck else None
 
     async def _await_old_groups(self, version: int, make_durable: MakeDurable) -> None:
@@ -118,7 +118,7 @@ class StepPlanner:
         end = time.monotonic() + self._patience_seconds
         next_report = time.monotonic() + REPORT_SECONDS
         while True:
-            old = await retrying(lambda: self._admission.outstanding_older_than(too_old_below))
+            old = await retry(lambda: self._admission.outstanding_older_than(too_old_below), waiting_for=DATA_PLANE)
             awaited = set(old[: self._count])
             if (reason := await self._why_durable()) is not None:
                 await make_durable(reason)

@@ -8,10 +8,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from services.trainer.data.batch import check_group, scored_trajectories
 from services.trainer.data.group_metrics import Totals
-from shared.errors import Conflict, DataError, Unavailable
+from shared.errors import Conflict, DataError
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.hop import Claim, Resolution
 from shared.streams.intervals import IntervalSet
@@ -21,7 +23,6 @@ log = logging.getLogger(__name__)
 
 CLAIM_COUNT = 64
 CLAIM_WAIT_SECONDS = 1.0
-PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,15 @@ class GroupSource:
         return len(self._already_trained)
 
     async def run(self) -> None:
-        """Claim until cancelled; a server that is away is waited for.
+        """Claim until cancelled; a server that is absent is waited for.
 
         Raises:
             ClaimLost: a later trainer took over.
         """
+        claim_some = partial(self._queue.hop.claim, CLAIM_COUNT, wait_seconds=CLAIM_WAIT_SECONDS)
         while True:
-            try:
-                for claim in await self._queue.hop.claim(CLAIM_COUNT, wait_seconds=CLAIM_WAIT_SECONDS):
-                    await self._take_in(claim)
-            except Unavailable as error:
-                log.warning("the data plane is away", extra={"error": error.detail})
-                await asyncio.sleep(PAUSE_SECONDS)
+            for claim in await retry(claim_some, waiting_for=DATA_PLANE):
+                await self._take_in(claim)
 
     async def until(self, is_enough: Callable[[Collection[int]], bool], *, wait_seconds: float) -> bool:
         """Wait until the ids of the ready groups are enough; False if they were not in time."""
@@ -135,7 +133,7 @@ class GroupSource:
             )
             del self._ready[each.group_id]
             self._totals.dropped_groups += 1
-            await self._queue.hop.resolve(each.claim, Resolution.DROPPED, "stale")
+            await self._resolve(each.claim, Resolution.DROPPED, "stale")
         return len(stale)
 
     async def plan(self, step: int, chosen: list[ReadyGroup], version: int) -> bool:
@@ -209,7 +207,7 @@ class GroupSource:
             self._already_trained.append(claim)
             return
         log.info("group was trained already", extra={"group_id": claim.header.group_id})
-        await self._queue.resolve_already_trained(claim)
+        await retry(partial(self._queue.resolve_already_trained, claim), waiting_for=DATA_PLANE)
 
     async def _refuse(self, claim: Claim, resolution: Resolution, reason: str, detail: str) -> None:
         log.info(
@@ -219,7 +217,11 @@ class GroupSource:
             self._totals.filtered_groups += 1
         else:
             self._totals.failed_groups += 1
-        await self._queue.hop.resolve(claim, resolution, reason)
+        await self._resolve(claim, resolution, reason)
+
+    async def _resolve(self, claim: Claim, resolution: Resolution, reason: str) -> None:
+        """End a group, as long as it takes: a claim has no lease here, and what is forgotten is held for ever."""
+        await retry(partial(self._queue.hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
 
 
 def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, str, str] | None:

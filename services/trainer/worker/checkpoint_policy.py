@@ -18,12 +18,12 @@ from functools import partial
 from services.trainer.checkpoint.manager import CheckpointManager, Progress
 from services.trainer.data.source import GroupSource
 from services.trainer.learning.learner import Learner
-from services.trainer.patience import retrying
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
 from shared.clock import rfc3339
 from shared.config.checkpoint import CheckpointConfig
 from shared.errors import FlotillaError, Unavailable
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.experiment import CheckpointView
 from shared.schemas.service import Failure
 from shared.streams.plans import TrainerQueue
@@ -77,7 +77,9 @@ class CheckpointPolicy:
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
         if self.progress.step:
-            await self._commit([plan.step for plan in await retrying(partial(self._queue.plans_from, 0))])
+            await self._commit(
+                [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
+            )
 
     async def after_step(self, version: int, *, is_at_version: bool) -> None:
         """Write a checkpoint if one is due.
@@ -140,7 +142,7 @@ class CheckpointPolicy:
         return {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
 
     async def _is_crowded(self) -> bool:
-        retained = await retrying(self._queue.retained)
+        retained = await retry(self._queue.retained, waiting_for=DATA_PLANE)
         self._retained_bytes = retained.size_bytes * retained.planned / max(1, retained.entries)
         return retained.is_crowded_by(self._learner.spec.groups_per_step)
 
@@ -157,7 +159,7 @@ class CheckpointPolicy:
         self._on_failure(None)
         # What stands, rather than what was planned since the last time: a server that came back from its log at an
         # earlier state has steps again that were committed before.
-        standing = [plan.step for plan in await retrying(partial(self._queue.plans_from, 0))]
+        standing = [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
         await self._commit(standing)
         view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
         self._reporter.checkpoint(view)
@@ -166,9 +168,9 @@ class CheckpointPolicy:
     async def _commit(self, steps: list[int]) -> None:
         final = [step for step in steps if step <= self.progress.step]
         if final:
-            await retrying(partial(self._queue.commit, final))
-        await retrying(partial(self._queue.record, self._source.plans_until(self.progress.step)))
-        await retrying(partial(self._source.on_durable, self.progress.trained))
+            await retry(partial(self._queue.commit, final), waiting_for=DATA_PLANE)
+        await retry(partial(self._queue.record, self._source.plans_until(self.progress.step)), waiting_for=DATA_PLANE)
+        await retry(partial(self._source.on_durable, self.progress.trained), waiting_for=DATA_PLANE)
 
 
 async def _is_settled(publisher: Publisher) -> bool:

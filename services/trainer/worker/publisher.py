@@ -10,12 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.trainer.patience import PAUSE_SECONDS
 from services.trainer.worker.images import ImagePool
 from shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
+from shared.retry import GATEWAY, retry
 from shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
 from shared.weights.transport import WeightSender
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 5.0
 CALL_SECONDS = 10.0
 REFUSED_SECONDS = 1.0
+PAUSE_SECONDS = 0.2
 
 
 class Gateway(Protocol):
@@ -256,19 +258,11 @@ class Publisher:
         return await self._call("POST", f"{self._path}/{version}/failed", body=body)
 
     async def _call(self, method: str, path: str, *, body: Any = None, params: Any = None) -> Publication:
-        """Call until the gateway answers: while it is away, nothing is decided and nothing is lost."""
-        while True:
-            try:
-                answer = await self._gateway.call(
-                    method, path, body=body, params=params, deadline_seconds=CALL_SECONDS + POLL_SECONDS
-                )
-            except FlotillaError as error:
-                if not error.retryable:
-                    raise
-                log.warning("the gateway is away", extra={"path": path, "error": error.detail})
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            return Publication.model_validate(answer)
+        """Call until the gateway answers: while it is absent, nothing is decided and nothing is lost."""
+        call = partial(
+            self._gateway.call, method, path, body=body, params=params, deadline_seconds=CALL_SECONDS + POLL_SECONDS
+        )
+        return Publication.model_validate(await retry(call, waiting_for=GATEWAY))
 
 
 def _num_receivers(publication: Publication) -> int:

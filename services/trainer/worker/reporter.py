@@ -5,9 +5,9 @@ import logging
 from collections import deque
 from typing import Any
 
-from services.trainer.patience import retrying
 from services.trainer.worker.publisher import Gateway
 from shared.errors import FlotillaError
+from shared.retry import GATEWAY, retry
 from shared.schemas.experiment import CheckpointView, MetricBatch
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,6 @@ class Reporter:
             await self._gateway.call("POST", f"{self._path}/{kind}", body=body, deadline_seconds=CALL_SECONDS)
 
         try:
-            await retrying(call)
+            await retry(call, waiting_for=GATEWAY)
         except FlotillaError as error:
             log.warning("the gateway refused a report", extra={"kind": kind, "error": error.detail})

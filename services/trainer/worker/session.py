@@ -24,6 +24,7 @@ from services.trainer.worker.publisher import Gateway, Publisher
 from services.trainer.worker.reporter import Reporter
 from shared.config.advantage import GdpoConfig
 from shared.config.spec import ExperimentSpec
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.service import Failure
 from shared.streams.plane import DataPlane
 from shared.weights.transport import WeightSender
@@ -101,7 +102,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     """
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
-    await queue.take_over(around.incarnation)
+    await retry(partial(queue.take_over, around.incarnation), waiting_for=DATA_PLANE)
     storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
     manager = CheckpointManager(around.experiment_id, storage)
     with compute_thread(spec.parallelism.threads) as compute:

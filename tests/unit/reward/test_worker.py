@@ -14,6 +14,7 @@ from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.hop import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
+from shared.testing.absence import make_absent
 from shared.testing.builders import a_group, a_task, a_trajectory
 
 Grader = Callable[[GradingSample], Grade]
@@ -200,3 +201,17 @@ async def test_a_group_whose_claim_is_lost_is_graded_no_longer() -> None:
 
         await world.until(lambda ledger: ledger.waiting.scored == 1 and verifier.ended == 1)
         assert world.worker.in_work == 0
+
+
+@pytest.mark.parametrize("method", ["forward", "resolve"])
+async def test_what_is_graded_waits_for_the_data_plane_and_is_not_graded_again(method: str) -> None:
+    world = World(by_index if method == "forward" else lambda _: Grade.abstained(), RewardConfig())
+    hop = world.worker._lanes[0].hop
+    refused = make_absent(hop, method, 3)
+    await world.generate(a_group(0))
+
+    async with grading(world):
+        ledger = await world.until(lambda ledger: ledger.claimed.generated + ledger.waiting.generated == 0)
+
+    assert (len(refused), len(world.verifier.seen)) == (3, 2)
+    assert (ledger.waiting.scored, ledger.filtered) == ((1, {}) if method == "forward" else (0, {"all_abstained": 1}))

@@ -15,6 +15,8 @@ from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.hop import MemoryDataPlane
 from shared.streams.partials import Partials
+from shared.streams.settings import StreamsConfig
+from shared.testing.absence import make_absent
 from shared.testing.builders import a_group, a_task
 
 
@@ -173,3 +175,55 @@ async def test_an_engines_death_is_told_and_the_task_handed_back() -> None:
         await world.until(lambda ledger: ledger.waiting.tasks == 1 and bool(world.deaths))
 
     assert world.deaths[0].detail == "killed by SIGKILL"
+
+
+async def test_a_finished_group_waits_for_the_data_plane_and_is_not_sampled_again() -> None:
+    episodes = ScriptedEpisodes()
+    world = World(episodes)
+    ((_, hop),) = world.worker._lanes
+    refused = make_absent(hop, "forward", 3)
+    async with world.running():
+        await world.issue(a_task(0))
+
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+    assert (len(refused), len(episodes.asked)) == (3, 1)
+
+
+async def test_a_finished_group_is_held_while_it_waits_for_the_data_plane() -> None:
+    """What is not renewed is taken over by others, who sample it again."""
+    episodes = ScriptedEpisodes()
+    world = World(episodes)
+    world.plane._config = StreamsConfig(lease_seconds=0.2)
+    ((config, _),) = world.worker._lanes
+    hop = world.plane.hop(HopName.TASKS, "rollout")
+    world.worker._lanes = [(config, hop)]
+    other = world.plane.hop(HopName.TASKS, "other")
+    make_absent(hop, "forward", 5)  # for 0.4 to 0.75 s
+    async with world.running():
+        await world.issue(a_task(0))
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+
+        taken = await other.claim(wait_seconds=0.35)
+
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+    assert (taken, len(episodes.asked)) == ([], 1)
+
+
+@pytest.mark.parametrize("reason", ["rollout_timeout", "prompt_too_long"])
+async def test_a_failure_waits_for_the_data_plane_and_ends_nothing_else(reason: str) -> None:
+    def too_long(task: Task) -> Group:
+        raise PromptTooLong("the prompt is too long")
+
+    episodes = ScriptedEpisodes(too_long if reason == "prompt_too_long" else None)
+    if reason == "rollout_timeout":
+        episodes.may_finish.clear()
+    world = World(episodes, task_seconds=0.05)
+    ((_, hop),) = world.worker._lanes
+    refused = make_absent(hop, "resolve", 3)
+    async with world.running():
+        await world.issue(a_task(0))
+
+        ledger = await world.until(lambda ledger: sum(ledger.failed.values()) == 1)
+
+    assert (ledger.failed, len(refused), len(episodes.asked)) == ({reason: 1}, 3, 1)

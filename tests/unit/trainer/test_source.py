@@ -11,11 +11,13 @@ from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements, find_problem
 from shared.config.spec import ExperimentSpec
 from shared.errors import Conflict
+from shared.retry import retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
 from shared.streams.memory.hop import MemoryDataPlane
+from shared.testing.absence import make_absent
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
@@ -59,7 +61,13 @@ async def a_source(
 ) -> AsyncIterator[GroupSource]:
     queue = plane.trainer("trainer")
     await queue.take_over()
-    source = GroupSource(queue, requirements, IntervalSet() if trained is None else trained, Totals())
+    trained = IntervalSet() if trained is None else trained
+    async with a_running(GroupSource(queue, requirements, trained, Totals())) as source:
+        yield source
+
+
+@asynccontextmanager
+async def a_running(source: GroupSource) -> AsyncIterator[GroupSource]:
     running = asyncio.create_task(source.run())
     yield source
     running.cancel()
@@ -244,3 +252,54 @@ async def test_an_old_group_that_arrives_while_the_step_paces_is_dropped_and_not
 
     assert [group.task.group_id for group in planned.groups] == [new.group_id]
     assert (await plane.ledger()).dropped == {"stale": 1}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+async def test_no_group_of_a_batch_is_forgotten_when_the_server_is_absent_in_between(times: int) -> None:
+    """The trainer's claims have no lease: what it forgets is held for ever."""
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, 0, 0, 0)
+    for task in tasks:
+        await answer(plane, a_group([1.0, 0.0] if task.group_id else [None, None], task))
+    spec = a_spec(optimisation={"steps": 5, "groups_per_mini_batch": 2})
+    queue = plane.trainer("trainer")
+    await queue.take_over()
+    refused = make_absent(queue.hop, "resolve", times)
+
+    async with asyncio.timeout(5), a_running(GroupSource(queue, STRICT, IntervalSet(), Totals())) as source:
+        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
+
+    assert [group.task.group_id for group in planned.groups] == [1, 2]
+    ledger = await plane.ledger()
+    assert (ledger.outstanding, len(refused)) == (0, times)
+
+
+async def test_a_group_that_is_too_old_is_dropped_though_the_server_is_absent_at_that_moment() -> None:
+    plane = MemoryDataPlane()
+    (task,) = await issue(plane, 0)
+    await answer(plane, a_group([1.0, 0.0], task))
+    async with a_source(plane) as source:
+        await settled(plane)
+        refused = make_absent(source._queue.hop, "resolve", 2)
+
+        await retry(lambda: source.drop_stale(9), waiting_for="the data plane")
+
+    ledger = await plane.ledger()
+    assert (ledger.dropped, len(refused)) == ({"stale": 1}, 2)
+
+
+async def test_what_a_checkpoint_contains_is_resolved_though_the_server_is_absent_at_that_moment() -> None:
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, 0, 0, 0)
+    for task in tasks:
+        await answer(plane, a_group([1.0, 0.0], task))
+    trained = IntervalSet.from_list([[0, 3]])
+    async with a_source(plane, trained=trained) as source:
+        source._durable = IntervalSet()
+        await settled(plane)
+        assert source.num_again == 3
+        make_absent(source._queue.hop, "resolve", 1)
+
+        await retry(lambda: source.on_durable(trained), waiting_for="the data plane")
+
+    assert (await plane.ledger()).trained == 3

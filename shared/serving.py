@@ -190,7 +190,7 @@ def add_health_routes(
 
     @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        return response_of(_families(gauges(request)))
+        return await response_of(_families(gauges(request)))
 
 
 def _families(values: Mapping[str, float]) -> Iterator[Metric]:

@@ -33,4 +33,4 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(gateway: Gateway) -> Response:
     """Return what the gateway knows of fleet and experiments in Prometheus' text format, from memory alone."""
-    return response_of(metrics_of(gateway))
+    return await response_of(metrics_of(gateway))

@@ -51,4 +51,4 @@ async def metrics(sandbox: Sandbox) -> Response:
         num_running=sandbox.pool.num_running,
         num_waiting=sandbox.pool.num_waiting,
     )
-    return response_of(families)
+    return await response_of(families)

@@ -32,7 +32,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         settings = read_settings()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)
-        configure_logging(name, settings.log_level)
+        configure_logging(name, settings.log_level, settings.log_format)
         arm_process(name)
         listening = bind(settings.host, settings.port)
         serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import InvalidRequest
+from shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0
 """So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
@@ -23,6 +24,7 @@ class ServiceSettings:
         host, port: where its own HTTP interface listens; port 0 takes a free one.
         data: directory for files that outlive the process.
         log_level: least severe level that is logged.
+        log_format: how: ``json``, ``plain``, or ``auto``, which is plain on a terminal and JSON elsewhere.
         lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
@@ -35,6 +37,7 @@ class ServiceSettings:
     port: int = 0
     data: Path = Path(".flotilla")
     log_level: str = "INFO"
+    log_format: str = "auto"
     lease_seconds: float = 60.0
     parent_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
@@ -62,6 +65,9 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
     port = values.get("FLOTILLA_PORT", str(default_port))
     if not port.isdigit() or int(port) > 65535:
         raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")
+    log_format = values.get("FLOTILLA_LOG_FORMAT") or "auto"
+    if log_format not in FORMATS:
+        raise InvalidRequest(f"FLOTILLA_LOG_FORMAT must be {' or '.join(FORMATS)}, got {log_format!r}")
     parent = values.get("FLOTILLA_PARENT_PID")
     return ServiceSettings(
         gateway_url=values.get("FLOTILLA_GATEWAY_URL", DEFAULT_GATEWAY),
@@ -71,6 +77,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         port=int(port),
         data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
         log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
+        log_format=log_format,
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),

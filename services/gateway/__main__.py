@@ -27,7 +27,7 @@ def main() -> int:
     """
     try:
         common = read_settings(default_port=DEFAULT_PORT)
-        configure_logging("gateway", common.log_level)
+        configure_logging("gateway", common.log_level, common.log_format)
         arm_process("gateway")
         if common.parent_pid is not None:
             die_with_parent(common.parent_pid)

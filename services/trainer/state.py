@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
+from shared.telemetry.logging import format_for
 from shared.weights.image import shared_memory_identity
 
 
@@ -37,6 +39,7 @@ async def open_state(settings: ServiceSettings, address: str, images: ServedImag
             token=settings.token,
             host=settings.host,
             log_level=settings.log_level,
+            log_format=format_for(settings.log_format, is_terminal=sys.stderr.isatty()),
         )
         service = Supervisor(addresses, images, service_id=lambda: membership.service_id)
         registration = Registration(

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from shared.schemas.service import Assignment, Failure, WorkState
 from shared.schemas.wire import Wire
+from shared.telemetry.logging import LogFormat
 
 
 class Line(Wire):
@@ -35,6 +36,8 @@ class Launch(Line):
     host: str
     """Address that the weight group binds to, and that rollouts reach it at."""
     log_level: str
+    log_format: LogFormat
+    """The supervisor's: it passes on what the worker writes."""
 
 
 class Order(Line):

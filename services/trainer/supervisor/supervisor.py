@@ -46,6 +46,7 @@ class Addresses:
     token: str
     host: str
     log_level: str
+    log_format: telemetry.LogFormat
 
 
 class Process(Protocol):

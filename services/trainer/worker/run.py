@@ -60,7 +60,7 @@ class WorkerProcess:
         launch = await self._read()
         if not isinstance(launch, Launch):
             raise Orphaned
-        telemetry.configure_logging("trainer-worker", launch.log_level)
+        telemetry.configure_logging("trainer-worker", launch.log_level, launch.log_format)
         telemetry.experiment_id.set(launch.assignment.experiment_id)
         telemetry.service_id.set(launch.service_id)
         try:

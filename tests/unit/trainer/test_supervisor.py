@@ -16,7 +16,14 @@ from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.weights.pull import PublishedImages
 from tests.unit.trainer.builders import a_spec
 
-ADDRESSES = Addresses(gateway_url="http://g", redis_url="redis://r", token="secret", host="127.0.0.1", log_level="INFO")
+ADDRESSES = Addresses(
+    gateway_url="http://g",
+    redis_url="redis://r",
+    token="secret",
+    host="127.0.0.1",
+    log_level="INFO",
+    log_format="json",
+)
 
 
 class FakeWorker:

@@ -110,7 +110,7 @@ class Actions:
     """What a worker can do."""
 
     def __init__(self) -> None:
-        self._spares = StagedImages()
+        self._images = StagedImages()
         self._buffers: list[np.ndarray] = []
         self._raw: Callable[[], None] | None = None
 
@@ -130,8 +130,8 @@ class Actions:
         self._raw()
 
     async def map(self, path: str, image_bytes: int) -> str:
-        with self._spares.mapped(Path(path), image_bytes) as image:
-            return image.checksum()
+        async with self._images.mapped(Path(path), image_bytes) as image:
+            return await asyncio.to_thread(image.checksum)
 
     async def pull(self, url: str, token: str) -> None:
         (await WeightPuller(token)(url, 1, None, DEADLINE_SECONDS)).unlink()

@@ -33,7 +33,7 @@ class BusyTime:
                 self._busy_seconds += self._clock() - self._busy_since
 
     def to_load(self) -> dict[str, float]:
-        """Give both as gauges, in seconds since it began; they only grow, so that their differences are a span's."""
+        """Return both as gauges, in seconds since it began; they only grow, so that their differences are a span's."""
         now = self._clock()
         busy = self._busy_seconds + (now - self._busy_since if self._num_groups else 0.0)
         return {"busy_seconds": busy, "idle_seconds": now - self._started - busy}

@@ -43,7 +43,7 @@ class RolloutSession:
     endpoint: EndpointClient
 
     async def close(self) -> None:
-        """End the engine and the endpoint, and delete spare images."""
+        """End the engine and the endpoint, and delete the images that it staged."""
         await self.receiver.close()
         await asyncio.gather(self.endpoint.close(), self.engine.close())
 
@@ -70,7 +70,7 @@ class SessionOpener:
         self,
         spec: ExperimentSpec,
         assignment: Assignment,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
     ) -> RolloutSession:
         """Load tokenizer and engine; both at once, since each takes seconds.
@@ -100,7 +100,7 @@ class SessionOpener:
             endpoint,
             self.pull,
             spec.asynchrony.on_weight_update,
-            tell,
+            notify,
             on_engine_death,
             keeps_pulled=spec.asynchrony.publication.delta is not None,
         )

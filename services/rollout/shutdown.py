@@ -28,7 +28,7 @@ class GracefulShutdown:
         """Set once nothing is left to do before the process may end."""
 
     def take(self, desired: DesiredState) -> None:
-        """Learn what the gateway says; its notice is what is left of it now."""
+        """Record the gateway's desired state; its notice is what is left of it now."""
         if desired.state is not WorkState.DRAINING:
             self._by_gateway = None
             self._interrupted_at = None

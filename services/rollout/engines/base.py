@@ -158,13 +158,13 @@ class Engine(Protocol):
         """End a request now: its ``generate`` returns what it has, as aborted. Unknown ids are ignored."""
 
     def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
-        """Be told of an image that is being received, or is there already, and may be loaded as ``version``.
+        """Announce an image that is being received, or is there already, and may be loaded as ``version``.
 
         An engine that overlaps loading with sampling reads it as far as it has arrived. What serves does not change.
         Of several transfers the latest counts: what was read of an earlier one may be thrown away.
 
         Args:
-            image: a file of the image's size; its bytes mean nothing before the handle says so.
+            image: a file of the image's size; its bytes mean nothing beyond what the handle was advanced to.
             version: that it will be.
 
         Raises:

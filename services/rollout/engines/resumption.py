@@ -1,4 +1,4 @@
-"""Going on with tokens that were sampled before, elsewhere: they stay as they are, their prefix is computed anew.
+"""Going on with tokens that were sampled before, elsewhere: they stay as they are, their prefix is computed again.
 
 Whether they may be kept depends on the version that serves when the sample joins the batch, so the engine decides,
 between two steps. A sample whose tokens may not be kept is sampled afresh from its seed.
@@ -27,7 +27,7 @@ class ResumeRule:
     """Which tokens may be kept.
 
     Attributes:
-        mixes_versions: whether one completion may bear tokens of several versions.
+        mixes_versions: whether one completion may hold tokens of several versions.
         max_lag: versions that a kept token may be older than the one that serves.
     """
 

@@ -87,7 +87,7 @@ class _Update:
 
 @dataclass(slots=True, eq=False)
 class ScriptedTransfer:
-    """A ``WeightTransfer`` that remembers what it was told.
+    """A ``WeightTransfer`` that records its calls.
 
     Attributes:
         end: complete, or why it was aborted; None while it is under way.
@@ -99,21 +99,21 @@ class ScriptedTransfer:
     end: str | None = None
 
     def advance(self, bytes_arrived: int) -> None:
-        """Remember how far it is."""
+        """Record how far it is."""
         if self.end is None:
             self.bytes_arrived = max(self.bytes_arrived, bytes_arrived)
 
     def complete(self) -> None:
-        """Remember that it is whole."""
+        """Record that it is whole."""
         self.end = self.end or "complete"
 
     def abort(self, reason: str) -> None:
-        """Remember that it will not be."""
+        """Record that it will not be."""
         self.end = self.end or reason
 
 
 def log_prob_of(token: int) -> float:
-    """Give the log-probability that the scripted engine claims for a token."""
+    """Return the log-probability that the scripted engine claims for a token."""
     return -0.5 - token / 100
 
 
@@ -199,7 +199,7 @@ class ScriptedEngine:
             active.done.set_result(active.completions())
 
     def begin_transfer(self, image: Path, version: int) -> "ScriptedTransfer":
-        """Remember the transfer in ``transfers``, and read nothing; see ``Engine.begin_transfer``."""
+        """Record the transfer in ``transfers``, and read nothing; see ``Engine.begin_transfer``."""
         self._check_running()
         self.transfers.append(ScriptedTransfer(image, version))
         return self.transfers[-1]

@@ -10,7 +10,7 @@ class EngineSettings:
 
     Attributes:
         model_path: a Hugging Face model directory (config.json and safetensors).
-        version: the policy version that those weights bear.
+        version: the policy version of those weights.
         dtype: of weights, activations and KV cache; log-probabilities are always computed in float32.
         device: "cpu", or a CUDA device such as "cuda:0".
         slots: completions that the batch can hold.

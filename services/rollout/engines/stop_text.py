@@ -31,7 +31,7 @@ class StopText:
     def __init__(self, decoder: TextDecoder, strings: Sequence[str]) -> None:
         self._decoder = decoder
         self._strings = tuple(strings)
-        # Every token stands for at least one byte, so no more tokens than bytes can hold the string.
+        # Every token is at least one byte, so no more tokens than bytes can hold the string.
         self._tail = LEAD_TOKENS + max(len(string.encode()) for string in self._strings)
 
     def ends(self, token_ids: npt.NDArray[np.int32]) -> bool:

@@ -29,7 +29,7 @@ class Begun:
 
 
 def resume_rule(asynchrony: AsynchronyConfig) -> ResumeRule:
-    """Say which tokens of an earlier rollout may be kept in an experiment.
+    """Decide which tokens of an earlier rollout may be kept in an experiment.
 
     Where old groups are dropped, a token that the next publication would make too old is not worth keeping; where
     the trainer paces itself, it waits for such a group.
@@ -42,7 +42,7 @@ def resume_rule(asynchrony: AsynchronyConfig) -> ResumeRule:
 
 
 def rule_of(task: Task, rule: ResumeRule) -> ResumeRule:
-    """Say which tokens a task may keep: a pinned one those of its version alone."""
+    """Decide which tokens a task may keep: a pinned one those of its version alone."""
     return rule if task.pinned_version is None else UNMIXED
 
 

@@ -123,7 +123,7 @@ class SingleTurnEpisodes:
         mask[num_prompt:] = 1
         log_probs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
         log_probs[num_prompt:] = completion.log_probs
-        # A completion without a token bears no version; such a trajectory is never forwarded.
+        # A completion without a token has no version; such a trajectory is never forwarded.
         runs = completion.versions or ((0, 0),)
         shifted = [(start + num_prompt if start else 0, version) for start, version in runs]
         return Trajectory(

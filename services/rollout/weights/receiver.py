@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.rollout.engines.base import Engine, WeightTransfer
-from services.rollout.weights.staged_images import Spare, StagedImages
+from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.switcher import Puller, VersionSwitcher
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
@@ -68,7 +68,7 @@ class WeightReceiver:
         endpoint: joins weight groups.
         pull: fetches versions that were missed.
         on_update: what happens to samples in flight.
-        tell: called when there is something new to report.
+        notify: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
         keeps_pulled: whether a pulled image stays in memory, to be patched.
     """
@@ -80,7 +80,7 @@ class WeightReceiver:
         endpoint: GroupEndpoint,
         pull: Puller,
         on_update: OnWeightUpdate,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
         *,
         keeps_pulled: bool = False,
@@ -89,10 +89,10 @@ class WeightReceiver:
         self._gate = gate
         self._endpoint = endpoint
         self._images = StagedImages()
-        self._tell = tell
+        self._notify = notify
         self._on_engine_death = on_engine_death
         self._switcher = VersionSwitcher(
-            engine, gate, self._images, pull, on_update, tell, on_engine_death, keeps_pulled=keeps_pulled
+            engine, gate, self._images, pull, on_update, notify, on_engine_death, keeps_pulled=keeps_pulled
         )
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
@@ -103,8 +103,8 @@ class WeightReceiver:
     @property
     def held_image(self) -> str | None:
         """Checksum of the image that a patch can be applied to."""
-        spare = self._images.spare
-        return spare.checksum if spare is not None and spare.image.is_owner else None
+        staged = self._images.staged
+        return staged.checksum if staged is not None and staged.image.is_owner else None
 
     @property
     def switches(self) -> int:
@@ -112,7 +112,7 @@ class WeightReceiver:
         return self._switcher.switches
 
     def take(self, desired: DesiredState) -> None:
-        """Learn what is wanted now."""
+        """Record the desired state."""
         self._desired = desired
         self._order_due.set()
         self._switcher.take(desired)
@@ -128,7 +128,7 @@ class WeightReceiver:
                     await self._follow_order(self._desired.publication, tasks)
 
     async def close(self) -> None:
-        """Leave the group and delete the spare images."""
+        """Leave the group and delete the staged images."""
         if self._epoch is not None:
             with contextlib.suppress(FlotillaError):
                 await self._endpoint.close_epoch(self._epoch)
@@ -154,9 +154,9 @@ class WeightReceiver:
                 await self._take_mapped(order)
             else:
                 transfer = await self._take_broadcast(order)
-            self._say(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
-            if transfer is None and self._images.spare is not None:
-                transfer = self._engine.begin_transfer(self._images.spare.image.path, order.version)
+            self._report(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
+            if transfer is None and self._images.staged is not None:
+                transfer = self._engine.begin_transfer(self._images.staged.image.path, order.version)
             if transfer is not None:
                 # Right, but not committed yet: until it is, the engine only reads it.
                 transfer.complete()
@@ -166,15 +166,15 @@ class WeightReceiver:
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
             log.warning("publication was not received", extra={"version": order.version, "error": error.detail})
             await self._leave(order.epoch)
-            self._say(order, ReceiveState.FAILED, detail=error.detail)
+            self._report(order, ReceiveState.FAILED, detail=error.detail)
         except asyncio.CancelledError:
             await asyncio.shield(self._leave(order.epoch))
             raise
 
     async def _take_mapped(self, order: PublicationOrder) -> None:
         """Map the trainer's image and read it once, for the checksum: no byte of it is copied."""
-        manifest, spare = order.manifest, self._images.spare
-        if spare is not None and spare.is_of(order.version, manifest.checksum) and not spare.image.is_withdrawn:
+        manifest, staged = order.manifest, self._images.staged
+        if staged is not None and staged.is_of(order.version, manifest.checksum) and not staged.image.is_withdrawn:
             return
         if manifest.image_path is None:
             raise WeightTransferFailed("the trainer offers no image to map")
@@ -184,7 +184,7 @@ class WeightReceiver:
     async def _take_broadcast(self, order: PublicationOrder) -> WeightTransfer | None:
         """Receive the image; gives the engine's transfer where it has read the image as it arrived."""
         await self._join(order)
-        self._say(order, ReceiveState.JOINED)
+        self._report(order, ReceiveState.JOINED)
         manifest = order.manifest
         async with self._images.own(manifest.image_bytes) as image:
             if manifest.delta is not None:
@@ -203,8 +203,8 @@ class WeightReceiver:
             return transfer
 
     def _is_version_waiting(self) -> bool:
-        spare, serving = self._images.spare, self._gate.version
-        return spare is not None and (serving is None or spare.version > serving)
+        staged, serving = self._images.staged, self._gate.version
+        return staged is not None and (serving is None or staged.version > serving)
 
     async def _receive_into(
         self, order: PublicationOrder, image: WeightImage, on_arrived: Callable[[int], None] | None = None
@@ -215,7 +215,7 @@ class WeightReceiver:
 
     async def _receive_patched(self, order: PublicationOrder, delta: DeltaManifest, image: WeightImage) -> str:
         """Receive a patch and make the image of it and the one that is held."""
-        base = self._images.spare
+        base = self._images.staged
         if base is None or base.checksum != delta.base_checksum:
             raise WeightTransferFailed("the patch is for another image than the one that is held")
         with self._images.using(base.image):
@@ -233,7 +233,7 @@ class WeightReceiver:
     def _keep(self, order: PublicationOrder, image: WeightImage, checksum: str) -> None:
         if checksum != order.manifest.checksum:
             raise WeightTransferFailed(f"checksum is {checksum}, the manifest says {order.manifest.checksum}")
-        self._images.keep(Spare(order.version, checksum, image))
+        self._images.keep(StagedImage(order.version, checksum, image))
 
     async def _join(self, order: PublicationOrder) -> None:
         if self._epoch == order.epoch:
@@ -251,9 +251,9 @@ class WeightReceiver:
         with contextlib.suppress(FlotillaError):
             await self._endpoint.close_epoch(epoch)
 
-    def _say(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
+    def _report(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
-        self._tell()
+        self._notify()
 
 
 async def _to_the_end(work: Coroutine[Any, Any, str]) -> str:

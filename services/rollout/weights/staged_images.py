@@ -19,7 +19,7 @@ NUM_IMAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class StagedImage:
     """A complete image that waits to be served."""
 
     version: int
@@ -37,13 +37,13 @@ class Spare:
 
 
 class StagedImages:
-    """Images by their use: at most one waits as the spare, any other is free unless it is in use."""
+    """Images by their use: at most one is staged, any other is free unless it is in use."""
 
     def __init__(self) -> None:
         self._own: list[WeightImage] = []
         self._mapped: dict[Path, WeightImage] = {}
         self._in_use: list[WeightImage] = []
-        self.spare: Spare | None = None
+        self.staged: StagedImage | None = None
 
     @asynccontextmanager
     async def own(self, image_bytes: int) -> AsyncIterator[WeightImage]:
@@ -83,9 +83,9 @@ class StagedImages:
             self._in_use.remove(image)
             self._release(image)
 
-    def keep(self, spare: Spare | None) -> None:
+    def keep(self, staged: StagedImage | None) -> None:
         """Let this image wait to be served, in place of the one that did."""
-        replaced, self.spare = self.spare, spare
+        replaced, self.staged = self.staged, staged
         if replaced is not None:
             self._release(replaced.image)
 
@@ -103,7 +103,7 @@ class StagedImages:
     async def close(self) -> None:
         """Delete the own images and let go of the others."""
         images = [*self._own, *self._mapped.values()]
-        self.spare = None
+        self.staged = None
         self._own.clear()
         self._mapped.clear()
         await close_images(*images)
@@ -122,7 +122,7 @@ class StagedImages:
         return image
 
     def _is_wanted(self, image: WeightImage) -> bool:
-        return image in self._in_use or (self.spare is not None and self.spare.image is image)
+        return image in self._in_use or (self.staged is not None and self.staged.image is image)
 
     def _release(self, image: WeightImage) -> None:
         if not image.is_owner and not image.is_closed and not self._is_wanted(image):

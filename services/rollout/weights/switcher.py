@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.rollout.engines.base import Engine
-from services.rollout.weights.staged_images import Spare, StagedImages
+from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
@@ -41,7 +41,7 @@ class VersionSwitcher:
         images: where a received version waits.
         pull: fetches versions that were missed.
         on_update: what happens to samples in flight.
-        tell: called when another version serves.
+        notify: called when another version serves.
         on_engine_death: called when the engine's process ended while it was to load a version.
         keeps_pulled: whether a pulled image stays in memory, to be patched.
     """
@@ -53,7 +53,7 @@ class VersionSwitcher:
         images: StagedImages,
         pull: Puller,
         on_update: OnWeightUpdate,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
         *,
         keeps_pulled: bool,
@@ -63,7 +63,7 @@ class VersionSwitcher:
         self._images = images
         self._pull = pull
         self._on_update = on_update
-        self._tell = tell
+        self._notify = notify
         self._on_engine_death = on_engine_death
         self._keeps_pulled = keeps_pulled
         self._desired: DesiredState | None = None
@@ -72,7 +72,7 @@ class VersionSwitcher:
         self.switches = 0
 
     def take(self, desired: DesiredState) -> None:
-        """Learn what is wanted now."""
+        """Record the desired state."""
         self._desired = desired
         if self._pulling is not None and _server_of(desired.weights_url) != _server_of(self._pulling[0]):
             # Whoever served it is gone: do not wait for it until the deadline.
@@ -122,16 +122,16 @@ class VersionSwitcher:
         if version == 0:
             # The engine started with the initial weights.
             await self._gate.set(0)
-            self._tell()
+            self._notify()
             return
-        spare = self._images.spare
-        if spare is not None and spare.is_of(version, self._committed_checksum(version)):
-            await self._serve_spare(spare)
+        staged = self._images.staged
+        if staged is not None and staged.is_of(version, self._committed_checksum(version)):
+            await self._serve_staged(staged)
         else:
             await self._serve_pulled(version)
         await self._gate.set(version)
         self.switches += 1
-        self._tell()
+        self._notify()
         # A newer version may have become due meanwhile.
         self._due.set()
 
@@ -139,23 +139,23 @@ class VersionSwitcher:
         desired = self._desired
         return desired.policy_checksum if desired is not None and desired.policy_version == version else None
 
-    async def _serve_spare(self, spare: Spare) -> None:
+    async def _serve_staged(self, staged: StagedImage) -> None:
         """Load the image that waits.
 
         Raises:
             WeightTransferFailed: the engine cannot read it, or its file is gone: then it is pulled the next time.
         """
         try:
-            with self._images.using(spare.image):
-                await self._engine.load_weights(spare.image.path, spare.version, self._on_update)
+            with self._images.using(staged.image):
+                await self._engine.load_weights(staged.image.path, staged.version, self._on_update)
         except WeightTransferFailed:
-            self._drop(spare)
+            self._drop(staged)
             raise
-        if not spare.image.is_owner:
-            self._drop(spare)  # The trainer may write into it again.
+        if not staged.image.is_owner:
+            self._drop(staged)  # The trainer may write into it again.
 
-    def _drop(self, spare: Spare) -> None:
-        if self._images.spare is spare:
+    def _drop(self, staged: StagedImage) -> None:
+        if self._images.staged is staged:
             self._images.keep(None)
 
     async def _serve_pulled(self, version: int) -> None:
@@ -167,7 +167,7 @@ class VersionSwitcher:
             # The next version may come as a patch for this one.
             image = await self._images.adopt(path)
             with self._images.using(image):
-                self._images.keep(Spare(version, await asyncio.to_thread(image.checksum), image))
+                self._images.keep(StagedImage(version, await asyncio.to_thread(image.checksum), image))
                 await self._engine.load_weights(path, version, self._on_update)
             return
         try:

@@ -16,7 +16,7 @@ class VersionGate:
         return self._version
 
     async def set(self, version: int | None) -> None:
-        """Say that ``version`` serves from now on."""
+        """Record that ``version`` serves from now on."""
         async with self._changed:
             self._version = version
             self._changed.notify_all()

@@ -132,7 +132,7 @@ async def test_a_patch_for_an_image_that_a_member_lost_is_followed_by_the_whole_
 ) -> None:
     def forget(version: int, path: Path) -> None:
         if version == 2:
-            fleet.rollouts[0].receiver._images.spare.image.view[-1] ^= 1  # type: ignore[union-attr]
+            fleet.rollouts[0].receiver._images.staged.image.view[-1] ^= 1  # type: ignore[union-attr]
 
     async with running(WAYS["gloo delta"], endpoints) as fleet:
         fleet.rows_to_train = 22

@@ -62,7 +62,7 @@ def is_written_out(config: Mapping[str, Any]) -> bool:
 
 
 def reason_not_fused(config: Mapping[str, Any]) -> str | None:
-    """Say why the fused forward cannot run a model, or None when it can."""
+    """Explain why the fused forward cannot run a model, or None when it can."""
     model_type = config.get("model_type")
     if model_type not in FUSED_MODEL_TYPES:
         return f"model_type {model_type} is not one of {', '.join(sorted(FUSED_MODEL_TYPES))}"

@@ -1,7 +1,7 @@
-"""Weights that are read while they arrive: a reader on one thread waits for bytes that another thread tells it of.
+"""Weights that are read while they arrive: a reader on one thread waits for bytes that another thread reports.
 
-What arrived is not verified yet. So the reader is not done before it is told that the whole image is right, and what it
-read of an image that is aborted is thrown away.
+What arrived is not verified yet. So the reader is not done before the whole image is found right, and what it read of
+an image that is aborted is thrown away.
 """
 
 import mmap
@@ -35,7 +35,7 @@ class Tensors(Protocol):
 
 
 class Arrival:
-    """A ``WeightTransfer`` as its reader sees it: how far an image has come. Any thread may tell it; one waits.
+    """A ``WeightTransfer`` as its reader sees it: how far an image has come. Any thread may report; one waits.
 
     Args:
         image: the file.

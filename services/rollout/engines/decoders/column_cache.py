@@ -67,7 +67,7 @@ class ColumnCache:
                     buffer[list(targets), :, self._end - length : self._end] = new[index, :, -length:]
 
     def appending(self, num_rows: int, longest: int) -> Cache:
-        """Give the first rows' live columns to a forward pass that appends one token to each."""
+        """Hand the first rows' live columns to a forward pass that appends one token to each."""
         if self._end + 1 > self._capacity:
             self._relocate(longest, longest)
         first = self._end - longest

@@ -1,7 +1,8 @@
 """Decoders for any other causal language model: the forward of transformers, with a cache of ours or with none.
 
 Slower than the fused forward and equal in result. Which of the two serves is found out by trying: a model whose cached
-forward does not agree with its plain one (or has no such cache, as state space models) is computed anew for each token.
+forward does not agree with its plain one, or that has no such cache (as state space models), is computed again for each
+token.
 """
 
 import inspect
@@ -53,7 +54,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 class ModelWeights:
-    """The weights of a transformers model, replaced by images that bear the names of its state dict.
+    """The weights of a transformers model, replaced by images with the names of its state dict.
 
     Args:
         model: whose weights.
@@ -99,7 +100,7 @@ class _Forward:
         self._known = set(inspect.signature(model.forward).parameters)
 
     def __call__(self, token_ids: Tensor, **arguments: Any) -> Tensor:
-        """Give the logits of the last position: [B, V]."""
+        """Compute the logits of the last position: [B, V]."""
         arguments["logits_to_keep"] = 1
         known = {name: value for name, value in arguments.items() if name in self._known}
         logits: Tensor = self._model(input_ids=token_ids, **known).logits

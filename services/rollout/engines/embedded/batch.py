@@ -49,7 +49,7 @@ class ActiveRequest:
         return len(self.request.seeds) - self.admitted
 
     def prefix_of(self, index: int, version: int) -> Prefix | None:
-        """Give the tokens that a seed has already, if they may be kept under the version that serves."""
+        """Return the tokens that a seed has already, if they may be kept under the version that serves."""
         prefix = self.request.prefixes[index] if self.request.prefixes else None
         return prefix if prefix is not None and self.request.resume.allows(prefix.versions, version) else None
 
@@ -177,13 +177,13 @@ class Batch:
         return uniforms(self._keys[rows], self._counts[rows])
 
     def sampling(self) -> RowSampling:
-        """Say how the rows in use are sampled; made anew only after a change of rows."""
+        """Describe how the rows in use are sampled; computed again only after a change of rows."""
         if self._sampling is None:
             self._sampling = self.sampling_of(np.arange(self.num_rows))
         return self._sampling
 
     def sampling_of(self, rows: Rows) -> RowSampling:
-        """Say how rows are sampled."""
+        """Describe how rows are sampled."""
         greedy, temperatures = self._is_greedy[rows], self._temperatures[rows]
         top_k, top_p = self._top_k[rows], self._top_p[rows]
         filtered = np.flatnonzero((top_k < self._vocab_size) | (top_p < 1))

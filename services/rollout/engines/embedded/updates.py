@@ -106,7 +106,7 @@ class UpdateQueue:
         """Begin to read an image that is whole and right, unless it was read as it arrived, or another is in the way.
 
         Args:
-            arrival: of the image; whoever completed it has told it so already.
+            arrival: of the image, completed already.
         """
         if self._thread is None:
             return

@@ -46,7 +46,7 @@ class InProcessEngine(RemoteEngine):
         assert self._loop is not None
         try:
             driver.run()
-        except Exception as error:  # The thread's end is told to every caller, whatever ended it.
+        except Exception as error:  # Every caller hears of the thread's end, whatever ended it.
             self._driver = None
             self._call_soon(self._fail_all, WorkerDied(f"the engine's thread ended: {error!r}"))
             raise

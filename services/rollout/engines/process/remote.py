@@ -116,7 +116,7 @@ class RemoteEngine(ABC):
             reply.set_result(result)
 
     def _fail_all(self, error: FlotillaError) -> None:
-        """Give every waiting caller the same error."""
+        """Raise the same error in every waiting caller."""
         for number in list(self._replies):
             self._replied(number, error)
 

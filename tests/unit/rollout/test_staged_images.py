@@ -1,17 +1,17 @@
-"""Spare images: what is in use or waits is never touched, and a trainer's image is held no longer than needed."""
+"""StagedImage images: what is in use or waits is never touched, and a trainer's image is held no longer than needed."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from services.rollout.weights.staged_images import Spare, StagedImages
+from services.rollout.weights.staged_images import StagedImage, StagedImages
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights.image import WeightImage
 
 
 @pytest.fixture
-async def spares() -> AsyncIterator[StagedImages]:
+async def images() -> AsyncIterator[StagedImages]:
     made = StagedImages()
     yield made
     await made.close()
@@ -31,52 +31,52 @@ def is_free(image: WeightImage) -> bool:
         return False
 
 
-async def test_an_image_that_waits_or_is_used_is_not_given_away(spares: StagedImages) -> None:
-    async with spares.own(64) as waiting:
-        spares.keep(Spare(1, "c", waiting))
-    async with spares.own(64) as used, spares.own(64) as third:
+async def test_an_image_that_waits_or_is_used_is_not_given_away(images: StagedImages) -> None:
+    async with images.own(64) as waiting:
+        images.keep(StagedImage(1, "c", waiting))
+    async with images.own(64) as used, images.own(64) as third:
         assert len({id(waiting), id(used), id(third)}) == 3
-    async with spares.own(64) as again:
+    async with images.own(64) as again:
         assert again in (used, third)
 
 
-async def test_an_image_of_another_size_is_replaced(spares: StagedImages) -> None:
-    async with spares.own(64) as old:
+async def test_an_image_of_another_size_is_replaced(images: StagedImages) -> None:
+    async with images.own(64) as old:
         pass
-    async with spares.own(128) as new:
+    async with images.own(128) as new:
         assert new.image_bytes == 128
         assert not old.path.exists()
 
 
 async def test_a_mapped_image_is_held_until_it_is_replaced_as_the_spare(
-    spares: StagedImages, theirs: WeightImage
+    images: StagedImages, theirs: WeightImage
 ) -> None:
-    async with spares.mapped(theirs.path, 64) as image:
+    async with images.mapped(theirs.path, 64) as image:
         assert not is_free(theirs)
-        spares.keep(Spare(1, "c", image))
+        images.keep(StagedImage(1, "c", image))
     assert not is_free(theirs)
 
-    spares.keep(None)
+    images.keep(None)
 
     assert is_free(theirs)
     assert theirs.path.exists()
 
 
 async def test_a_spare_that_is_being_loaded_is_held_until_that_is_done(
-    spares: StagedImages, theirs: WeightImage
+    images: StagedImages, theirs: WeightImage
 ) -> None:
-    async with spares.mapped(theirs.path, 64) as image:
-        spares.keep(Spare(1, "c", image))
-    with spares.using(image):
-        spares.keep(None)
+    async with images.mapped(theirs.path, 64) as image:
+        images.keep(StagedImage(1, "c", image))
+    with images.using(image):
+        images.keep(None)
         assert not is_free(theirs)
 
     assert is_free(theirs)
 
 
-async def test_an_image_that_was_not_kept_is_let_go(spares: StagedImages, theirs: WeightImage) -> None:
+async def test_an_image_that_was_not_kept_is_let_go(images: StagedImages, theirs: WeightImage) -> None:
     with pytest.raises(ValueError, match="wrong checksum"):
-        async with spares.mapped(theirs.path, 64):
+        async with images.mapped(theirs.path, 64):
             raise ValueError("wrong checksum")
 
     assert is_free(theirs)
@@ -84,31 +84,31 @@ async def test_an_image_that_was_not_kept_is_let_go(spares: StagedImages, theirs
 
 @pytest.mark.parametrize(("image_bytes", "message"), [(65, "manifest says 65"), (64, "being written")])
 async def test_an_image_that_is_not_as_told_is_refused(
-    spares: StagedImages, theirs: WeightImage, image_bytes: int, message: str
+    images: StagedImages, theirs: WeightImage, image_bytes: int, message: str
 ) -> None:
     if image_bytes == 64:
         with theirs.writing(), pytest.raises(WeightTransferFailed, match=message):
-            async with spares.mapped(theirs.path, 64):
+            async with images.mapped(theirs.path, 64):
                 pass
     else:
         with pytest.raises(WeightTransferFailed, match=message):
-            async with spares.mapped(theirs.path, image_bytes):
+            async with images.mapped(theirs.path, image_bytes):
                 pass
     assert is_free(theirs)
 
 
-async def test_the_same_image_is_mapped_once(spares: StagedImages, theirs: WeightImage) -> None:
-    async with spares.mapped(theirs.path, 64) as first:
+async def test_the_same_image_is_mapped_once(images: StagedImages, theirs: WeightImage) -> None:
+    async with images.mapped(theirs.path, 64) as first:
         pass
-    async with spares.mapped(theirs.path, 64) as second:
+    async with images.mapped(theirs.path, 64) as second:
         assert second is first
 
 
-async def test_withdrawn_images_are_forgotten(spares: StagedImages, tmp_path: Path) -> None:
+async def test_withdrawn_images_are_forgotten(images: StagedImages, tmp_path: Path) -> None:
     gone = WeightImage.create(64, directory=tmp_path)
-    async with spares.mapped(gone.path, 64) as image:
+    async with images.mapped(gone.path, 64) as image:
         pass
     gone.close()
     with WeightImage.create(64, directory=tmp_path) as other:
-        async with spares.mapped(other.path, 64):
+        async with images.mapped(other.path, 64):
             assert image.is_closed

@@ -10,6 +10,7 @@ from shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0
 """So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
+VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
 
 
@@ -82,6 +83,18 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
     )
+
+
+def allows_volatile_redis(values: Mapping[str, str]) -> bool:
+    """Read whether a Redis server without an append-only file is accepted.
+
+    Raises:
+        InvalidRequest: it says neither 0 nor 1.
+    """
+    text = values.get(VOLATILE_REDIS) or "0"
+    if text not in {"0", "1"}:
+        raise InvalidRequest(f"{VOLATILE_REDIS} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def seconds_from(values: Mapping[str, str], name: str, default: float, *, may_be_zero: bool = False) -> float:

@@ -29,6 +29,7 @@ from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
 from shared.processes import python_module
 from shared.security import new_token, write_secret
+from shared.settings import allows_volatile_redis
 from shared.streams.redis.connection import check_server
 
 START_SECONDS = 90.0
@@ -188,7 +189,8 @@ class LocalFleet:
 
     async def _start_redis(self, data: Path) -> str:
         if self.options.redis_url:
-            found = await check_server(self.options.redis_url)
+            may_be_volatile = allows_volatile_redis(os.environ)
+            found = await check_server(self.options.redis_url, may_be_volatile=may_be_volatile)
             self._say(f"redis      {found}, as the environment says")
             return self.options.redis_url
         self._redis = LocalRedis(data / "redis")

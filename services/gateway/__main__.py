@@ -11,7 +11,7 @@ from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
 from shared.serving import address_of, bind, serve
-from shared.settings import read_settings, seconds_from
+from shared.settings import allows_volatile_redis, read_settings, seconds_from
 from shared.streams.redis.connection import check_server
 from shared.telemetry.logging import configure_logging
 
@@ -36,6 +36,7 @@ def main() -> int:
             redis_url=common.redis_url,
             data=common.data,
             database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
+            allow_volatile_redis=allows_volatile_redis(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         )
         listening = bind(common.host, common.port)
@@ -56,7 +57,7 @@ def main() -> int:
 
 async def check(settings: GatewaySettings) -> None:
     """Prove that the data plane and the database answer, and bring the database up to date."""
-    await check_server(settings.redis_url)
+    await check_server(settings.redis_url, may_be_volatile=settings.allow_volatile_redis)
     settings.data.mkdir(parents=True, exist_ok=True)
     store = await SqlStore.open(settings.resolved_database_url)
     await store.close()

@@ -15,6 +15,7 @@ class GatewaySettings:
         redis_url: the data plane's server.
         data: directory for the database and the experiments.
         database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
+        allow_volatile_redis: accept a Redis server that keeps no append-only file, and loses all work when it ends.
         lease_seconds: how long a service may be silent.
         grace_seconds: the first lease of the services that a restarted gateway finds.
         rest_seconds: what remains of a lease when the connection of a waiting call breaks, and how long a rollout may
@@ -34,6 +35,7 @@ class GatewaySettings:
     redis_url: str
     data: Path
     database_url: str | None = None
+    allow_volatile_redis: bool = False
     lease_seconds: float = 10.0
     grace_seconds: float = 8.0
     rest_seconds: float = 5.0

@@ -75,7 +75,7 @@ async def open_state(settings: GatewaySettings) -> AsyncIterator[GatewayState]:
         Unavailable: the database or the Redis server does not answer.
     """
     await asyncio.to_thread(settings.experiments.mkdir, parents=True, exist_ok=True)
-    server = await check_server(settings.redis_url)
+    server = await check_server(settings.redis_url, may_be_volatile=settings.allow_volatile_redis)
     log.info("data plane answers", extra={"server": server})
     redis = connect(settings.redis_url)
 

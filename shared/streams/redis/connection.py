@@ -28,6 +28,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import Unavailable
+from shared.settings import VOLATILE_REDIS
 from shared.streams.redis.connection_io import PACKING
 
 MINIMUM_VERSION = (6, 2)
@@ -154,14 +155,19 @@ async def retried(operation: Callable[[], Awaitable[Answer]], *, deadline_second
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
-async def check_server(url: str) -> str:
+async def check_server(url: str, *, may_be_volatile: bool = False) -> str:
     """Refuse a server that could lose entries or lacks commands that we use.
+
+    Args:
+        url: where it is.
+        may_be_volatile: accept one that keeps no append-only file.
 
     Returns:
         Its name and version, such as ``valkey 9.1.2``.
 
     Raises:
-        Unavailable: it does not answer, is older than 6.2, or evicts keys when its memory is full.
+        Unavailable: it does not answer, is older than 6.2, evicts keys when its memory is full, or keeps no append-only
+            file.
     """
     client = connect(url)
     try:
@@ -180,6 +186,11 @@ async def check_server(url: str) -> str:
         raise Unavailable(
             f"the server at {address_of(url)} evicts keys when its memory is full (maxmemory-policy {policy}), "
             "which would lose work: set maxmemory-policy to noeviction"
+        )
+    if not facts.get("aof_enabled") and not may_be_volatile:
+        raise Unavailable(
+            f"the server at {address_of(url)} keeps no append-only file, so all work is lost when it ends: set "
+            f"appendonly yes, or {VOLATILE_REDIS}=1 to accept that"
         )
     if "valkey_version" in facts:
         return f"valkey {facts['valkey_version']}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import stat
@@ -20,7 +21,10 @@ from redis.retry import Retry
 
 from flotilla.cli import redis_server
 from flotilla.cli.redis_server import LocalRedis, check_server, find_server, server_version
-from shared.errors import Unavailable
+from services.gateway.__main__ import check
+from services.gateway.settings import GatewaySettings
+from shared.errors import InvalidRequest, Unavailable
+from shared.settings import VOLATILE_REDIS, allows_volatile_redis
 from shared.streams.redis import connection
 
 
@@ -184,6 +188,37 @@ async def test_a_server_that_evicts_is_refused(server: LocalRedis) -> None:
         await check_server(server.url)
 
     assert (server.url.split(":")[2].split("@")[0]) not in str(raised.value)
+
+
+async def test_a_server_without_an_append_only_file_is_refused_unless_that_is_allowed(server: LocalRedis) -> None:
+    with client_of(server) as client:
+        client.config_set("appendonly", "no")
+
+    with pytest.raises(Unavailable, match=r"no append-only file.*appendonly yes.*FLOTILLA_ALLOW_VOLATILE_REDIS=1"):
+        await check_server(server.url)
+    assert await check_server(server.url, may_be_volatile=True)
+
+
+async def test_a_gateway_refuses_such_a_server_by_its_settings(server: LocalRedis, tmp_path: Path) -> None:
+    with client_of(server) as client:
+        client.config_set("appendonly", "no")
+    settings = GatewaySettings(token="t", redis_url=server.url, data=tmp_path / "data")
+
+    with pytest.raises(Unavailable, match="append-only file"):
+        await check(settings)
+    await check(dataclasses.replace(settings, allow_volatile_redis=True))
+
+
+@pytest.mark.parametrize(("text", "is_allowed"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_allows_a_volatile_server(text: str | None, is_allowed: bool) -> None:
+    environment = {} if text is None else {VOLATILE_REDIS: text}
+
+    assert allows_volatile_redis(environment) is is_allowed
+
+
+def test_what_the_environment_allows_is_said_clearly() -> None:
+    with pytest.raises(InvalidRequest, match="FLOTILLA_ALLOW_VOLATILE_REDIS must be 0 or 1, got 'yes'"):
+        allows_volatile_redis({VOLATILE_REDIS: "yes"})
 
 
 async def test_an_old_server_is_refused(server: LocalRedis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.store.answers import AwaitedAnswer, awaited
 from services.gateway.store.base import Store
-from services.gateway.store.records import StoredAnswer
 from shared.clock import Clock
 from shared.errors import FlotillaError, IdempotencyMismatch, InvalidRequest, Unauthorized
 from shared.security import bearer_of, is_same_secret
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
+SUCCESS = 200
 
 StoreOf = Callable[[Scope], tuple[Store, Clock]]
 
@@ -106,13 +107,17 @@ class Guard:
             await _send(send, known.status, known.content_type, known.body.encode())
             return
         answer = _Answer()
-        await self._app(scope, receive, answer.send)
-        if answer.status <= LAST_STATUS_KEPT:
-            text = answer.body.decode()
+        expected = AwaitedAnswer(key, digest, lambda: scope["route"].status_code or SUCCESS, clock.now)
+        token = awaited.set(expected)
+        try:
+            await self._app(scope, receive, answer.send)
+        finally:
+            awaited.reset(token)
+        if answer.status <= LAST_STATUS_KEPT and not expected.is_stored:
+            # A refusal, or an answer to what changed nothing: a repetition that is answered again does no harm.
             try:
-                await store.put_answer(StoredAnswer(key, digest, answer.status, answer.content_type, text, clock.now()))
+                await store.put_answer(expected.of(answer.status, answer.content_type, answer.body.decode()))
             except FlotillaError as error:
-                # What was asked is done: the caller gets its answer, and a repetition may do it again.
                 log.warning("answer to an idempotency key was not stored", extra={"error": repr(error)})
         await answer.pass_on(send)
 

@@ -162,7 +162,7 @@ def assemble(
         registry,
         repository,
         fleet,
-        commands,
+        events,
         clock,
         unfair_seconds=settings.unfair_seconds,
         notice_seconds=settings.notice_seconds,

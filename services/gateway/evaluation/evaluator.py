@@ -14,7 +14,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.signals import wait_for_any
-from services.gateway.store.base import Store
+from services.gateway.store.writes import PutMetrics
 from shared.clock import Clock, rfc3339
 from shared.config.evaluation import EvaluationConfig
 from shared.errors import Unavailable
@@ -41,7 +41,6 @@ class Evaluator:
         experiment: Experiment,
         dataset: Dataset,
         repository: ExperimentRepository,
-        store: Store,
         events: EventLog,
         clock: Clock,
     ) -> None:
@@ -50,7 +49,6 @@ class Evaluator:
         self._experiment = experiment
         self._dataset = dataset
         self._repository = repository
-        self._store = store
         self._events = events
         self._clock = clock
 
@@ -98,8 +96,9 @@ class Evaluator:
         version = self._experiment.record.evaluating_version
         if version is not None:
             await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_abandoned")
-            await self._events.append(self._experiment.id, "evaluation_abandoned", version=version)
-            await self._repository.update(self._experiment, evaluating_version=None)
+            async with self._repository.transaction() as change:
+                self._repository.stage(change, self._experiment, evaluating_version=None)
+                self._events.stage(change, self._experiment.id, "evaluation_abandoned", version=version)
 
     async def evaluate(self, version: int) -> None:
         """Evaluate one version and record what was found."""
@@ -118,16 +117,17 @@ class Evaluator:
         step = min(version * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
         at = rfc3339(self._clock.now())
         points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
-        await self._store.put_metrics(self._experiment.id, points)
         seconds = round(self._clock.monotonic() - started_at, 3)
-        await self._repository.update(self._experiment, evaluating_version=None, evaluated_version=version)
-        await self._events.append(
-            self._experiment.id, "evaluation", version=version, step=step, seconds=seconds, metrics=metrics
-        )
+        facts = {"version": version, "step": step, "seconds": seconds, "metrics": metrics}
+        async with self._repository.transaction() as change:
+            change.write(PutMetrics(self._experiment.id, points))
+            self._repository.stage(change, self._experiment, evaluating_version=None, evaluated_version=version)
+            self._events.stage(change, self._experiment.id, "evaluation", **facts)
 
     async def _give_up(self, version: int, cause: str) -> None:
-        await self._repository.update(self._experiment, evaluating_version=None, evaluated_version=version)
-        await self._events.append(self._experiment.id, "evaluation_failed", version=version, cause=cause)
+        async with self._repository.transaction() as change:
+            self._repository.stage(change, self._experiment, evaluating_version=None, evaluated_version=version)
+            self._events.stage(change, self._experiment.id, "evaluation_failed", version=version, cause=cause)
 
     async def _issue(self, version: int) -> int:
         admission = self._experiment.evaluation.admission

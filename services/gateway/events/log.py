@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from services.gateway.store.base import Store
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import AppendEvent
 from shared.clock import Clock
 from shared.schemas.experiment import Event
 
@@ -22,16 +24,22 @@ class EventLog:
         self._clock = clock
         self._followers: dict[str, set[asyncio.Event]] = {}
 
-    async def append(self, experiment_id: str, kind: str, **data: Any) -> Event:
+    async def append(self, experiment_id: str, kind: str, **data: Any) -> None:
         """Store an event and wake the followers."""
+        async with self._store.transaction() as change:
+            self.stage(change, experiment_id, kind, **data)
+
+    def stage(self, change: Transaction, experiment_id: str, kind: str, **data: Any) -> None:
+        """Store an event with what it reports, and wake the followers once both are stored."""
         facts: Mapping[str, Any] = {name: value for name, value in data.items() if value is not None}
-        event = await self._store.append_event(experiment_id, kind, self._clock.now(), facts)
-        log.info(
-            "event",
-            extra={"experiment_id": experiment_id, "event": kind, **{f"event_{k}": v for k, v in facts.items()}},
-        )
-        self.wake(experiment_id)
-        return event
+
+        def follow() -> None:
+            extra = {"experiment_id": experiment_id, "event": kind, **{f"event_{k}": v for k, v in facts.items()}}
+            log.info("event", extra=extra)
+            self.wake(experiment_id)
+
+        change.write(AppendEvent(experiment_id, kind, self._clock.now(), facts))
+        change.then(follow)
 
     def wake(self, experiment_id: str) -> None:
         """Let the followers of an experiment look again."""

@@ -11,7 +11,9 @@ from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
+from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
+from services.gateway.store.transaction import Transaction
 from shared.clock import Clock, rfc3339
 from shared.config.load import changed_live, parse_document, validate_spec
 from shared.errors import ActionNotAllowed
@@ -37,9 +39,10 @@ class ExperimentCommands:
         self._events = events
         self._clock = clock
         self._directory = directory
+        self._leaving: set[str] = set()
 
-    async def create(self, body: str) -> Experiment:
-        """Create a draft from a spec in JSON or YAML.
+    async def create(self, body: str, *, start: bool = False) -> Experiment:
+        """Create a draft from a spec in JSON or YAML, or one that starts at once.
 
         Raises:
             InvalidSpec, DataError, ModelError: the spec, or what it points to, is wrong.
@@ -47,6 +50,7 @@ class ExperimentCommands:
         spec = validate_spec(parse_document(body, source="the request body"))
         await asyncio.to_thread(checks.check, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
+        directory = self._directory / experiment_id
         now = self._clock.now()
         record = ExperimentRecord(
             id=experiment_id,
@@ -54,13 +58,19 @@ class ExperimentCommands:
             state=ExperimentState.DRAFT,
             revision=1,
             spec=spec.model_dump(mode="json"),
-            directory=str(self._directory / experiment_id),
+            directory=str(directory),
             created_at=now,
             updated_at=now,
         )
-        experiment = await self._repository.add(record, spec)
-        await self._repository.audit(experiment_id, "create")
-        await self._events.append(experiment_id, "experiment_created", name=spec.name)
+        if start:
+            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+        async with self._repository.transaction() as change:
+            experiment = self._repository.stage_new(change, record, spec)
+            self._repository.stage_audit(change, experiment_id, "create")
+            self._events.stage(change, experiment_id, "experiment_created", name=spec.name)
+            if start:
+                self._stage_action(change, experiment, Action.START)
+            stage_answer(change, self.view(experiment, change.staged(experiment, record)))
         return experiment
 
     async def act(self, experiment_id: str, action: Action) -> Experiment:
@@ -72,26 +82,33 @@ class ExperimentCommands:
         """
         experiment = self._repository.get(experiment_id)
         after_action(experiment.state, action)
-        if action is Action.DELETE and experiment.state.is_final and experiment.record.final_ledger is None:
-            raise ActionNotAllowed(f"cannot delete {experiment_id} yet: its services are still coming to rest")
-        changes: dict[str, Any] = {}
+        if action is Action.DELETE:
+            await self._delete(experiment)
+            return experiment
         if action is Action.START:
             await asyncio.to_thread(checks.check, experiment.spec)
             await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
+        async with self._repository.transaction() as change:
+            self._stage_action(change, experiment, action)
+            stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
+        return experiment
+
+    def _stage_action(self, change: Transaction, experiment: Experiment, action: Action) -> None:
+        # Asked again: the state may have moved while files were read.
+        before = change.staged(experiment, experiment.record).state
+        state = after_action(before, action)
+        assert state is not None
+        changes: dict[str, Any] = {}
+        if action is Action.START:
+            if experiment.id in self._leaving:
+                raise ActionNotAllowed(f"cannot start {experiment.id}: it is being deleted")
             changes["started_at"] = self._clock.now()
         if action is Action.STOP:
             changes["outcome"] = ExperimentState.STOPPED.value
-        # Asked again: the state may have moved while the files were read.
-        state = after_action(experiment.state, action)
-        if state is None:
-            await self._delete(experiment)
-            return experiment
-        before = experiment.state
-        await self._move(experiment, state, **changes)
-        await self._repository.audit(experiment_id, action.value, before=before.value, after=state.value)
+        self._stage_state(change, experiment, state, **changes)
+        self._repository.stage_audit(change, experiment.id, action.value, before=before.value, after=state.value)
         if action is Action.STOP:
-            await self._publications.close(experiment_id, "the experiment stops")
-        return experiment
+            self._publications.stage_close(change, experiment.id, "the experiment stops")
 
     async def change(self, experiment_id: str, body: str) -> Experiment:
         """Change quotas of an experiment; the scheduler and the feeder follow at once, its services do not notice.
@@ -101,63 +118,76 @@ class ExperimentCommands:
             ActionNotAllowed: the experiment has ended.
         """
         experiment = self._repository.get(experiment_id)
-        if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
-            raise ActionNotAllowed(
-                f"cannot change an experiment that is {experiment.state}", state=experiment.state.value
-            )
-        spec = changed_live(experiment.spec, parse_document(body, source="the request body"))
-        await self._repository.put_spec(experiment, spec)
-        resources = spec.resources.model_dump(mode="json")
-        await self._repository.audit(experiment_id, "change", resources=resources)
-        await self._events.append(experiment_id, "resources_changed", resources=resources)
+        document = parse_document(body, source="the request body")
+        async with self._repository.transaction() as change:
+            if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
+                raise ActionNotAllowed(
+                    f"cannot change an experiment that is {experiment.state}", state=experiment.state.value
+                )
+            spec = changed_live(experiment.spec, document)
+            self._repository.stage_spec(change, experiment, spec)
+            resources = spec.resources.model_dump(mode="json")
+            self._repository.stage_audit(change, experiment_id, "change", resources=resources)
+            self._events.stage(change, experiment_id, "resources_changed", resources=resources)
         return experiment
 
     async def _delete(self, experiment: Experiment) -> None:
-        await experiment.train.remove()
-        await experiment.evaluation.remove()
-        await self._repository.remove(experiment)
-        await self._repository.audit(experiment.id, Action.DELETE.value, before=experiment.state.value)
-        self._events.wake(experiment.id)
+        """Delete the data plane's part first: what is lost in between is deleted when somebody asks again."""
+        if experiment.state.is_final and experiment.record.final_ledger is None:
+            raise ActionNotAllowed(f"cannot delete {experiment.id} yet: its services are still coming to rest")
+        self._leaving.add(experiment.id)
+        try:
+            await experiment.train.remove()
+            await experiment.evaluation.remove()
+            async with self._repository.transaction() as change:
+                after_action(experiment.state, Action.DELETE)
+                self._repository.stage_removal(change, experiment)
+                before = experiment.state.value
+                self._repository.stage_audit(change, experiment.id, Action.DELETE.value, before=before)
+                change.then(lambda: self._events.wake(experiment.id))
+        finally:
+            self._leaving.discard(experiment.id)
 
     async def conclude(self, experiment: Experiment, event: LifecycleEvent, **changes: Any) -> None:
-        """Apply a conclusion of the gateway."""
-        before = experiment.state
-        outcome = ExperimentState(experiment.record.outcome or ExperimentState.STOPPED)
-        state = after_event(before, event, outcome=outcome)
-        if state is not before:
-            await self._move(experiment, state, **changes)
+        """Record a conclusion of the gateway."""
+        async with self._repository.transaction() as change:
+            self.stage_conclusion(change, experiment, event, **changes)
+
+    def stage_conclusion(
+        self, change: Transaction, experiment: Experiment, event: LifecycleEvent, **changes: Any
+    ) -> None:
+        """Record a conclusion of the gateway; one that means nothing in the experiment's state changes nothing."""
+        record = change.staged(experiment, experiment.record)
+        state = after_event(record.state, event, outcome=ExperimentState(record.outcome or ExperimentState.STOPPED))
+        if state is not record.state:
+            self._stage_state(change, experiment, state, **changes)
 
     async def fail(self, experiment: Experiment, component: str, cause: str) -> None:
         """End an experiment that cannot go on, with the component and the cause."""
-        if after_event(experiment.state, LifecycleEvent.BROKEN) is experiment.state:
+        async with self._repository.transaction() as change:
+            self.stage_failure(change, experiment, component, cause)
+
+    def stage_failure(self, change: Transaction, experiment: Experiment, component: str, cause: str) -> None:
+        """End an experiment that cannot go on, with the component and the cause."""
+        state = change.staged(experiment, experiment.record).state
+        if after_event(state, LifecycleEvent.BROKEN) is state:
             return
         problem = Problem(component=component, cause=cause, at=rfc3339(self._clock.now())).model_dump()
-        await self.conclude(experiment, LifecycleEvent.BROKEN, problem=problem, outcome=ExperimentState.FAILED.value)
-        await self._repository.audit(experiment.id, "fail", component=component, cause=cause)
-        await self._publications.close(experiment.id, f"the experiment failed: {component}")
+        outcome = ExperimentState.FAILED.value
+        self.stage_conclusion(change, experiment, LifecycleEvent.BROKEN, problem=problem, outcome=outcome)
+        self._repository.stage_audit(change, experiment.id, "fail", component=component, cause=cause)
+        self._publications.stage_close(change, experiment.id, f"the experiment failed: {component}")
 
-    async def _move(self, experiment: Experiment, state: ExperimentState, **changes: Any) -> None:
-        # The record moves at once, so that nobody acts on the old state; the event is on its way to the store before
-        # anything that the new state sets in motion.
-        facts = {"before": experiment.state.value, "state": state.value}
+    def _stage_state(self, change: Transaction, experiment: Experiment, state: ExperimentState, **changes: Any) -> None:
+        before = change.staged(experiment, experiment.record).state
         problem = changes.get("problem") if state is ExperimentState.FAILED else None
-        appended = asyncio.create_task(
-            self._events.append(experiment.id, "experiment_state", **facts, problem=problem),
-            name="append a state's event",
-        )
-        try:
-            await self._repository.update(experiment, state=state, **changes)
-        finally:
-            await appended
-        self._events.wake(experiment.id)
+        facts = {"before": before.value, "state": state.value}
+        self._repository.stage(change, experiment, state=state, **changes)
+        self._events.stage(change, experiment.id, "experiment_state", **facts, problem=problem)
 
-    async def note(self, experiment: Experiment, kind: str, **facts: Any) -> None:
-        """Record an event of an experiment."""
-        await self._events.append(experiment.id, kind, **facts)
-
-    def view(self, experiment: Experiment) -> ExperimentView:
-        """Show an experiment."""
-        record = experiment.record
+    def view(self, experiment: Experiment, record: ExperimentRecord | None = None) -> ExperimentView:
+        """Show an experiment, as it is or as ``record`` will have it."""
+        record = record or experiment.record
         services = {kind.value: tuple(s.id for s in self._registry.of(record.id, kind)) for kind in ServiceKind}
         return ExperimentView(
             id=record.id,

@@ -20,7 +20,9 @@ from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
+from services.gateway.store.answers import stage_answer
 from services.gateway.store.base import Store
+from services.gateway.store.transaction import Transaction
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
 from shared.schemas.service import (
@@ -82,12 +84,15 @@ class Fleet:
 
     async def register(self, registration: Registration) -> Registered:
         """Add a service to the fleet."""
-        service = await self._registry.register(registration)
+        async with self._store.transaction() as change:
+            service = self._registry.stage_registration(change, registration)
+            for dead in self._registry.superseded_by(change.staged(service, service.record)):
+                self._stage_leave(change, dead.id, "another process was started in its place")
+            answer = Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
+            stage_answer(change, answer)
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
-        for dead in self._registry.superseded_by(service):
-            await self.leave(dead.id, reason="another process was started in its place")
         self._on_change()
-        return Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
+        return answer
 
     async def report(
         self, service_id: str, observed: ObservedState, wait_seconds: float, watch: WatchCaller
@@ -189,17 +194,26 @@ class Fleet:
             and observed.policy_version is None
         ):
             # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
-            await self._publications.gone(experiment.id, service, "its engine starts again")
+            async with self._store.transaction() as change:
+                self._publications.stage_gone(change, experiment.id, service, "its engine starts again")
         if service.kind is ServiceKind.ROLLOUT:
             await self._record_idleness(service, experiment)
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service.kind is ServiceKind.TRAINER:
+            await self._record_progress(service, experiment)
+
+    async def _record_progress(self, service: LiveService, experiment: Experiment) -> None:
+        observed, record = service.observed, experiment.record
+        ends = observed.state is WorkState.FINISHED and not record.is_trained
+        if not ends and observed.step in {None, record.step}:
+            return
+        async with self._store.transaction() as change:
             if observed.step is not None:
-                await self._repository.update(experiment, step=observed.step)
-            if observed.state is WorkState.FINISHED and not experiment.record.is_trained:
-                await self._repository.update(experiment, is_trained=True)
-                await self._events.append(experiment.id, "training_finished", step=observed.step)
-                self._on_change()
+                self._repository.stage(change, experiment, step=observed.step)
+            if ends and not experiment.record.is_trained:
+                self._repository.stage(change, experiment, is_trained=True)
+                self._events.stage(change, experiment.id, "training_finished", step=observed.step)
+                change.then(self._on_change)
 
     async def _record_idleness(self, service: LiveService, experiment: Experiment) -> None:
         observed, spec = service.observed, experiment.spec
@@ -216,8 +230,9 @@ class Fleet:
         assert failure is not None
         facts = {"service_id": service.id, "component": failure.component, "cause": failure.cause}
         if failure.fatal and experiment.is_active:
-            await self._events.append(experiment.id, "service_failed", **facts)
-            await self._commands.fail(experiment, failure.component, failure.cause)
+            async with self._store.transaction() as change:
+                self._events.stage(change, experiment.id, "service_failed", **facts)
+                self._commands.stage_failure(change, experiment, failure.component, failure.cause)
         elif not failure.fatal:
             await self._events.append(experiment.id, "service_recovers", **facts)
 
@@ -228,10 +243,11 @@ class Fleet:
             NotFound: it is not registered.
         """
         service = self._registry.get(service_id)
-        await self._registry.drain(service, notice_seconds)
-        if service.experiment_id is not None:
-            facts = {"service_id": service_id, "notice_seconds": notice_seconds}
-            await self._events.append(service.experiment_id, "service_draining", **facts)
+        async with self._store.transaction() as change:
+            self._registry.stage_drain(change, service, notice_seconds)
+            if service.experiment_id is not None:
+                facts = {"service_id": service_id, "notice_seconds": notice_seconds}
+                self._events.stage(change, service.experiment_id, "service_draining", **facts)
         self._on_change()
         return service
 
@@ -241,11 +257,15 @@ class Fleet:
         Raises:
             NotFound: it is not registered.
         """
-        service = await self._registry.remove(service_id)
-        log.info("service left", extra={"service_id": service_id, "reason": reason})
-        if service.experiment_id is not None:
-            await self._record_departure(service, service.experiment_id, reason)
+        async with self._store.transaction() as change:
+            self._stage_leave(change, service_id, reason)
         self._on_change()
+
+    def _stage_leave(self, change: Transaction, service_id: str, reason: str) -> None:
+        service = self._registry.stage_removal(change, service_id)
+        change.then(lambda: log.info("service left", extra={"service_id": service_id, "reason": reason}))
+        if service.experiment_id is not None:
+            self._stage_departure(change, service, service.experiment_id, reason)
 
     async def ask_to_leave(self, service: LiveService, reason: str, notice_seconds: float) -> None:
         """Let a service finish what it has in hand for its experiment, and take nothing new for it.
@@ -272,19 +292,23 @@ class Fleet:
 
     async def release(self, service: LiveService, reason: str) -> None:
         """Take a service's assignment away."""
-        experiment_id = service.experiment_id
-        if experiment_id is not None:
-            await self._registry.assign(service, None)
-            await self._record_departure(service, experiment_id, reason)
-            self._on_change()
+        if service.experiment_id is None:
+            return
+        async with self._store.transaction() as change:
+            # Asked again: it may have been released, or have left, while this waited for its turn.
+            if self._registry.find(service.id) is not service or service.experiment_id is None:
+                return
+            self._registry.stage_assignment(change, service, None)
+            self._stage_departure(change, service, service.experiment_id, reason)
+        self._on_change()
 
-    async def _record_departure(self, service: LiveService, experiment_id: str, reason: str) -> None:
-        await self._publications.gone(experiment_id, service, reason)
+    def _stage_departure(self, change: Transaction, service: LiveService, experiment_id: str, reason: str) -> None:
+        self._publications.stage_gone(change, experiment_id, service, reason)
         experiment = self._repository.find(experiment_id)
         if experiment is not None:
-            self.left.of(experiment).fire()
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}
-            await self._events.append(
+            self._events.stage(
+                change,
                 experiment_id,
                 "service_left",
                 service_id=service.id,
@@ -292,6 +316,7 @@ class Fleet:
                 reason=reason,
                 **facts,
             )
+            change.then(self.left.of(experiment).fire)
 
     def wake(self, experiment_id: str) -> None:
         """Let all services of an experiment look again."""

@@ -134,14 +134,17 @@ class Watchdog:
         if known is not None and known["component"] == SCHEDULER:
             return
         is_new = known is None or known["component"] != component
-        if await self._repository.set_problem(self._experiment, component, cause) and is_new:
-            await self._events.append(self._experiment.id, "stalled", component=component, cause=cause)
+        async with self._repository.transaction() as change:
+            if self._repository.stage_problem(change, self._experiment, component, cause) and is_new:
+                self._events.stage(change, self._experiment.id, "stalled", component=component, cause=cause)
 
     async def _clear(self) -> None:
         known = self._experiment.record.problem
         if known is not None and known["component"] != SCHEDULER:
-            await self._repository.update(self._experiment, problem=None)
-            await self._events.append(self._experiment.id, "progress_resumed", component=known["component"])
+            async with self._repository.transaction() as change:
+                self._repository.stage(change, self._experiment, problem=None)
+                facts = {"component": known["component"]}
+                self._events.stage(change, self._experiment.id, "progress_resumed", **facts)
 
     async def _oldest(self) -> dict[HopName, float]:
         try:

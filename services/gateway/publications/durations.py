@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from services.gateway.publications.negotiation import Negotiation
 from services.gateway.store.base import Store
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import PutMetrics
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
 from shared.schemas.publication import PublicationPhase
@@ -75,38 +77,54 @@ class Durations:
 
     async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
         """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
-        if experiment_id in self._committed and version is not None:
-            for committed in self._committed[experiment_id]:
-                if version >= committed.version:
-                    committed.missing.discard(service_id)
-            await self._settle(experiment_id)
-
-    async def gone(self, experiment_id: str, service_id: str) -> None:
-        """Record that a rollout is gone: nobody waits for it."""
-        if experiment_id in self._committed:
-            for committed in self._committed[experiment_id]:
+        if version is None or experiment_id not in self._committed:
+            return
+        settled = []
+        for committed in self._committed[experiment_id]:
+            if version >= committed.version:
                 committed.missing.discard(service_id)
-            await self._settle(experiment_id)
+            if not committed.missing:
+                committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
+                settled.append(self._values(experiment_id, committed))
+        self._forget_settled(experiment_id)
+        if settled:
+            async with self._store.transaction() as change:
+                change.write(*settled)
 
-    async def close(self, experiment_id: str) -> None:
+    def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
+        """Record that a rollout is gone: nobody waits for it."""
+        for committed in self._committed.get(experiment_id, []):
+            if committed.missing <= {service_id}:
+                committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
+                change.write(self._values(experiment_id, committed))
+
+        def follow() -> None:
+            for committed in self._committed.get(experiment_id, []):
+                committed.missing.discard(service_id)
+            self._forget_settled(experiment_id)
+
+        change.then(follow)
+
+    def stage_close(self, change: Transaction, experiment_id: str) -> None:
         """Store what is known, without the commits that have not ended: the experiment ends."""
-        self._open.pop(experiment_id, None)
-        for committed in self._committed.pop(experiment_id, []):
-            await self._store_values(experiment_id, committed)
+        for committed in self._committed.get(experiment_id, []):
+            change.write(self._values(experiment_id, committed))
 
-    async def _settle(self, experiment_id: str) -> None:
-        settled = [each for each in self._committed[experiment_id] if not each.missing]
-        remaining = [each for each in self._committed.pop(experiment_id) if each.missing]
+        def follow() -> None:
+            self._open.pop(experiment_id, None)
+            self._committed.pop(experiment_id, None)
+
+        change.then(follow)
+
+    def _forget_settled(self, experiment_id: str) -> None:
+        remaining = [each for each in self._committed.pop(experiment_id, []) if each.missing]
         if remaining:
             self._committed[experiment_id] = remaining
-        for committed in settled:
-            committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
-            await self._store_values(experiment_id, committed)
 
-    async def _store_values(self, experiment_id: str, committed: _Committed) -> None:
+    def _values(self, experiment_id: str, committed: _Committed) -> PutMetrics:
         at = rfc3339(self._clock.now())
         points = [
             MetricPoint(name=name, step=committed.step, version=committed.version, value=value, at=at)
             for name, value in committed.seconds.items()
         ]
-        await self._store.put_metrics(experiment_id, points)
+        return PutMetrics(experiment_id, points)

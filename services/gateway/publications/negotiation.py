@@ -243,3 +243,9 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
         stalls=stalls,
         reason=reason,
     )
+
+
+def breaks_epoch(event: NegotiationEvent, epoch: Epoch | None) -> bool:
+    """Whether an event ends the use of an epoch that no publication is open in."""
+    is_member = isinstance(event, MemberGone) and epoch is not None and event.service_id in epoch.service_ids
+    return epoch is not None and (isinstance(event, SenderGone) or is_member)

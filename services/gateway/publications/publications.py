@@ -1,11 +1,9 @@
 """The open publications: applies events, keeps deadlines, commits, stores.
 
-``negotiation.transition`` decides; this module gives it events one at a time per experiment, stores what it decided,
-and wakes those who wait.
+``negotiation.transition`` decides; this module gives it events one at a time, stores what it decided together with all
+that follows from it, and wakes those who wait.
 """
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,43 +17,48 @@ from services.gateway.publications.negotiation import (
     NegotiationEvent,
     SenderGone,
     announce,
+    breaks_epoch,
     transition,
 )
-from services.gateway.publications.transports import transport_for
+from services.gateway.publications.stored import negotiation_of, newest_of, record_of
+from services.gateway.publications.transports import can_receive, transport_for
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
+from services.gateway.store.answers import stage_answer
 from services.gateway.store.base import Store
 from services.gateway.store.records import PublicationRecord
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import PutPublication
 from shared.clock import Clock
 from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
 from shared.schemas.publication import (
     Manifest,
-    Member,
     Publication,
     PublicationOrder,
     PublicationPhase,
     PublicationRequest,
-    Rendezvous,
     Transport,
 )
-from shared.schemas.service import ServiceKind, WorkState
-
-log = logging.getLogger(__name__)
+from shared.schemas.service import ServiceKind
 
 SLOWEST_BYTES_PER_SECOND = 50_000_000
 SENDER_PHASES = 3
 """The sender may take this many phase deadlines to open an epoch: nobody else waits busily for it."""
 
-AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
 
-
-@dataclass
+@dataclass(eq=False)
 class _Open:
-    """A publication that is not over."""
+    """A publication that is not over.
+
+    Attributes:
+        announced_at: seconds since the epoch, to be shown.
+        began, deadline: seconds of the monotonic clock.
+    """
 
     negotiation: Negotiation
     announced_at: float
+    began: float
     deadline: float
     changed: Signal = field(default_factory=Signal)
 
@@ -87,31 +90,35 @@ class Publications:
         self._open: dict[str, _Open] = {}
         self._epochs: dict[str, Epoch] = {}
         self._last_numbers: dict[str, int] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
         self._checksums: dict[str, dict[int, str]] = {}
 
     async def load(self) -> None:
         """Load what an earlier process had open; its deadlines start again."""
         for experiment in self._repository:
             records = await self._store.publications(experiment.id)
-            await self._load_committed(experiment, records)
-            if not records or experiment.state.is_final:
-                continue
-            self._last_numbers[experiment.id] = max(record.epoch for record in records)
-            newest = max(records, key=lambda record: record.announced_at)
-            negotiation = _negotiation(newest)
-            if not negotiation.is_over:
-                self._open[experiment.id] = _Open(negotiation, newest.announced_at, self._deadline(negotiation))
-            elif negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.is_ready:
-                self._epochs[experiment.id] = negotiation.epoch
+            if records:
+                async with self._store.transaction() as change:
+                    self._load_records(change, experiment, records)
 
-    async def _load_committed(self, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
-        """Let the experiment know of a commit that a process wrote, and its services heard of, just before it died."""
-        committed = [record for record in records if record.phase == PublicationPhase.COMMITTED.value]
-        newest = max(committed, key=lambda record: record.version, default=None)
-        self._checksums[experiment.id] = {each.version: _negotiation(each).manifest.checksum for each in committed}
-        if newest is not None and newest.version > experiment.record.policy_version:
-            await self._repository.update(experiment, policy_version=newest.version, published_step=newest.step)
+    def _load_records(self, change: Transaction, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
+        self._last_numbers[experiment.id] = max(record.epoch for record in records)
+        checksums = self._checksums.setdefault(experiment.id, {})
+        newest = newest_of(records)
+        for record in records:
+            negotiation = negotiation_of(record)
+            if negotiation.phase is PublicationPhase.COMMITTED:
+                checksums[record.version] = negotiation.manifest.checksum
+            if not negotiation.is_over:
+                began = self._clock.monotonic() - max(0.0, self._clock.now() - record.announced_at)
+                entry = _Open(negotiation, record.announced_at, began, self._deadline(negotiation))
+                if record is newest and experiment.is_active:
+                    self._open[experiment.id] = entry
+                else:
+                    self._move_to(
+                        change, experiment, entry, transition(negotiation, SenderGone("the experiment ended"))
+                    )
+            elif record is newest and negotiation.phase is PublicationPhase.COMMITTED and negotiation.epoch.is_ready:
+                self._epochs[experiment.id] = negotiation.epoch
 
     def phase_seconds(self, manifest: Manifest) -> float:
         """How long each phase of a publication may take."""
@@ -135,36 +142,44 @@ class Publications:
             Unavailable: the gateway has just started and has not yet heard from every rollout.
         """
         experiment = self._repository.get(experiment_id)
-        async with self._lock(experiment_id):
-            self._check(experiment, request)
-            version = request.manifest.version
-            entry = self._open.get(experiment_id)
-            if entry is not None:
-                known = entry.negotiation
-                is_repeated = (
-                    _whole(known.manifest) == _whole(request.manifest) and known.epoch.sender == request.service_id
-                )
-                if is_repeated and known.epoch.rendezvous is None:
-                    return self._view(experiment_id, known)
-                await self._move_to(experiment, entry, transition(known, SenderGone("announced again")))
-            transports = self._transports(experiment, request.manifest)
-            last_number = self._last_numbers.get(experiment_id, 0)
-            epoch = epoch_for(self._epochs.get(experiment_id), last_number, request.service_id, transports)
-            manifest = self._applicable(request.manifest, epoch)
-            negotiation = announce(version, request.step, manifest, epoch)
-            entry = _Open(negotiation, self._clock.now(), self._deadline(negotiation))
-            self._open[experiment_id] = entry
-            self.durations.announced(experiment_id)
-            await self._events.append(
-                experiment_id,
-                "publication_announced",
-                version=version,
-                epoch=epoch.number,
-                members=sorted(transports),
-                transports=sorted({transport.value for transport in transports.values()}),
-            )
-            await self._move_to(experiment, entry, negotiation)
-            return self._view(experiment_id, entry.negotiation)
+        async with self._store.transaction() as change:
+            publication = self._stage_announcement(change, experiment, request)
+            stage_answer(change, publication)
+        return publication
+
+    def _stage_announcement(
+        self, change: Transaction, experiment: Experiment, request: PublicationRequest
+    ) -> Publication:
+        self._check(experiment, request)
+        before, reusable = self._open.get(experiment.id), self._epochs.get(experiment.id)
+        if before is not None:
+            known, reusable = before.negotiation, None
+            is_same = _whole(known.manifest) == _whole(request.manifest)
+            if is_same and known.epoch.sender == request.service_id and known.epoch.rendezvous is None:
+                return self._view(experiment.id, known)
+            self._move_to(change, experiment, before, transition(known, SenderGone("announced again")))
+        transports = self._transports(experiment, request.manifest)
+        epoch = epoch_for(reusable, self._last_numbers.get(experiment.id, 0), request.service_id, transports)
+        manifest = self._applicable(request.manifest, epoch)
+        negotiation = announce(manifest.version, request.step, manifest, epoch)
+        entry = _Open(negotiation, self._clock.now(), self._clock.monotonic(), self._deadline(negotiation))
+
+        def follow() -> None:
+            self._open[experiment.id] = entry
+            self.durations.announced(experiment.id)
+
+        change.then(follow)
+        self._events.stage(
+            change,
+            experiment.id,
+            "publication_announced",
+            version=manifest.version,
+            epoch=epoch.number,
+            members=sorted(transports),
+            transports=sorted({transport.value for transport in transports.values()}),
+        )
+        self._move_to(change, experiment, entry, negotiation)
+        return self._view(experiment.id, negotiation)
 
     def _transports(self, experiment: Experiment, manifest: Manifest) -> dict[str, Transport]:
         """Name the rollouts that the version can be sent to, and how each gets it."""
@@ -199,16 +214,21 @@ class Publications:
 
     async def apply(self, experiment_id: str, event: NegotiationEvent) -> None:
         """Apply an event; without an open publication it means nothing."""
-        if experiment_id not in self._open:
-            self._forget_epoch(experiment_id, event)
-            return
-        async with self._lock(experiment_id):
-            entry = self._open.get(experiment_id)
-            if entry is None:
-                return
-            after = transition(entry.negotiation, event)
-            if after != entry.negotiation:
-                await self._move_to(self._repository.get(experiment_id), entry, after)
+        if experiment_id in self._open or breaks_epoch(event, self._epochs.get(experiment_id)):
+            async with self._store.transaction() as change:
+                self.stage(change, experiment_id, event)
+
+    def stage(self, change: Transaction, experiment_id: str, event: NegotiationEvent) -> None:
+        """Apply an event; without an open publication it means nothing."""
+        entry = self._open.get(experiment_id)
+        if entry is not None:
+            negotiation = change.staged(entry, entry.negotiation)
+            after = transition(negotiation, event)
+            if after != negotiation:
+                self._move_to(change, self._repository.get(experiment_id), entry, after)
+            stage_answer(change, self._view(experiment_id, after))
+        elif breaks_epoch(event, self._epochs.get(experiment_id)):
+            change.then(lambda: self._epochs.pop(experiment_id, None))
 
     async def apply_to_version(self, experiment_id: str, version: int, event: NegotiationEvent) -> Publication:
         """Apply an event of one version, and show the publication after it."""
@@ -238,7 +258,7 @@ class Publications:
                 record = await self._store.publication(experiment_id, version)
                 if record is None:
                     raise NotFound(f"version {version} of {experiment_id} was never announced", version=version)
-                return self._view(experiment_id, _negotiation(record))
+                return self._view(experiment_id, negotiation_of(record))
             changed = entry.changed.next
             view = self._view(experiment_id, entry.negotiation)
             remaining = end - self._clock.monotonic()
@@ -250,7 +270,7 @@ class Publications:
     async def all(self, experiment_id: str) -> list[Publication]:
         """List an experiment's publications by version."""
         records = await self._store.publications(experiment_id)
-        return [self._view(experiment_id, _negotiation(record)) for record in records]
+        return [self._view(experiment_id, negotiation_of(record)) for record in records]
 
     def order_for(self, service_id: str, experiment_id: str) -> PublicationOrder | None:
         """What a service has to do for the open publication of its experiment; None unless it is a member."""
@@ -283,82 +303,83 @@ class Publications:
         for experiment_id in [key for key, entry in self._open.items() if entry.deadline <= now]:
             await self.apply(experiment_id, Late())
 
-    async def gone(self, experiment_id: str, service: LiveService, reason: str) -> None:
+    def stage_gone(self, change: Transaction, experiment_id: str, service: LiveService, reason: str) -> None:
         """Record that a service does not work for the experiment any more."""
         if service.kind is ServiceKind.TRAINER:
-            await self.apply(experiment_id, SenderGone(f"trainer {service.id}: {reason}"))
+            self.stage(change, experiment_id, SenderGone(f"trainer {service.id}: {reason}"))
         elif service.kind is ServiceKind.ROLLOUT:
-            await self.apply(experiment_id, MemberGone(service.id))
-            await self.durations.gone(experiment_id, service.id)
+            self.stage(change, experiment_id, MemberGone(service.id))
+            self.durations.stage_gone(change, experiment_id, service.id)
 
-    async def close(self, experiment_id: str, reason: str) -> None:
+    def stage_close(self, change: Transaction, experiment_id: str, reason: str) -> None:
         """Abort what is open and forget the epoch: the experiment ends."""
-        await self.apply(experiment_id, SenderGone(reason))
-        self._epochs.pop(experiment_id, None)
-        self._checksums.pop(experiment_id, None)
-        await self.durations.close(experiment_id)
 
-    def _forget_epoch(self, experiment_id: str, event: NegotiationEvent) -> None:
-        epoch = self._epochs.get(experiment_id)
-        is_broken = isinstance(event, SenderGone) or (
-            isinstance(event, MemberGone) and epoch is not None and event.service_id in epoch.service_ids
-        )
-        if is_broken:
+        def follow() -> None:
             self._epochs.pop(experiment_id, None)
+            self._checksums.pop(experiment_id, None)
 
-    async def _move_to(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
+        self.stage(change, experiment_id, SenderGone(reason))
+        change.then(follow)
+        self.durations.stage_close(change, experiment_id)
+
+    def _move_to(self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
+        """Stage what a publication has come to; memory follows once it is stored."""
+        before = change.staged(entry, entry.negotiation)
+        change.stage(entry, after)
+        change.write(PutPublication(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
+        facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
+        if after.phase is PublicationPhase.COMMITTED:
+            self._stage_commit(change, experiment, entry, after)
+        elif after.phase is PublicationPhase.ABORTED:
+            self._events.stage(change, experiment.id, "publication_aborted", **facts)
+        elif after.epoch.number != before.epoch.number:
+            self._events.stage(change, experiment.id, "publication_epoch_closed", **facts)
+        change.then(lambda: self._follow(experiment, entry, after))
+
+    def _stage_commit(self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
+        self._repository.stage(change, experiment, policy_version=after.version, published_step=after.step)
+        delta = after.manifest.delta
+        self._events.stage(
+            change,
+            experiment.id,
+            "publication_committed",
+            version=after.version,
+            epoch=after.epoch.number,
+            reason=after.reason,
+            members=list(after.epoch.service_ids),
+            image_bytes=after.manifest.image_bytes,
+            patch_bytes=delta.patch_bytes if delta else None,
+            seconds=round(self._clock.monotonic() - entry.began, 3),
+            step=after.step,
+        )
+
+    def _follow(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
         before, entry.negotiation = entry.negotiation, after
         self.durations.moved(experiment.id, before, after)
         if (after.phase, after.epoch) != (before.phase, before.epoch):
             entry.deadline = self._deadline(after)
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)
+        is_committed = after.phase is PublicationPhase.COMMITTED
+        if is_committed:
+            self._checksums.setdefault(experiment.id, {})[after.version] = after.manifest.checksum
         if after.is_over:
-            del self._open[experiment.id]
-            is_healthy = after.phase is PublicationPhase.COMMITTED and after.epoch.is_ready
-            if is_healthy:
+            self._open.pop(experiment.id, None)
+            if is_committed and after.epoch.is_ready:
                 self._epochs[experiment.id] = after.epoch
             else:
                 self._epochs.pop(experiment.id, None)
         elif after.epoch.number != before.epoch.number:
             self._epochs.pop(experiment.id, None)
-        await self._remember(experiment, entry, before)
         entry.changed.fire()
         for service_id in before.members | after.members:
             service = self._registry.find(service_id)
             if service is not None:
                 service.changed.fire()
 
-    async def _remember(self, experiment: Experiment, entry: _Open, before: Negotiation) -> None:
-        after = entry.negotiation
-        await self._store.put_publication(_record(experiment.id, after, entry.announced_at, self._clock.now()))
-        facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
-        if after.phase is PublicationPhase.COMMITTED:
-            self._checksums.setdefault(experiment.id, {})[after.version] = after.manifest.checksum
-            await self._repository.update(experiment, policy_version=after.version, published_step=after.step)
-            seconds = round(self._clock.now() - entry.announced_at, 3)
-            delta = after.manifest.delta
-            await self._events.append(
-                experiment.id,
-                "publication_committed",
-                **facts,
-                members=list(after.epoch.service_ids),
-                image_bytes=after.manifest.image_bytes,
-                patch_bytes=delta.patch_bytes if delta else None,
-                seconds=seconds,
-                step=after.step,
-            )
-        elif after.phase is PublicationPhase.ABORTED:
-            await self._events.append(experiment.id, "publication_aborted", **facts)
-        elif after.epoch.number != before.epoch.number:
-            await self._events.append(experiment.id, "publication_epoch_closed", **facts)
-
     def _deadline(self, negotiation: Negotiation) -> float:
         waits_for_sender = not negotiation.epoch.is_ready
         phases = SENDER_PHASES if waits_for_sender else 1
         return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
-
-    def _lock(self, experiment_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(experiment_id, asyncio.Lock())
 
     def _view(self, experiment_id: str, negotiation: Negotiation) -> Publication:
         return Publication(
@@ -376,43 +397,3 @@ class Publications:
 
 def _whole(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"delta": None})
-
-
-def can_receive(service: LiveService) -> bool:
-    """Whether a service is a rollout whose engine runs."""
-    observed = service.observed
-    has_engine = observed.policy_version is not None and observed.policy_version >= 0
-    is_at_work = observed.experiment_id == service.experiment_id and observed.state in AT_WORK
-    return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and not service.is_draining
-
-
-def _record(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:
-    rendezvous = negotiation.epoch.rendezvous
-    return PublicationRecord(
-        experiment_id=experiment_id,
-        version=negotiation.version,
-        step=negotiation.step,
-        epoch=negotiation.epoch.number,
-        phase=negotiation.phase.value,
-        service_id=negotiation.epoch.sender,
-        manifest=negotiation.manifest.model_dump(mode="json"),
-        members=[member.model_dump(mode="json") for member in negotiation.epoch.members],
-        rendezvous=rendezvous.model_dump() if rendezvous else None,
-        reason=negotiation.reason,
-        announced_at=announced_at,
-        ended_at=now if negotiation.is_over else None,
-    )
-
-
-def _negotiation(record: PublicationRecord) -> Negotiation:
-    """Rebuild the state that a record describes; members report again how far they are."""
-    members = tuple(Member.model_validate(member) for member in record.members)
-    rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
-    return Negotiation(
-        version=record.version,
-        step=record.step,
-        manifest=Manifest.model_validate(record.manifest),
-        epoch=Epoch(record.epoch, record.service_id, members, rendezvous),
-        phase=PublicationPhase(record.phase),
-        reason=record.reason,
-    )

@@ -1,10 +1,11 @@
 """The experiments and their records: memory answers, the store remembers.
 
-A record is replaced in memory and handed to the store in one go, so the store sees changes in their order and a
-restarted gateway finds the newest.
+A record is replaced in memory once the store has it, together with all that changes with it: see ``Transaction``.
+Methods named ``stage`` take part in a transaction; what they return is true once that is stored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from services.gateway.digest import digest
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, ExperimentRecord
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExperiment
 from shared.clock import Clock, rfc3339
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
@@ -84,6 +87,10 @@ class ExperimentRepository:
         for record in await self._store.experiments():
             self._experiments[record.id] = Experiment(record, validate_spec(record.spec), self._open_plane)
 
+    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+        """Put a change of records, and of what goes with them, together."""
+        return self._store.transaction()
+
     def __iter__(self) -> Iterator[Experiment]:
         return iter(list(self._experiments.values()))
 
@@ -103,46 +110,81 @@ class ExperimentRepository:
 
     async def add(self, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
         """Add a new experiment."""
+        async with self._store.transaction() as change:
+            return self.stage_new(change, record, spec)
+
+    def stage_new(self, change: Transaction, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
+        """Add a new experiment."""
         experiment = Experiment(record, spec, self._open_plane)
-        self._experiments[record.id] = experiment
-        await self._store.put_experiment(record)
+        change.write(PutExperiment(record))
+        change.then(lambda: self._experiments.update({record.id: experiment}))
         return experiment
 
     async def update(self, experiment: Experiment, **changes: Any) -> None:
         """Replace fields of its record; nothing is written if all of them have these values already."""
-        if all(getattr(experiment.record, name) == value for name, value in changes.items()):
-            return
-        experiment.record = replace(experiment.record, updated_at=self._clock.now(), **changes)
-        experiment.changed.fire()
-        self.on_change(experiment.id)
-        await self._store.put_experiment(experiment.record)
+        if _differs(experiment.record, changes):
+            async with self._store.transaction() as change:
+                self.stage(change, experiment, **changes)
 
-    async def put_spec(self, experiment: Experiment, spec: ExperimentSpec) -> None:
+    def stage(self, change: Transaction, experiment: Experiment, **changes: Any) -> ExperimentRecord:
+        """Replace fields of its record; nothing is written if all of them have these values already."""
+        record = change.staged(experiment, experiment.record)
+        if not _differs(record, changes):
+            return record
+        record = replace(record, updated_at=self._clock.now(), **changes)
+
+        def follow() -> None:
+            experiment.record = record
+            experiment.changed.fire()
+            self.on_change(experiment.id)
+
+        change.stage(experiment, record)
+        change.write(PutExperiment(record))
+        change.then(follow)
+        return record
+
+    def stage_spec(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec) -> ExperimentRecord:
         """Replace the spec by one that its services need not notice: the revision stays."""
-        experiment.spec = spec
         document = spec.model_dump(mode="json")
-        experiment.spec_digest = digest(document)
-        await self.update(experiment, spec=document)
+
+        def follow() -> None:
+            experiment.spec, experiment.spec_digest = spec, digest(document)
+
+        change.then(follow)
+        return self.stage(change, experiment, spec=document)
+
+    def stage_step(self, change: Transaction, experiment: Experiment, step: int) -> None:
+        """Record how many steps are done, if these are more than were known."""
+        known = change.staged(experiment, experiment.record).step
+        self.stage(change, experiment, step=max(step, known))
 
     async def set_problem(self, experiment: Experiment, component: str, cause: str) -> bool:
         """Record what is wrong; True if it was not known."""
-        known = experiment.record.problem
+        async with self._store.transaction() as change:
+            return self.stage_problem(change, experiment, component, cause)
+
+    def stage_problem(self, change: Transaction, experiment: Experiment, component: str, cause: str) -> bool:
+        """Record what is wrong; True if it was not known."""
+        known = change.staged(experiment, experiment.record).problem
         if known is not None and (known["component"], known["cause"]) == (component, cause):
             return False
         problem = Problem(component=component, cause=cause, at=rfc3339(self._clock.now()))
-        await self.update(experiment, problem=problem.model_dump())
+        self.stage(change, experiment, problem=problem.model_dump())
         return True
 
-    async def remove(self, experiment: Experiment) -> None:
+    def stage_removal(self, change: Transaction, experiment: Experiment) -> None:
         """Forget an experiment."""
-        self._experiments.pop(experiment.id, None)
-        await self._store.delete_experiment(experiment.id)
+        change.write(DeleteExperiment(experiment.id))
+        change.then(lambda: self._experiments.pop(experiment.id, None))
 
     async def durable_step(self, experiment: Experiment) -> int:
         """Find the step of its last checkpoint; 0 without one."""
         return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
 
-    async def audit(self, experiment_id: str, action: str, **detail: Any) -> None:
+    def stage_audit(self, change: Transaction, experiment_id: str, action: str, **detail: Any) -> None:
         """Record a mutation."""
-        resource = f"experiments/{experiment_id}"
-        await self._store.append_audit(AuditRecord(self._clock.now(), action, resource, detail))
+        change.write(AppendAudit(AuditRecord(self._clock.now(), action, f"experiments/{experiment_id}", detail)))
+
+
+def _differs(record: ExperimentRecord, changes: Mapping[str, Any]) -> bool:
+    return any(getattr(record, name) != value for name, value in changes.items())

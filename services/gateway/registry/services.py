@@ -15,6 +15,8 @@ from services.gateway.registry.desired import ServiceFacts
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import ServiceRecord
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import DeleteService, PutService
 from shared.clock import Clock, rfc3339
 from shared.errors import NotFound
 from shared.schemas.service import (
@@ -161,28 +163,33 @@ class Registry:
         """Find the trainer service of an experiment."""
         return next(iter(self._trainers.get(experiment_id, {}).values()), None)
 
-    def superseded_by(self, service: LiveService) -> list[LiveService]:
+    def superseded_by(self, record: ServiceRecord) -> list[LiveService]:
         """List those whose address another process has now: they are dead, whatever is left of their leases."""
-        if _is_unspecified(service.record.address):
+        if _is_unspecified(record.address):
             return []
-        at = (service.kind, service.record.host, service.record.address)
-        return [s for s in self if s is not service and (s.kind, s.record.host, s.record.address) == at]
+        at = (record.kind, record.host, record.address)
+        return [s for s in self if s.id != record.id and (s.record.kind, s.record.host, s.record.address) == at]
 
-    async def register(self, registration: Registration) -> LiveService:
+    def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
         """Add a service; the same process gets the same id again."""
         known = next((s for s in self if s.record.incarnation == registration.incarnation), None)
         fields = registration.model_dump(mode="json")
         if known is not None:
-            known.record = replace(known.record, **fields)
-            known.capabilities = registration.capabilities
-            self.renew(known)
-            await self._store.put_service(known.record)
-            return known
-        service_id = f"{registration.kind}-{secrets.token_hex(4)}"
-        record = ServiceRecord(id=service_id, registered_at=self._clock.now(), **fields)
-        service = LiveService(record, self._clock.monotonic() + self.lease_seconds)
-        self._services[service_id] = service
-        await self._store.put_service(record)
+            record = replace(known.record, **fields)
+        else:
+            service_id = f"{registration.kind}-{secrets.token_hex(4)}"
+            record = ServiceRecord(id=service_id, registered_at=self._clock.now(), **fields)
+        service = known or LiveService(record, self._clock.monotonic() + self.lease_seconds)
+
+        def follow() -> None:
+            service.record = record
+            service.capabilities = registration.capabilities
+            self.renew(service)
+            self._services[service.id] = service
+
+        change.stage(service, record)
+        change.write(PutService(record))
+        change.then(follow)
         return service
 
     def renew(self, service: LiveService, wait_seconds: float = 0.0) -> None:
@@ -219,27 +226,42 @@ class Registry:
         now = self._clock.monotonic()
         return [service for service in self if service.lease_ends <= now]
 
-    async def remove(self, service_id: str) -> LiveService:
+    def stage_removal(self, change: Transaction, service_id: str) -> LiveService:
         """Forget a service.
 
         Raises:
             NotFound: there is no such service.
         """
         service = self.get(service_id)
-        del self._services[service_id]
-        self._unindex(service)
-        service.changed.fire()
-        await self._store.delete_service(service_id)
+
+        def follow() -> None:
+            del self._services[service_id]
+            self._unindex(service)
+            service.changed.fire()
+
+        change.write(DeleteService(service_id))
+        change.then(follow)
         return service
 
     async def assign(self, service: LiveService, experiment_id: str | None) -> None:
         """Assign it to an experiment, or to none."""
-        self._unindex(service)
-        service.leaving = None
-        service.record = replace(service.record, experiment_id=experiment_id)
-        self._index(service)
-        service.changed.fire()
-        await self._store.put_service(service.record)
+        async with self._store.transaction() as change:
+            self.stage_assignment(change, service, experiment_id)
+
+    def stage_assignment(self, change: Transaction, service: LiveService, experiment_id: str | None) -> None:
+        """Assign it to an experiment, or to none."""
+        record = replace(change.staged(service, service.record), experiment_id=experiment_id)
+
+        def follow() -> None:
+            self._unindex(service)
+            service.leaving = None
+            service.record = record
+            self._index(service)
+            service.changed.fire()
+
+        change.stage(service, record)
+        change.write(PutService(record))
+        change.then(follow)
 
     def _index(self, service: LiveService) -> None:
         for index in self._indices_of(service):
@@ -256,12 +278,18 @@ class Registry:
     def _indices_of(self, service: LiveService) -> list[dict[str, dict[str, LiveService]]]:
         return [self._assigned, self._trainers] if service.kind is ServiceKind.TRAINER else [self._assigned]
 
-    async def drain(self, service: LiveService, notice_seconds: float) -> None:
+    def stage_drain(self, change: Transaction, service: LiveService, notice_seconds: float) -> None:
         """Let it finish what it has in hand and take nothing new, ever."""
-        service.drained = self.notice(DRAINED, notice_seconds)
-        service.record = replace(service.record, is_draining=True, notice_ends_at=service.drained.until)
-        service.changed.fire()
-        await self._store.put_service(service.record)
+        notice = self.notice(DRAINED, notice_seconds)
+        record = replace(change.staged(service, service.record), is_draining=True, notice_ends_at=notice.until)
+
+        def follow() -> None:
+            service.drained = notice
+            service.record = record
+            service.changed.fire()
+
+        change.write(PutService(record))
+        change.then(follow)
 
     def notice(self, reason: str, seconds: float) -> Notice:
         """Make a notice that begins now."""

@@ -3,6 +3,8 @@
 from fastapi import APIRouter
 
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
+from services.gateway.store.answers import stage_answer
+from services.gateway.store.writes import PutCheckpoint
 from shared.schemas.experiment import CheckpointView, Page
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
@@ -16,13 +18,13 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
         NotFound: there is no such experiment (404).
     """
     experiment = gateway.repository.get(experiment_id)
-    await gateway.store.put_checkpoint(experiment_id, checkpoint)
-    if checkpoint.step > experiment.record.step:
+    async with gateway.store.transaction() as change:
+        change.write(PutCheckpoint(experiment_id, checkpoint))
         # A trainer that is stopped at once may not say itself how far it came.
-        await gateway.repository.update(experiment, step=checkpoint.step)
-    await gateway.events.append(
-        experiment_id, "checkpoint", step=checkpoint.step, version=checkpoint.version, path=checkpoint.path
-    )
+        gateway.repository.stage_step(change, experiment, checkpoint.step)
+        facts = checkpoint.model_dump(include={"step", "version", "path"})
+        gateway.events.stage(change, experiment_id, "checkpoint", **facts)
+        stage_answer(change, checkpoint)
     return checkpoint
 
 

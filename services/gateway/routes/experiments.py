@@ -34,10 +34,7 @@ async def create(
         InvalidSpec: one entry per offending field (422).
         DataError, ModelError: what the spec points to is not there (422).
     """
-    experiment = await gateway.commands.create(await _text_of(request))
-    if start:
-        await gateway.commands.act(experiment.id, Action.START)
-    return gateway.commands.view(experiment)
+    return gateway.commands.view(await gateway.commands.create(await _text_of(request), start=start))
 
 
 @router.get("")

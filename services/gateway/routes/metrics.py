@@ -6,6 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from services.gateway.routes.dependencies import LARGEST_PAGE, Cursor, Gateway, number_of
+from services.gateway.store.answers import stage_answer
+from services.gateway.store.writes import PutMetrics
 from shared.clock import rfc3339
 from shared.errors import InvalidRequest
 from shared.schemas.experiment import MetricBatch, MetricPoint, Page
@@ -40,9 +42,12 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         MetricPoint(name=name, step=batch.step, version=batch.version, value=value, at=at)
         for name, value in batch.values.items()
     ]
-    await gateway.store.put_metrics(experiment_id, points)
+    answer = Stored(stored=len(points))
+    async with gateway.store.transaction() as change:
+        change.write(PutMetrics(experiment_id, points))
+        stage_answer(change, answer)
     gateway.measurements.of(experiment).add_step(gateway.clock.monotonic(), batch.step, batch.values)
-    return Stored(stored=len(points))
+    return answer
 
 
 @router.get("/metrics")

@@ -72,8 +72,9 @@ class Teardown:
             await self._fleet.release(service, "the experiment has ended")
         await self._finish_tracking()
         ledgers = {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
-        await self._repository.update(self._experiment, final_ledger=ledgers, evaluating_version=None)
-        await self._commands.conclude(self._experiment, LifecycleEvent.QUIET, problem=None)
+        async with self._repository.transaction() as change:
+            self._repository.stage(change, self._experiment, final_ledger=ledgers, evaluating_version=None)
+            self._commands.stage_conclusion(change, self._experiment, LifecycleEvent.QUIET, problem=None)
 
     async def _wait_for_quiet(self) -> None:
         end = self._clock.monotonic() + self._idle_timeout_seconds

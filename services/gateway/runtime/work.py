@@ -52,9 +52,7 @@ class ExperimentWork:
             self._tracking.run(experiment),
         ]
         if held_out is not None:
-            lanes.append(
-                Evaluator(experiment, held_out, parts.repository, parts.store, parts.events, parts.clock).run()
-            )
+            lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:

@@ -6,7 +6,7 @@ until it says that it is done or its notice is over. Only then is it released, a
 
 import logging
 
-from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.events.log import EventLog
 from services.gateway.membership.fleet import Fleet
 from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.records.repository import Experiment, ExperimentRepository
@@ -35,7 +35,7 @@ class Scheduler:
         registry: Registry,
         repository: ExperimentRepository,
         fleet: Fleet,
-        commands: ExperimentCommands,
+        events: EventLog,
         clock: Clock,
         *,
         unfair_seconds: float,
@@ -44,7 +44,7 @@ class Scheduler:
         self._registry = registry
         self._repository = repository
         self._fleet = fleet
-        self._commands = commands
+        self._events = events
         self._clock = clock
         self._unfair_seconds = unfair_seconds
         self._notice_seconds = notice_seconds
@@ -118,20 +118,25 @@ class Scheduler:
                 await self._fleet.ask_to_leave(service, why.value, self._notice_seconds)
 
     async def _assign(self, service: LiveService, experiment: Experiment) -> None:
-        if service.kind is ServiceKind.TRAINER:
-            await self._repository.update(experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
-        await self._registry.assign(service, experiment.id)
-        await self._commands.note(
-            experiment, "service_assigned", service_id=service.id, service_kind=service.kind.value
-        )
+        async with self._repository.transaction() as change:
+            if self._registry.find(service.id) is not service or not experiment.is_active:
+                return  # it left, or the experiment was stopped, while this waited for its turn
+            if service.kind is ServiceKind.TRAINER:
+                self._repository.stage(change, experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
+            self._registry.stage_assignment(change, service, experiment.id)
+            facts = {"service_id": service.id, "service_kind": service.kind.value}
+            self._events.stage(change, experiment.id, "service_assigned", **facts)
 
     async def _report_waiting(self, experiment: Experiment, cause: str | None) -> None:
-        problem = experiment.record.problem
-        if cause is not None:
-            if await self._repository.set_problem(experiment, SCHEDULER, cause):
-                await self._commands.note(experiment, "waiting", component=SCHEDULER, cause=cause)
-        elif problem is not None and problem["component"] == SCHEDULER:
-            await self._repository.update(experiment, problem=None)
+        known = experiment.record.problem
+        is_ours = known is not None and known["component"] == SCHEDULER
+        if (cause is None and not is_ours) or (is_ours and known is not None and known["cause"] == cause):
+            return
+        async with self._repository.transaction() as change:
+            if cause is None:
+                self._repository.stage(change, experiment, problem=None)
+            elif self._repository.stage_problem(change, experiment, SCHEDULER, cause):
+                self._events.stage(change, experiment.id, "waiting", component=SCHEDULER, cause=cause)
 
     def _share(
         self, demand: Demand, placement: Placement, demands: list[Demand], candidates: list[Candidate]

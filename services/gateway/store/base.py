@@ -1,12 +1,15 @@
 """The gateway's memory, as a protocol: SQL in a fleet, a dictionary in tests.
 
-Every call is durable when it returns. Nothing here is called per token, per trajectory or per heartbeat.
+Every change is durable when its call returns. Nothing here is called per token, per trajectory or per heartbeat.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.transaction import Transaction
+from services.gateway.store.writes import Write
 from shared.schemas.experiment import CheckpointView, Event, MetricPoint
 
 MetricRow = tuple[int, MetricPoint]
@@ -14,7 +17,10 @@ MetricRow = tuple[int, MetricPoint]
 
 
 class Store(Protocol):
-    """Rows by resource. Lists come in the order of writing."""
+    """Rows by resource. Lists come in the order of writing.
+
+    What changes several rows, or memory with them, is one ``transaction``.
+    """
 
     async def ping(self) -> None:
         """Prove that it answers.
@@ -26,26 +32,17 @@ class Store(Protocol):
     async def close(self) -> None:
         """Close connections and threads."""
 
-    async def put_experiment(self, record: ExperimentRecord) -> None:
-        """Insert or replace by id."""
+    async def apply(self, writes: Sequence[Write]) -> list[Event]:
+        """Store all of them or none; see ``TransactionalStore``."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+        """Put a change together; see ``TransactionalStore``."""
 
     async def experiments(self) -> list[ExperimentRecord]:
         """List all, oldest first."""
 
-    async def delete_experiment(self, experiment_id: str) -> None:
-        """Delete it with its publications, metrics, events and checkpoints; the audit trail stays."""
-
-    async def put_service(self, record: ServiceRecord) -> None:
-        """Insert or replace by id."""
-
     async def services(self) -> list[ServiceRecord]:
         """List all, oldest first."""
-
-    async def delete_service(self, service_id: str) -> None:
-        """Delete one; deleting it again does nothing."""
-
-    async def put_publication(self, record: PublicationRecord) -> None:
-        """Insert or replace by experiment and version."""
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""
@@ -65,14 +62,8 @@ class Store(Protocol):
     async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``."""
 
-    async def append_audit(self, record: AuditRecord) -> None:
-        """Store an audit record."""
-
     async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
         """List the newest audit records of a resource, newest first."""
-
-    async def put_checkpoint(self, experiment_id: str, checkpoint: CheckpointView) -> None:
-        """Insert or replace by experiment and step."""
 
     async def checkpoints(self, experiment_id: str) -> list[CheckpointView]:
         """List by step."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, Table
@@ -22,14 +22,27 @@ from services.gateway.store.lock import FileLock, lock_every_session
 from services.gateway.store.memory import event_of
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.transaction import TransactionalStore, in_time
+from services.gateway.store.writes import (
+    AppendAudit,
+    AppendEvent,
+    DeleteAnswers,
+    DeleteExperiment,
+    DeleteService,
+    PutAnswer,
+    PutCheckpoint,
+    PutExperiment,
+    PutMetrics,
+    PutPublication,
+    PutService,
+    Write,
+)
 from shared.errors import FlotillaError, Unavailable
 from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0
 CONNECT_SECONDS = 10
-ANSWER_SECONDS = 60.0
-"""Longest time for a statement, what waits before it included. Far above the five seconds that SQLite may be locked."""
 UPGRADE_SECONDS = 900.0
 log = logging.getLogger(__name__)
 
@@ -56,16 +69,11 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-def _tell_of_late(doing: "asyncio.Future[Any]") -> None:
-    error = None if doing.cancelled() else doing.exception()
-    if error is not None:
-        log.error("a late statement failed", extra={"error": repr(error)})
-
-
-class SqlStore:
+class SqlStore(TransactionalStore):
     """Keeps every row in a database; see ``Store``. Open it with ``SqlStore.open``."""
 
     def __init__(self, engine: Engine, thread: ThreadPoolExecutor) -> None:
+        super().__init__()
         self._engine = engine
         self._thread = thread
         path = engine.url.database if engine.dialect.name == "sqlite" else None
@@ -86,7 +94,11 @@ class SqlStore:
             raise Unavailable(f"FLOTILLA_DATABASE_URL is no database url: {error}") from None
         store = cls(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql"))
         try:
-            await store._in_thread(store._prepare, deadline_seconds=UPGRADE_SECONDS)
+            async with asyncio.timeout(UPGRADE_SECONDS):
+                await store._in_thread(store._prepare)
+        except TimeoutError:
+            await store.close()
+            raise Unavailable(f"the database did not answer within {UPGRADE_SECONDS:g} s") from None
         except BaseException:
             await store.close()
             raise
@@ -99,31 +111,21 @@ class SqlStore:
             lock_every_session(self._engine)
         upgrade(self._engine)
 
-    async def _in_thread(self, work: Callable[[], T], *, deadline_seconds: float | None = None) -> T:
-        """Run it after what was asked before.
-
-        Work that is late stays in the queue and is done in its turn, so that changes are stored in their order.
-        """
-        limit = ANSWER_SECONDS if deadline_seconds is None else deadline_seconds
-        doing = asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run it after what was asked before; what is cancelled is done in its turn all the same."""
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.shield(doing)
-        except TimeoutError:
-            doing.add_done_callback(_tell_of_late)
-            raise Unavailable(f"the database did not answer within {limit:g} s") from None
-        except asyncio.CancelledError:
-            doing.add_done_callback(_tell_of_late)
-            raise
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
             raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
         except SQLAlchemyError as error:
             raise FlotillaError(f"the database refused a statement: {error}") from error
 
-    async def _write(self, work: Callable[[Connection], T]) -> T:
-        def transaction() -> T:
+    async def apply(self, writes: Sequence[Write]) -> list[Event]:
+        """Store all of them or none; return the events among them."""
+
+        def transaction() -> list[Event]:
             with self._engine.begin() as connection:
-                return work(connection)
+                return [event for write in writes if (event := _do(connection, write)) is not None]
 
         return await self._in_thread(transaction)
 
@@ -132,7 +134,7 @@ class SqlStore:
             with self._engine.connect() as connection:
                 return [dict(row) for row in connection.execute(query).mappings()]
 
-        return await self._in_thread(read)
+        return await in_time(asyncio.ensure_future(self._in_thread(read)))
 
     async def ping(self) -> None:
         """Prove that the database answers."""
@@ -149,44 +151,17 @@ class SqlStore:
         await asyncio.get_running_loop().run_in_executor(self._thread, give_up)
         self._thread.shutdown(wait=False)
 
-    async def put_experiment(self, record: ExperimentRecord) -> None:
-        """Insert or replace by id."""
-        await self._write(lambda connection: _put(connection, tables.experiments, row_of(record)))
-
     async def experiments(self) -> list[ExperimentRecord]:
         """List all, oldest first."""
         table = tables.experiments
         rows = await self._rows(sa.select(table).order_by(table.c.created_at, table.c.id))
         return [ExperimentRecord(**{**row, "state": ExperimentState(row["state"])}) for row in rows]
 
-    async def delete_experiment(self, experiment_id: str) -> None:
-        """Delete it with all that hangs on it; the audit trail stays."""
-
-        def delete(connection: Connection) -> None:
-            for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints):
-                connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
-            connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
-
-        await self._write(delete)
-
-    async def put_service(self, record: ServiceRecord) -> None:
-        """Insert or replace by id."""
-        await self._write(lambda connection: _put(connection, tables.services, row_of(record)))
-
     async def services(self) -> list[ServiceRecord]:
         """List all, oldest first."""
         table = tables.services
         rows = await self._rows(sa.select(table).order_by(table.c.registered_at, table.c.id))
         return [ServiceRecord(**row) for row in rows]
-
-    async def delete_service(self, service_id: str) -> None:
-        """Delete one; deleting it again does nothing."""
-        table = tables.services
-        await self._write(lambda connection: connection.execute(sa.delete(table).where(table.c.id == service_id)))
-
-    async def put_publication(self, record: PublicationRecord) -> None:
-        """Insert or replace by experiment and version."""
-        await self._write(lambda connection: _put(connection, tables.publications, row_of(record)))
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""
@@ -201,22 +176,6 @@ class SqlStore:
         query = sa.select(table).where(table.c.experiment_id == experiment_id).order_by(table.c.version)
         return [PublicationRecord(**row) for row in await self._rows(query)]
 
-    async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
-        """Store points; one with the same name and step replaces the earlier one and moves to the end."""
-        # The last of two equal keys in one batch wins, as it would in two batches.
-        newest = {(point.name, point.step): point for point in points}
-        table = tables.metrics
-
-        def put(connection: Connection) -> None:
-            for name, step in newest:
-                same = (table.c.experiment_id == experiment_id, table.c.name == name, table.c.step == step)
-                connection.execute(sa.delete(table).where(*same))
-            rows = [{"experiment_id": experiment_id, **point.model_dump()} for point in newest.values()]
-            connection.execute(sa.insert(table), rows)
-
-        if newest:
-            await self._write(put)
-
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
         table = tables.metrics
@@ -228,17 +187,6 @@ class SqlStore:
             (row["sequence"], MetricPoint(**{name: row[name] for name in MetricPoint.model_fields})) for row in rows
         ]
 
-    async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
-        """Store an event under the next id."""
-        row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": dict(data)}
-
-        def insert(connection: Connection) -> int:
-            key = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
-            assert key is not None
-            return int(key[0])
-
-        return event_of(await self._write(insert), kind, at, data)
-
     async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``."""
         table = tables.events
@@ -246,20 +194,11 @@ class SqlStore:
         rows = await self._rows(query.order_by(table.c.id).limit(limit))
         return [event_of(row["id"], row["type"], row["at"], row["data"]) for row in rows]
 
-    async def append_audit(self, record: AuditRecord) -> None:
-        """Store an audit record."""
-        await self._write(lambda connection: connection.execute(sa.insert(tables.audit).values(row_of(record))))
-
     async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
         """List the newest audit records of a resource, newest first."""
         table = tables.audit
         query = sa.select(table).where(table.c.resource == resource).order_by(table.c.id.desc()).limit(limit)
         return [AuditRecord(**{k: v for k, v in row.items() if k != "id"}) for row in await self._rows(query)]
-
-    async def put_checkpoint(self, experiment_id: str, checkpoint: CheckpointView) -> None:
-        """Insert or replace by experiment and step."""
-        row = {"experiment_id": experiment_id, **checkpoint.model_dump()}
-        await self._write(lambda connection: _put(connection, tables.checkpoints, row))
 
     async def checkpoints(self, experiment_id: str) -> list[CheckpointView]:
         """List by step."""
@@ -268,19 +207,57 @@ class SqlStore:
         rows = await self._rows(query)
         return [CheckpointView(**{name: row[name] for name in CheckpointView.model_fields}) for row in rows]
 
-    async def put_answer(self, answer: StoredAnswer) -> None:
-        """Keep the answer to an idempotency key."""
-        await self._write(lambda connection: _put(connection, tables.idempotency, row_of(answer)))
-
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
         rows = await self._rows(sa.select(tables.idempotency).where(tables.idempotency.c.key == key))
         return StoredAnswer(**rows[0]) if rows else None
 
-    async def delete_answers(self, before: float) -> None:
-        """Forget answers older than ``before``."""
-        table = tables.idempotency
-        await self._write(lambda connection: connection.execute(sa.delete(table).where(table.c.at < before)))
+
+def _do(connection: Connection, write: Write) -> Event | None:
+    """Do one write of a transaction; return its event, if it is one."""
+    match write:
+        case PutExperiment(record):
+            _put(connection, tables.experiments, row_of(record))
+        case DeleteExperiment(experiment_id):
+            for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints):
+                connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
+            connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
+        case PutService(service):
+            _put(connection, tables.services, row_of(service))
+        case DeleteService(service_id):
+            connection.execute(sa.delete(tables.services).where(tables.services.c.id == service_id))
+        case PutPublication(publication):
+            _put(connection, tables.publications, row_of(publication))
+        case PutMetrics(experiment_id, points):
+            _put_metrics(connection, experiment_id, points)
+        case AppendEvent(experiment_id, kind, at, data):
+            row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": dict(data)}
+            key = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
+            assert key is not None
+            return event_of(int(key[0]), kind, at, data)
+        case AppendAudit(audit):
+            connection.execute(sa.insert(tables.audit).values(row_of(audit)))
+        case PutCheckpoint(experiment_id, checkpoint):
+            _put(connection, tables.checkpoints, {"experiment_id": experiment_id, **checkpoint.model_dump()})
+        case PutAnswer(answer):
+            _put(connection, tables.idempotency, row_of(answer))
+        case DeleteAnswers(before):
+            connection.execute(sa.delete(tables.idempotency).where(tables.idempotency.c.at < before))
+        case _:
+            assert_never(write)
+    return None
+
+
+def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+    # The last of two equal keys in one batch wins, as it would in two batches.
+    newest = {(point.name, point.step): point for point in points}
+    table = tables.metrics
+    for name, step in newest:
+        same = (table.c.experiment_id == experiment_id, table.c.name == name, table.c.step == step)
+        connection.execute(sa.delete(table).where(*same))
+    rows = [{"experiment_id": experiment_id, **point.model_dump()} for point in newest.values()]
+    if rows:
+        connection.execute(sa.insert(table), rows)
 
 
 def row_of(record: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import sqlalchemy as sa
@@ -15,6 +16,19 @@ from services.gateway.store.base import Store
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from services.gateway.store.sql import SqlStore, open_engine
+from services.gateway.store.writes import (
+    AppendAudit,
+    AppendEvent,
+    DeleteExperiment,
+    DeleteService,
+    PutAnswer,
+    PutCheckpoint,
+    PutExperiment,
+    PutMetrics,
+    PutPublication,
+    PutService,
+    Write,
+)
 from shared.errors import Unavailable
 from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
 from tests.contract.gateway.conftest import new_database
@@ -44,9 +58,9 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
     young = a_record("b", created_at=2.0)
     old = a_record("c", created_at=1.0, problem={"component": "x", "cause": "y", "at": "z"}, final_ledger={"n": [1]})
     for record in (young, old):
-        await store.put_experiment(record)
+        await store.apply([PutExperiment(record)])
 
-    await store.put_experiment(replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0))
+    await store.apply([PutExperiment(replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0))])
 
     changed = replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0)
     found = await store.experiments()
@@ -55,21 +69,21 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
 
 
 async def test_services_come_back_until_they_are_deleted(store: Store) -> None:
-    await store.put_service(SERVICE)
-    await store.put_service(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))
+    await store.apply([PutService(SERVICE)])
+    await store.apply([PutService(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))])
     assert await store.services() == [replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1)]
 
-    await store.delete_service("s1")
-    await store.delete_service("s1")
+    await store.apply([DeleteService("s1")])
+    await store.apply([DeleteService("s1")])
     assert await store.services() == []
 
 
 async def test_publications_are_kept_by_version(store: Store) -> None:
     second = replace(PUBLICATION, version=2, rendezvous={"host": "h", "port": 1, "epoch": 3, "world_size": 2})
     for record in (second, PUBLICATION, replace(PUBLICATION, experiment_id="b")):
-        await store.put_publication(record)
+        await store.apply([PutPublication(record)])
     committed = replace(PUBLICATION, phase="committed", ended_at=2.0, reason="why")
-    await store.put_publication(committed)
+    await store.apply([PutPublication(committed)])
 
     assert await store.publications("a") == [committed, second]
     assert await store.publication("a", 2) == second
@@ -112,18 +126,18 @@ async def test_event_ids_grow_and_events_are_replayed_from_any_of_them(store: St
 
 async def test_ids_do_not_return_after_a_deletion(store: Store) -> None:
     before = await store.append_event("a", "kind", 0.0, {})
-    await store.delete_experiment("a")
+    await store.apply([DeleteExperiment("a")])
 
     assert (await store.append_event("a", "kind", 0.0, {})).id > before.id
 
 
 async def test_the_audit_trail_is_newest_first_and_survives_its_resource(store: Store) -> None:
-    await store.put_experiment(a_record("a"))
+    await store.apply([PutExperiment(a_record("a"))])
     for n, action in enumerate(["create", "start", "delete"]):
-        await store.append_audit(AuditRecord(float(n), action, "experiments/a", {"n": n}))
-    await store.append_audit(AuditRecord(9.0, "create", "experiments/b"))
+        await store.apply([AppendAudit(AuditRecord(float(n), action, "experiments/a", {"n": n}))])
+    await store.apply([AppendAudit(AuditRecord(9.0, "create", "experiments/b"))])
 
-    await store.delete_experiment("a")
+    await store.apply([DeleteExperiment("a")])
 
     assert [record.action for record in await store.audit("experiments/a", limit=2)] == ["delete", "start"]
 
@@ -131,22 +145,22 @@ async def test_the_audit_trail_is_newest_first_and_survives_its_resource(store: 
 async def test_checkpoints_are_kept_by_step(store: Store) -> None:
     later, earlier = (CheckpointView(step=step, version=step, path=f"/c/{step}", at="now") for step in (20, 10))
     for checkpoint in (later, earlier):
-        await store.put_checkpoint("a", checkpoint)
+        await store.apply([PutCheckpoint("a", checkpoint)])
     moved = earlier.model_copy(update={"path": "/elsewhere"})
-    await store.put_checkpoint("a", moved)
+    await store.apply([PutCheckpoint("a", moved)])
 
     assert await store.checkpoints("a") == [moved, later]
 
 
 async def test_a_deleted_experiment_takes_everything_of_its_own_with_it(store: Store) -> None:
     for experiment_id in ("a", "b"):
-        await store.put_experiment(a_record(experiment_id))
-        await store.put_publication(replace(PUBLICATION, experiment_id=experiment_id))
+        await store.apply([PutExperiment(a_record(experiment_id))])
+        await store.apply([PutPublication(replace(PUBLICATION, experiment_id=experiment_id))])
         await store.put_metrics(experiment_id, [a_point("loss", 1, 1.0)])
         await store.append_event(experiment_id, "kind", 0.0, {})
-        await store.put_checkpoint(experiment_id, CheckpointView(step=1, version=1, path="/c", at="now"))
+        await store.apply([PutCheckpoint(experiment_id, CheckpointView(step=1, version=1, path="/c", at="now"))])
 
-    await store.delete_experiment("a")
+    await store.apply([DeleteExperiment("a")])
 
     left = [
         await store.publications("a"),
@@ -169,6 +183,101 @@ async def test_answers_to_idempotency_keys_are_kept_until_they_are_old(store: St
     assert await store.answer("/v1/x key") == answer
     await store.delete_answers(5.1)
     assert await store.answer("/v1/x key") is None
+
+
+NO_WRITE = cast(Write, object())
+"""What no store can write."""
+
+
+async def test_writes_that_belong_together_are_stored_all_or_not_at_all(store: Store) -> None:
+    await store.apply([PutExperiment(a_record("a")), AppendEvent("a", "first", 0.0, {})])
+    writes: list[Write] = [
+        PutExperiment(a_record("a", step=7)),
+        PutExperiment(a_record("b")),
+        PutService(SERVICE),
+        PutPublication(PUBLICATION),
+        PutMetrics("a", [a_point("loss", 1, 0.5)]),
+        AppendAudit(AuditRecord(0.0, "create", "experiments/a")),
+        PutCheckpoint("a", CheckpointView(step=1, version=1, path="/c", at="now")),
+        PutAnswer(StoredAnswer("k", "d", 200, "application/json", "{}", 1.0)),
+        AppendEvent("a", "second", 0.0, {}),
+        DeleteExperiment("a"),
+    ]
+
+    for number in range(len(writes) + 1):
+        with pytest.raises(AssertionError):
+            await store.apply([*writes[:number], NO_WRITE, *writes[number:]])
+
+        assert await store.experiments() == [a_record("a")]
+        assert [event.type for event in await store.events("a", after=0, limit=9)] == ["first"]
+        assert await store.services() == [] and await store.publications("a") == []
+        assert await store.metrics("a", names=[], after=0, limit=9) == [] and await store.checkpoints("a") == []
+        assert await store.audit("experiments/a", limit=9) == [] and await store.answer("k") is None
+
+    events = await store.apply(writes)
+    assert [event.type for event in events] == ["second"]
+    assert [record.id for record in await store.experiments()] == ["b"]
+
+
+async def test_memory_follows_what_is_stored_and_nothing_else(store: Store) -> None:
+    memory: list[str] = []
+    async with store.transaction() as change:
+        change.write(PutExperiment(a_record("a")))
+        change.then(lambda: memory.append("a"))
+        assert memory == []
+    assert memory == ["a"]
+
+    with pytest.raises(AssertionError):
+        async with store.transaction() as change:
+            change.write(PutExperiment(a_record("b")), NO_WRITE)
+            change.then(lambda: memory.append("b"))
+    with pytest.raises(ZeroDivisionError):
+        async with store.transaction() as change:
+            change.write(PutExperiment(a_record("c")))
+            change.then(lambda: memory.append("c"))
+            raise ZeroDivisionError
+
+    assert memory == ["a"]
+    assert [record.id for record in await store.experiments()] == ["a"]
+
+
+async def test_changes_take_turns_and_one_that_is_staged_is_seen_by_the_next(store: Store) -> None:
+    memory = 0
+
+    async def count() -> None:
+        nonlocal memory
+        async with store.transaction() as change:
+            change.stage("n", change.staged("n", memory) + 1)
+            found = change.staged("n", memory) + 1
+
+            def follow() -> None:
+                nonlocal memory
+                memory = found
+
+            change.write(PutExperiment(a_record("a", step=found)))
+            change.then(follow)
+
+    await asyncio.gather(*(count() for _ in range(5)))
+
+    assert memory == 10
+    assert [record.step for record in await store.experiments()] == [10]
+
+
+async def test_a_change_whose_caller_is_cancelled_is_stored_and_memory_follows(store: Store) -> None:
+    memory: list[str] = []
+
+    async def change_it() -> None:
+        async with store.transaction() as change:
+            change.write(PutExperiment(a_record("a")))
+            change.then(lambda: memory.append("a"))
+            asyncio.get_running_loop().call_soon(caller.cancel)
+
+    caller = asyncio.create_task(change_it())
+    await asyncio.gather(caller, return_exceptions=True)
+
+    async with store.transaction():
+        assert memory == ["a"]
+    assert [record.id for record in await store.experiments()] == ["a"]
 
 
 async def test_it_answers(store: Store) -> None:
@@ -208,7 +317,7 @@ async def test_a_service_of_an_earlier_gateways_database_is_read(database_url: s
 
 async def test_a_database_is_opened_again_with_all_that_it_held(database_url: str) -> None:
     first = await SqlStore.open(database_url)
-    await first.put_experiment(a_record("a"))
+    await first.apply([PutExperiment(a_record("a"))])
     await first.close()
 
     second = await SqlStore.open(database_url)
@@ -226,7 +335,7 @@ async def test_a_database_that_a_gateway_works_on_is_refused_to_another_until_th
 
     with pytest.raises(Unavailable, match="another gateway works on this database") as refused:
         await SqlStore.open(database_url)
-    await first.put_experiment(a_record("a"))
+    await first.apply([PutExperiment(a_record("a"))])
     await first.close()
 
     second = await SqlStore.open(database_url)
@@ -250,11 +359,11 @@ async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
     second = await opened_soon(url)
 
     with pytest.raises(Unavailable, match="another gateway works on this database"):
-        await first.put_experiment(a_record("a"))
+        await first.apply([PutExperiment(a_record("a"))])
 
     assert await second.experiments() == []
     await second.close()
-    await first.put_experiment(a_record("b"))
+    await first.apply([PutExperiment(a_record("b"))])
     assert [record.id for record in await first.experiments()] == ["b"]
     await first.close()
 

@@ -26,7 +26,7 @@ async def an_evaluator(**config: Any) -> tuple[GatewayState, Experiment, Evaluat
     spec = a_spec(evaluation={"path": "/nowhere/heldout.jsonl"} | config, optimisation=optimisation)
     experiment = await add_experiment(gateway, spec=spec.model_dump(mode="json"))
     dataset = Dataset(ROWS, experiment.spec.data, 0)
-    evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.store, gateway.events, gateway.clock)
+    evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.events, gateway.clock)
     return gateway, experiment, evaluator
 
 
@@ -138,7 +138,7 @@ async def test_one_that_a_restart_interrupted_is_abandoned_and_done_again() -> N
     assert experiment.record.evaluating_version == 0, "what a killed gateway leaves in its database"
 
     dataset = Dataset(ROWS, experiment.spec.data, 0)
-    again = Evaluator(experiment, dataset, gateway.repository, gateway.store, gateway.events, gateway.clock)
+    again = Evaluator(experiment, dataset, gateway.repository, gateway.events, gateway.clock)
     async with running(again.run()):
         while "evaluation_abandoned" not in await kinds(gateway, experiment):
             await asyncio.sleep(0.001)
@@ -176,7 +176,7 @@ async def test_each_held_out_set_has_series_of_its_own() -> None:
     spec = a_spec(evaluation={"sets": sets}, optimisation={"steps": 10, "groups_per_mini_batch": 2})
     experiment = await add_experiment(gateway, spec=spec.model_dump(mode="json"))
     dataset = Dataset(ROWS, experiment.spec.data, 0, parts=(Part(0, 2, "easy"), Part(2, 1, "hard")))
-    evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.store, gateway.events, gateway.clock)
+    evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.events, gateway.clock)
 
     evaluating = asyncio.create_task(evaluator.evaluate(0))
     await answer(experiment, [1.0], num_failed=1)

@@ -8,8 +8,10 @@ from tests.unit.gateway.builders import turns
 
 
 async def test_a_follower_gets_what_it_missed_and_what_comes_and_then_ends() -> None:
-    events = EventLog(MemoryStore(), ManualClock())
-    first = await events.append("a", "one")
+    store = MemoryStore()
+    events = EventLog(store, ManualClock())
+    await events.append("a", "one")
+    (first,) = await store.events("a", after=0, limit=9)
     await events.append("b", "other")
     await events.append("a", "two")
     is_over = False
@@ -40,7 +42,9 @@ async def test_a_follower_gets_a_heartbeat_when_nothing_happens() -> None:
 
 
 async def test_facts_that_are_none_are_left_out_and_frames_bear_the_id() -> None:
-    event = await EventLog(MemoryStore(), ManualClock(0.0)).append("a", "checkpoint", step=3, reason=None)
+    store = MemoryStore()
+    await EventLog(store, ManualClock(0.0)).append("a", "checkpoint", step=3, reason=None)
+    (event,) = await store.events("a", after=0, limit=9)
 
     assert event.data == {"step": 3}
     frame = frame_of(event)

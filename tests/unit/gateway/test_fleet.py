@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.publications.publications import can_receive
+from services.gateway.publications.transports import can_receive
 from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
+from services.gateway.store.writes import PutService
 from shared.clock import ManualClock
 from shared.errors import NotFound
 from shared.schemas.experiment import ExperimentState
@@ -372,7 +373,7 @@ async def test_a_record_that_drains_without_an_end_gets_the_usual_notice() -> No
     before = a_gateway(store)
     experiment = await add_experiment(before)
     rollout, observed = await a_working_rollout(before, experiment.id)
-    await store.put_service(replace(before.registry.get(rollout).record, is_draining=True))
+    await store.apply([PutService(replace(before.registry.get(rollout).record, is_draining=True))])
 
     after = a_gateway(store)
     await after.repository.load()

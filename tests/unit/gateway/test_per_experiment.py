@@ -24,7 +24,11 @@ async def test_it_goes_when_the_experiment_is_deleted() -> None:
     gateway.measurements.of(gateway.repository.get("one")).lags.add_step(1, {"lag/tokens/0": 3.0})
     assert len(gateway.measurements) == 1
 
-    await gateway.repository.remove(gateway.repository.get("one"))
+    async def delete() -> None:
+        async with gateway.store.transaction() as change:
+            gateway.repository.stage_removal(change, gateway.repository.get("one"))
+
+    await delete()
     gc.collect()
 
     assert len(gateway.measurements) == 0

@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
+from services.gateway.lifecycle.states import Action
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from services.gateway.records.repository import Experiment
+from services.gateway.registry.services import LiveService
 from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
+from shared.schemas.experiment import Event, ExperimentState
 from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
 from shared.schemas.service import Capabilities, DesiredState, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
@@ -81,6 +84,14 @@ class Stage:
 
     async def desired_of(self, service_id: str) -> DesiredState:
         return self.gateway.fleet.desired(self.gateway.registry.get(service_id))
+
+    async def close(self, reason: str) -> None:
+        async with self.gateway.store.transaction() as change:
+            self.gateway.publications.stage_close(change, self.experiment.id, reason)
+
+    async def gone(self, service: LiveService) -> None:
+        async with self.gateway.store.transaction() as change:
+            self.gateway.publications.stage_gone(change, self.experiment.id, service, "its lease ended")
 
     async def phase(self, version: int = 1) -> PublicationPhase:
         return (await self.gateway.publications.get(self.experiment.id, version)).phase
@@ -297,30 +308,89 @@ async def test_a_restarted_gateway_goes_on_with_an_open_publication() -> None:
     assert (await stage.announce(2)).epoch == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dies_at", ["put_experiment", "append_event"])
-async def test_a_gateway_that_dies_while_it_commits_comes_back_with_the_commit(
-    monkeypatch: pytest.MonkeyPatch, dies_at: str
+async def test_a_commit_that_cannot_be_stored_is_made_when_the_database_answers_again(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer may have heard of it already."""
-    store = MemoryStore()
-    stage = await Stage.of(1, store)
+    stage = await Stage.of(1)
     await stage.announce()
     await stage.open(1)
     await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
 
-    async def die(*_: object, **__: object) -> None:
-        raise ConnectionAbortedError
+    async def fails(_writes: object) -> list[Event]:
+        raise Unavailable("the disk is full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store, dies_at, die)
-        with pytest.raises(ConnectionAbortedError):
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.gateway.store, "apply", fails)
+        with pytest.raises(Unavailable, match="disk is full"):
             await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
+    transferring = PublicationPhase.TRANSFERRING
+    publications = stage.gateway.publications
+    watching = asyncio.create_task(publications.get(stage.experiment.id, 1, wait_seconds=60.0, phase=transferring))
+    await turns()
+
+    assert not watching.done(), "the trainer that watches has to wait, or it would ask again without a pause"
+    assert stage.experiment.record.policy_version == 0
+    await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
+    assert (await watching).phase is PublicationPhase.COMMITTED
+    assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
+
+
+class SkewedClock(ManualClock):
+    """A wall clock that is set back, beside a monotonic one that is not."""
+
+    skew = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.skew
+
+
+async def test_the_newest_publication_is_found_whatever_the_clock_says() -> None:
+    store, clock = MemoryStore(), SkewedClock()
+    stage = await Stage.of(1, store, clock)
+    await stage.publish(1, epoch=1)
+    clock.advance(60.0)
+    clock.skew = -3600.0
+
+    await stage.announce(2)
     await stage.restart(store)
 
-    assert await stage.phase() is PublicationPhase.COMMITTED
-    assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
-    with pytest.raises(StalePolicyVersion):
-        await stage.announce()
+    assert stage.gateway.publications.open_phase(stage.experiment.id) is PublicationPhase.PREPARING
+    clock.skew = -7200.0
+    for state in (ReceiveState.JOINED, ReceiveState.RECEIVED):
+        await stage.report(stage.rollouts[0], state, 1, 2)
+    events = await store.events(stage.experiment.id, after=0, limit=99)
+    assert all(event.data["seconds"] >= 0 for event in events if event.type == "publication_committed")
+    await stage.restart(store)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1, 3)
+    assert (await stage.announce(3)).epoch == 1, "the epoch of the newest one is used again"  # type: ignore[attr-defined]
+
+
+async def test_a_publication_of_an_experiment_that_ends_is_aborted_at_start_up() -> None:
+    store = MemoryStore()
+    stage = await Stage.of(1, store)
+    await stage.announce()
+    await stage.gateway.repository.update(stage.experiment, state=ExperimentState.STOPPING)
+    await stage.restart(store)
+
+    await stage.open(1)
+    for state in (ReceiveState.JOINED, ReceiveState.RECEIVED):
+        await stage.report(stage.rollouts[0], state, 1)
+
+    assert await stage.phase() is PublicationPhase.ABORTED
+    assert stage.experiment.record.policy_version == 0
+
+
+async def test_stopping_and_aborting_are_one_change() -> None:
+    stage = await Stage.of(1)
+    await stage.announce()
+    await stage.open(1)
+    await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+
+    stopping = stage.gateway.commands.act(stage.experiment.id, Action.STOP)
+    await asyncio.gather(stopping, stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1))
+
+    assert await stage.phase() is PublicationPhase.ABORTED
+    assert stage.experiment.record.policy_version == 0
 
 
 async def test_a_restarted_gateway_waits_for_word_of_every_rollout_before_it_names_members() -> None:
@@ -336,7 +406,7 @@ async def test_stopping_aborts_what_is_open() -> None:
     stage = await Stage.of(1)
     await stage.announce()
 
-    await stage.gateway.publications.close(stage.experiment.id, "the experiment stops")
+    await stage.close("the experiment stops")
 
     assert await stage.phase() is PublicationPhase.ABORTED
 
@@ -383,7 +453,7 @@ async def test_nobody_waits_for_a_member_that_died_to_serve_the_version() -> Non
     clock.advance(4.0)
 
     service = stage.gateway.registry.get(stage.rollouts[1])
-    await stage.gateway.publications.gone(stage.experiment.id, service, "its lease ended")
+    await stage.gone(service)
 
     assert (await durations(stage))["commit_seconds", 1] == 4.0
 
@@ -392,7 +462,7 @@ async def test_the_last_version_of_an_experiment_is_timed_as_far_as_it_came() ->
     stage = await Stage.of(1, clock=ManualClock())
     await stage.publish(1, 1)
 
-    await stage.gateway.publications.close(stage.experiment.id, "training is over")
+    await stage.close("training is over")
 
     assert set(await durations(stage)) == {("prepare_seconds", 1), ("transfer_seconds", 1)}
 
@@ -401,7 +471,7 @@ async def test_an_aborted_publication_is_not_timed() -> None:
     stage = await Stage.of(1, clock=ManualClock())
     await stage.announce()
 
-    await stage.gateway.publications.close(stage.experiment.id, "stopped")
+    await stage.close("stopped")
 
     assert await durations(stage) == {}
 

@@ -1,0 +1,156 @@
+"""What changes together: rows that are stored all or not at all, and the memory that follows them.
+
+The gateway answers from memory, and memory is what the store holds. So a change is first staged, then stored in one
+transaction, and only then taken over by memory, in one turn of the event loop; one that could not be stored has never
+been. Transactions take turns: what one reads from memory is still true when it is stored.
+"""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from services.gateway.store.records import StoredAnswer
+from services.gateway.store.writes import AppendEvent, DeleteAnswers, PutAnswer, PutMetrics, Write
+from shared.errors import Unavailable
+from shared.schemas.experiment import Event, MetricPoint
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ANSWER_SECONDS = 60.0
+"""Longest time for a statement, what waits before it included. Far above the five seconds that SQLite may be locked."""
+
+
+class Transaction:
+    """A change that is being put together. Nothing is awaited meanwhile: other changes wait for it."""
+
+    def __init__(self) -> None:
+        self.writes: list[Write] = []
+        self._staged: dict[object, Any] = {}
+        self._effects: list[Callable[[], object]] = []
+
+    def write(self, *writes: Write) -> None:
+        """Store these after what was written before."""
+        self.writes += writes
+
+    def stage(self, key: object, value: object) -> None:
+        """Remember what ``key`` will be once this is stored, for whoever changes it again in the same transaction."""
+        self._staged[key] = value
+
+    def staged(self, key: object, otherwise: T) -> T:
+        """Return what ``key`` will be once this is stored; ``otherwise`` what it is now, if nobody changes it."""
+        found: T = self._staged.get(key, otherwise)
+        return found
+
+    def then(self, effect: Callable[[], object]) -> None:
+        """Let memory follow: called once all is stored, in the order of the calls, with nothing in between."""
+        self._effects.append(effect)
+
+    def take_effect(self) -> None:
+        """Let memory follow."""
+        for effect in self._effects:
+            effect()
+
+
+class TransactionalStore(ABC):
+    """What the twins of the store have in common: how changes take turns."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
+
+    @abstractmethod
+    async def apply(self, writes: Sequence[Write]) -> list[Event]:
+        """Store all of them or none; return the events among them, with their ids.
+
+        Waits until it is known which of the two it was, however long that takes: whoever calls bounds their wait.
+
+        Raises:
+            Unavailable: the database does not answer; nothing was stored.
+        """
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """Put a change together in the block; it is stored, and memory follows, when the block ends.
+
+        An error in the block drops it. Once the block has ended, nothing stops it: the caller's cancellation or
+        deadline ends only the caller's wait, and whoever comes next waits for the outcome.
+
+        Raises:
+            Unavailable: the database does not answer: nothing has changed, or, where it was late, nobody knows yet.
+        """
+        assert self._holder is None or self._holder is not asyncio.current_task(), "a transaction within a transaction"
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise late() from None
+        change = Transaction()
+        try:
+            self._holder = asyncio.current_task()
+            yield change
+        except BaseException:
+            self._turn.release()
+            raise
+        finally:
+            self._holder = None
+        await in_time(asyncio.ensure_future(self._settle(change)))
+
+    async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+        """Store points; one with the same name and step replaces the earlier one and moves to the end."""
+        if points:
+            await self._apply_one(PutMetrics(experiment_id, points))
+
+    async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
+        """Store an event under the next id."""
+        (event,) = await self._apply_one(AppendEvent(experiment_id, kind, at, data))
+        return event
+
+    async def put_answer(self, answer: StoredAnswer) -> None:
+        """Keep the answer to an idempotency key."""
+        await self._apply_one(PutAnswer(answer))
+
+    async def delete_answers(self, before: float) -> None:
+        """Forget answers older than ``before``, seconds since the epoch."""
+        await self._apply_one(DeleteAnswers(before))
+
+    async def _apply_one(self, write: Write) -> list[Event]:
+        return await in_time(asyncio.ensure_future(self.apply([write])))
+
+    async def _settle(self, change: Transaction) -> None:
+        try:
+            if change.writes:
+                await self.apply(change.writes)
+            change.take_effect()
+        finally:
+            self._turn.release()
+
+
+async def in_time(storing: "asyncio.Future[T]") -> T:
+    """Wait for a statement within its deadline. A late one goes on, and is done in its turn.
+
+    Raises:
+        Unavailable: it was late.
+    """
+    try:
+        await asyncio.wait({storing}, timeout=ANSWER_SECONDS)
+    finally:
+        if not storing.done():
+            storing.add_done_callback(_log_failure)
+    if not storing.done():
+        raise late()
+    return storing.result()
+
+
+def late() -> Unavailable:
+    """Make the error of a database that does not answer in time."""
+    return Unavailable(f"the database did not answer within {ANSWER_SECONDS:g} s")
+
+
+def _log_failure(storing: "asyncio.Future[Any]") -> None:
+    error = None if storing.cancelled() else storing.exception()
+    if error is not None:
+        log.error("a late statement failed", extra={"error": repr(error)})

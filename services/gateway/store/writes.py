@@ -1,0 +1,105 @@
+"""What can be written, one type for each kind: a transaction is a list of these."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from shared.schemas.experiment import CheckpointView, MetricPoint
+
+
+@dataclass(frozen=True, slots=True)
+class PutExperiment:
+    """Insert or replace by id."""
+
+    record: ExperimentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteExperiment:
+    """Delete it with its publications, metrics, events and checkpoints; the audit trail stays."""
+
+    experiment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutService:
+    """Insert or replace by id."""
+
+    record: ServiceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteService:
+    """Delete one; deleting it again does nothing."""
+
+    service_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutPublication:
+    """Insert or replace by experiment and version."""
+
+    record: PublicationRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PutMetrics:
+    """Store points; one with the same name and step replaces the earlier one and moves to the end."""
+
+    experiment_id: str
+    points: Sequence[MetricPoint]
+
+
+@dataclass(frozen=True, slots=True)
+class AppendEvent:
+    """Store an event under the next id; ``at`` is in seconds since the epoch."""
+
+    experiment_id: str
+    kind: str
+    at: float
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AppendAudit:
+    """Store an audit record."""
+
+    record: AuditRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PutCheckpoint:
+    """Insert or replace by experiment and step."""
+
+    experiment_id: str
+    checkpoint: CheckpointView
+
+
+@dataclass(frozen=True, slots=True)
+class PutAnswer:
+    """Keep the answer to an idempotency key."""
+
+    answer: StoredAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAnswers:
+    """Forget answers older than ``before``, in seconds since the epoch."""
+
+    before: float
+
+
+Write = (
+    PutExperiment
+    | DeleteExperiment
+    | PutService
+    | DeleteService
+    | PutPublication
+    | PutMetrics
+    | AppendEvent
+    | AppendAudit
+    | PutCheckpoint
+    | PutAnswer
+    | DeleteAnswers
+)

@@ -208,7 +208,7 @@ def _verdict(
         return _without_effect(row.verdict, row.reason, asks=asks)
     if row.name not in source.read and not row.is_tree:
         why = f"has no effect beside the other parameters here ({row.reason})"
-        return _without_effect(row.unread, why, asks=not any(same(each.value, known) for known in row.harmless))
+        return _without_effect(row.unread, why, asks=not any(_is(each.value, known) for known in row.harmless))
     found = {target: look_up(resolved, target) for target in row.targets}
     return row.verdict, row.reason, {target: value for target, value in found.items() if value is not UNSET}
 
@@ -222,7 +222,14 @@ def _without_effect(verdict: Verdict, reason: str, *, asks: bool) -> tuple[Verdi
 def asks_for_nothing(row: Parameter, value: Any, source: Source) -> bool:
     """Say whether a refused or unsupported parameter has a value that asks for nothing."""
     default = source.value(row.default.name) if isinstance(row.default, Inherit) else row.default
-    return any(same(value, each) for each in (default, *row.harmless) if each is not UNSET)
+    return any(_is(value, each) for each in (default, *row.harmless) if each is not UNSET)
+
+
+def _is(value: Any, known: Any) -> bool:
+    """Say whether a value is a known one; a switch that is on is no number."""
+    is_on = value is True or (isinstance(value, str) and value.strip().lower() == "true")
+    is_number = isinstance(known, int | float) and not isinstance(known, bool)
+    return same(value, known) and not (is_on and is_number)
 
 
 def look_up(document: Mapping[str, Any], path: str) -> Any:

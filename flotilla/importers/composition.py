@@ -2,7 +2,7 @@
 
 import posixpath
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,14 @@ class Composition:
     Attributes:
         beside: finds files.
         own: names of the system's own files, whose values are the defaults that the tables know.
+        libraries: those of them that hold what other files refer to; one that lies beside is read.
+        defined: the names that such files hold.
     """
 
     beside: Beside
     own: Collection[str]
+    libraries: Collection[str] = ()
+    defined: set[str] = field(default_factory=set)
 
     def read(self, text: str, *, source: str, folder: str = "") -> dict[str, Any]:
         """Give dotted names; ``defaults`` stays among them as it was written.
@@ -63,7 +67,7 @@ class Composition:
         return self._joined(text, source, "", folder, (source,))
 
     def _joined(self, text: str, source: str, package: str, folder: str, trail: tuple[str, ...]) -> dict[str, Any]:
-        flat = read_yaml(text, source=source)
+        flat = read_yaml(text if text.strip() or len(trail) == 1 else "{}", source=source)  # a file of nothing is one
         entries = flat.get("defaults")
         values = {f"{package}.{name}" if package else name: value for name, value in flat.items() if name != "defaults"}
         if entries is None:
@@ -88,18 +92,21 @@ class Composition:
         else:
             raise problem(source, entry, "an entry of defaults is a file, or a group and its file")
         group, _, last = name.rpartition("/")
-        if last in self.own:
+        if last in self.own and last not in self.libraries:
             return {}
         place = posixpath.normpath(name[1:] if name.startswith("/") else posixpath.join(folder, name))
         text = self.beside(place)
-        if text is None and is_optional:
+        if text is None and (is_optional or last in self.libraries):
             return {}
         if text is None:
             raise problem(source, name, f"defaults names a file that is not there: put it at {place}.yaml, or give the "
                           "whole configuration, as the option --cfg job of the launcher prints it")  # fmt: skip
         if place in trail:
             raise problem(source, name, "defaults must not lead back to the file itself")
-        return self._joined(text, place, _package(wanted, package, group), posixpath.dirname(place), (*trail, place))
+        found = self._joined(text, place, _package(wanted, package, group), posixpath.dirname(place), (*trail, place))
+        if last in self.libraries:
+            self.defined.update(found)
+        return found
 
 
 def _package(wanted: str, package: str, group: str) -> str:

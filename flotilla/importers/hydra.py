@@ -10,7 +10,7 @@ from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Given
 from flotilla.importers.values import shown
 from shared.config.load import parse_document
-from shared.config.yaml_text import MAX_VALUES, read_value, too_large
+from shared.config.yaml_text import MAX_VALUES, DocumentLoader, read_value, too_large
 from shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
@@ -19,6 +19,16 @@ MAX_TEXT = 100_000
 
 Lookup = Callable[[str], Any]
 """Gives the default of a name that the file does not hold, or UNSET."""
+
+
+class LaunchLoader(DocumentLoader):
+    """Takes whole numbers as keys, which Hydra does, as the text that they are written as."""
+
+    def name_keys(self, node: yaml.MappingNode) -> None:
+        """Make text of whole numbers."""
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag == "tag:yaml.org,2002:int":
+                key.tag = "tag:yaml.org,2002:str"
 
 
 def problem(path: str, value: Any, allowed: str) -> InvalidSpec:
@@ -34,7 +44,7 @@ def read_yaml(text: str, *, source: str) -> dict[str, Any]:
         InvalidSpec: it does not parse, is no mapping, or has a key that is not text.
     """
     try:
-        document = parse_document(text, source=source)
+        document = parse_document(text, source=source, loader=LaunchLoader)
     except InvalidSpec as error:
         raise InvalidSpec(error.detail, errors=[{"path": source, "value": None, "allowed": error.detail}]) from None
     found: dict[str, Any] = {}

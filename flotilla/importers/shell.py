@@ -7,16 +7,17 @@ A condition on values that are known is followed. What would need running the sc
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from flotilla.importers.hydra import problem
 from flotilla.importers.shell_flow import Flow
+from flotilla.importers.shell_words import ASSIGNMENT, atom, commands, matching
 from shared.errors import InvalidSpec
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=")
+ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 CONTROL = frozenset({"function", "[", "[[", "test", "eval"})
 UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
@@ -26,6 +27,10 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 HERE: Mapping[str, str] = MappingProxyType({"HOME": "~", "PWD": "."})
 """Folders of the machine that trains, as a spec writes them."""
 PRINTS_HERE = re.compile(r"\$\(\s*pwd\s*\)|`\s*pwd\s*`")
+
+
+Element = tuple[str, InvalidSpec | None]
+"""A word, and why it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,13 @@ class Script:
     Attributes:
         variables: final values of what it assigns.
         environment: values of names that it does not assign, from where it is started.
-        arrays: of what it assigns lists to.
+        arrays: of what it assigns lists to; an element that is not known stands there as it is written, and why.
         unknown: why the value of a name is not known; said when something uses it.
         commands: those that run, or may.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
-    arrays: dict[str, list[str]] = field(default_factory=dict)
+    arrays: dict[str, list[Element]] = field(default_factory=dict)
     unknown: dict[str, InvalidSpec] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +83,7 @@ def read_script(
         InvalidSpec: it holds what cannot be followed; ``errors`` has the line.
     """
     script, flow = Script(dict(fixed), environment=environment), Flow()
-    for number, words in _commands(text, source):
+    for number, words in commands(text, source):
         where = f"{source}:{number}"
         rest = flow.step(words, lambda word, where=where: _unquoted(word, script, where), where)  # type: ignore[misc]
         if rest and flow.runs is not False:
@@ -98,10 +103,11 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         if name in fixed:
             continue
         try:
-            if not is_certain:
+            if not is_certain and not _may_append(match, word, script, where):
                 raise problem(where, word, UNCERTAIN)
-            _assign(match, word, script, where)
-            script.unknown.pop(name, None)
+            if is_certain:
+                _assign(match, word, script, where)
+                script.unknown.pop(name, None)
         except InvalidSpec as error:
             script.unknown[name] = error
     if not words:
@@ -126,13 +132,35 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
 def _expanded(words: Sequence[str], script: Script, where: str) -> Command:
     found: list[str] = []
     unknown: dict[int, InvalidSpec] = {}
-    for word in words:
-        try:
-            found += _words_of(word, script, where)
-        except InvalidSpec as error:
+    for each, error in (element for word in words for element in _elements_of(word, script, where)):
+        if error is not None:
             unknown[len(found)] = error
-            found.append(word)
+        found.append(each)
     return Command(found, next(iter(unknown.values()), None), unknown)
+
+
+def _elements_of(word: str, script: Script, where: str) -> list[Element]:
+    """Give the words that one becomes; one that is not known as it is written."""
+    try:
+        array = ARRAY.fullmatch(word.strip('"'))
+        if array is None:
+            return [(each, None) for each in _words_of(word, script, where)]
+        if array[1] in script.unknown:
+            raise script.unknown[array[1]]
+        return list(script.arrays.get(array[1], []))
+    except InvalidSpec as error:
+        return [(word, error)]
+
+
+def _may_append(match: "re.Match[str]", word: str, script: Script, where: str) -> bool:
+    """Append to a list what perhaps is appended: only that is not known then. Says whether it was such."""
+    name, right = match[1], word[match.end() :]
+    if not match[2] or not right.startswith("(") or name in script.unknown:
+        return False
+    items = [each for _, line in commands(right[1:-1], where) for each in line]
+    perhaps = [(item, problem(where, item, UNCERTAIN)) for item in items]
+    script.arrays[name] = [*script.arrays.get(name, []), *perhaps]
+    return True
 
 
 def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> None:
@@ -140,8 +168,8 @@ def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> No
     if match[2] and name in script.unknown:
         raise script.unknown[name]
     if right.startswith("(") and right.endswith(")"):
-        items = [each for _, line in _commands(right[1:-1], where) for each in line]
-        values = [each for item in items for each in _words_of(item, script, where)]
+        items = [each for _, line in commands(right[1:-1], where) for each in line]
+        values = [each for item in items for each in _elements_of(item, script, where)]
         script.arrays[name] = [*script.arrays.get(name, []), *values] if match[2] else values
         return
     value = _unquoted(right, script, where)
@@ -150,10 +178,6 @@ def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> No
 
 def _words_of(word: str, script: Script, where: str) -> list[str]:
     bare = word.strip('"')
-    if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", bare):
-        if array[1] in script.unknown:
-            raise script.unknown[array[1]]
-        return list(script.arrays.get(array[1], []))
     if bare in {"$@", "$*", "${@}"}:
         return []
     value = _unquoted(word, script, where)
@@ -180,7 +204,7 @@ def _unquoted(word: str, script: Script, where: str) -> str:
             position += 2
             continue
         if letter == "$" and quote != "'" and word[position + 1 : position + 2] in {"{", "("}:
-            end = _atom(word, position, where, in_assignment=False)  # quotes within belong to it
+            end = atom(word, position, where, in_assignment=False)  # quotes within belong to it
             plain.append(word[position:end])
             position = end
             continue
@@ -217,12 +241,12 @@ def _expand(text: str, script: Script, where: str, *, is_quoted: bool) -> str:
 
 def _expansion(text: str, start: int, script: Script, where: str) -> tuple[str, int]:
     if text.startswith("$((", start):
-        end = _matching(text, start + 1, "(", ")", where)
+        end = matching(text, start + 1, "(", ")", where)
         return str(_arithmetic(text[start + 3 : end - 1], script, where)), end + 1
     if text.startswith("$(", start):
         raise problem(where, text, "what a command prints is not known here: write the value")
     if text.startswith("${", start):
-        end = _matching(text, start + 1, "{", "}", where)
+        end = matching(text, start + 1, "{", "}", where)
         return _braced(text[start + 2 : end], script, where), end + 1
     name = NAME.match(text, start + 1)
     if name is None:
@@ -260,15 +284,6 @@ def _variable(name: str, script: Script, where: str) -> str:
     raise problem(where, f"${name}", f"{name} is not set in the script: give {name}=VALUE")
 
 
-def _matching(text: str, start: int, opening: str, closing: str, where: str) -> int:
-    depth = 0
-    for position in range(start, len(text)):
-        depth += (text[position] == opening) - (text[position] == closing)
-        if depth == 0:
-            return position
-    raise problem(where, text, f"a {opening} needs its {closing}")
-
-
 def _arithmetic(text: str, script: Script, where: str) -> int:
     try:
         tree = ast.parse(text.replace("$", "").strip(), mode="eval").body
@@ -287,88 +302,3 @@ def _number(node: ast.expr, script: Script, where: str) -> int:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand, script, where)
     raise ValueError("unknown arithmetic")
-
-
-def _commands(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """Cut a script into commands of raw words, with the line where each begins."""
-    words: list[str] = []
-    word = ""
-    position, number, first = 0, 1, 1
-    while position <= len(text):
-        letter = text[position : position + 1]
-        if letter == "\\" and text[position + 1 : position + 2] == "\n":
-            letter, position, number = " ", position + 1, number + 1
-        if (letter and letter in "'\"$(`") or (letter == "\\" and position + 1 < len(text)):
-            end = _atom(text, position, f"{source}:{number}", in_assignment=bool(ASSIGNMENT.match(word)))
-            word, number = word + text[position:end], number + text.count("\n", position, end)
-            position = end
-            continue
-        if letter == "#" and not word:
-            position = _end_of_line(text, position)
-            continue
-        if text.startswith("<<", position) and not text.startswith("<<<", position):
-            body, position, number = _heredoc(text, position, number, source)
-            words += ["<<", body]
-            continue
-        is_end = not letter or letter in "\n;|&<>"
-        if is_end or letter.isspace():
-            if word and (first := first if words else number):
-                words.append(word)
-            word = ""
-        else:
-            word += letter
-        if letter and letter in "<>":
-            if words and words[-1].isdigit() and text[position - 1].isdigit():
-                words.pop()  # the descriptor of 2>&1
-            position = _redirection(text, position)
-        elif is_end:
-            if words:
-                yield first, words
-            words = []
-        number += letter == "\n"
-        position += 1
-
-
-def _end_of_line(text: str, position: int) -> int:
-    end = text.find("\n", position)
-    return len(text) if end < 0 else end
-
-
-def _redirection(text: str, position: int) -> int:
-    """Skip ``> file``, ``>> file``, ``>&1``; gives the last position of it."""
-    match = re.compile(r"[<>]+&?[ \t]*[^\s;|&]*").match(text, position)
-    assert match is not None
-    return match.end() - 1
-
-
-def _heredoc(text: str, position: int, number: int, source: str) -> tuple[str, int, int]:
-    match = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n").match(text, position)
-    if match is None:
-        raise problem(f"{source}:{number}", "<<", "a here-document needs its word")
-    end = re.compile(rf"^[ \t]*{match[1]}[ \t]*$", re.MULTILINE).search(text, match.end())
-    if end is None:
-        raise problem(f"{source}:{number}", match[1], "a here-document needs its end")
-    body = text[match.end() : end.start()].replace("\\\n", " ")
-    return body, end.end(), number + text.count("\n", position, end.end())
-
-
-def _atom(text: str, position: int, where: str, *, in_assignment: bool) -> int:
-    """Find the end of a quoted or bracketed piece that starts here."""
-    letter = text[position]
-    if letter == "\\":
-        return position + 2
-    if letter == "$":
-        follows = text[position + 1 : position + 2]
-        if follows in {"(", "{"}:
-            return _matching(text, position + 1, follows, {"(": ")", "{": "}"}[follows], where) + 1
-        return position + 1
-    if letter == "(":
-        if not in_assignment:
-            raise problem(where, "(", "functions and subshells are not followed: give the final values")
-        return _matching(text, position, "(", ")", where) + 1
-    end = position + 1
-    while end < len(text) and text[end] != letter:
-        end += 2 if text[end] == "\\" and letter == '"' else 1
-    if end >= len(text):
-        raise problem(where, text[position : position + 20], f"a {letter} needs its end")
-    return end + 1

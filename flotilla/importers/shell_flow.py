@@ -11,6 +11,8 @@ Expand = Callable[[str], str]
 
 LOOPS = frozenset({"for", "while", "until", "select"})
 ENDS = {"if": "fi", "case": "esac", **dict.fromkeys(LOOPS, "done")}
+JOINS = frozenset({"&&", "||"})
+"""What joins two commands, of which the second depends on the first."""
 PATTERN = frozenset("*?[~")
 TEXTS: Mapping[str, Callable[[str, str], bool]] = {
     "=": lambda left, right: left == right,
@@ -36,12 +38,14 @@ class Frame:
         runs: whether its commands run now; None where that is not known.
         has_run: whether an earlier branch of it has run.
         is_header: whether its condition is still being read.
+        join: what joins the next part of the condition to those before.
     """
 
     opening: str
     runs: bool | None
     has_run: bool | None = False
     is_header: bool = True
+    join: str | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +67,10 @@ class Flow:
             InvalidSpec: a word stands where nothing has begun that it could belong to.
         """
         head, rest = words[0], list(words[1:])
+        if head in JOINS:
+            if self.frames and self.frames[-1].is_header:
+                self.frames[-1].join = head
+            return []
         if head in ENDS:
             self.frames.append(Frame(head, _holds(rest, expand) if head == "if" and self.runs else None))
             self.frames[-1].is_header = head != "case"
@@ -79,9 +87,24 @@ class Flow:
             self._innermost(head, where).is_header = False
             return self.step(rest, expand, where) if rest else []
         if self.frames and self.frames[-1].is_header:  # a second command of the condition
-            self.frames[-1].runs = None
+            self._join(words, expand)
             return []
         return list(words)
+
+    def _join(self, words: Sequence[str], expand: Expand) -> None:
+        """Take one more part of an ``if``'s condition; of a loop's nothing is known."""
+        frame, first = self.frames[-1], self.frames[-1].runs
+        if frame.has_run:  # an earlier branch has run
+            return
+        can_tell = frame.opening == "if" and frame.has_run is False and frame.join is not None
+        second = _holds(words, expand) if can_tell else None
+        if can_tell and frame.join == "&&":
+            frame.runs = False if False in (first, second) else None if None in (first, second) else True
+        elif can_tell:
+            frame.runs = True if True in (first, second) else None if None in (first, second) else False
+        else:
+            frame.runs = None
+        frame.join = None
 
     def _innermost(self, word: str, where: str) -> Frame:
         if not self.frames:

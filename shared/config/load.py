@@ -47,14 +47,19 @@ BRANCH = re.compile(r"[a-z-]+\[.*\]$", re.DOTALL)
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+|\.[0-9]+)+")
 
 
-def parse_document(text: str, *, source: str) -> dict[str, Any]:
+def parse_document(text: str, *, source: str, loader: type[DocumentLoader] = DocumentLoader) -> dict[str, Any]:
     """Read YAML (of which JSON is a part) into a mapping.
+
+    Args:
+        text: YAML.
+        source: its name, for messages.
+        loader: which keys it takes.
 
     Raises:
         InvalidSpec: it does not parse, or is no mapping.
     """
     try:
-        document = yaml.load(text, Loader=DocumentLoader)  # noqa: S506 - a safe loader
+        document = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         raise InvalidSpec(f"{source} is not valid YAML{_place(error, text)}") from None
     except RecursionError:

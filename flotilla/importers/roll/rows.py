@@ -208,6 +208,8 @@ BACKENDS: tuple[Parameter, ...] = (
             "out", default=Inherit("pretrain")),
     refused("reference.model_args.dtype", "the reference computes in the policy's element type: give it the same",
             default=Inherit(f"{TRAIN}.model_args.dtype")),
+    *unsupported(KERNELS, "reference.model_args.attn_implementation", "reference.model_args.flash_attn"),
+    *unsupported(SHARDING, "reference.model_args.ulysses_size", f"{TRAIN}.model_args.ulysses_size", harmless=(1,)),
     *ignored("the reference is the policy before its first step, in the same element type", "reference.model_args",
              is_tree=True),
     *unsupported(CUTTING, f"{TRAIN}.infer_batch_size", f"{INFER}.infer_batch_size", "reference.infer_batch_size",

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flotilla.importers.composition import Beside, Composition
@@ -21,8 +22,8 @@ from shared.config.data import PLACE, is_data_file
 
 Fields = dict[str, Any]
 
-BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero3", "zero3_cpuoffload"))
-OWN = frozenset({*BACKENDS, "traj_envs"})
+BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoffload", "zero3", "zero3_cpuoffload"))
+OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, which there are none of."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
@@ -297,9 +298,11 @@ def read_roll(
     refusals: list[Given] = []
     if is_script:
         text, folder, refusals = launch.find_file(text, environment, source=source, beside=beside)
-    composed = Composition(beside, OWN).read(text, source=source, folder=folder)
-    flat, touched = apply_hydra_overrides(composed, overrides)
-    return [*refusals, *as_given(flat, touched, default_of, environment)]
+    composition = Composition(beside, OWN, libraries=OWN)
+    flat, touched = apply_hydra_overrides(composition.read(text, source=source, folder=folder), overrides)
+    given = as_given(flat, touched, default_of, environment)
+    return [*refusals, *(replace(each, is_variable=True) if each.spelling in composition.defined else each
+                         for each in given)]  # fmt: skip
 
 
 def default_of(name: str) -> object:

@@ -160,6 +160,12 @@ REFERENCE_ROWS: tuple[Parameter, ...] = (
     *unsupported(CUTTING, f"{REF}.log_prob_micro_batch_size",
              f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_use_dynamic_bsz",
              f"{REF}.log_prob_max_token_len_per_gpu"),
+    *unsupported(KERNELS, *(f"{REF}.{name}" for name in ("use_torch_compile", "entropy_from_logits_with_chunking",
+                                                         "entropy_checkpointing"))),
+    *unsupported(SHARDING, f"{REF}.veomni", f"{ACTOR}.veomni", is_tree=True, harmless=(1, -1)),
+    *unsupported(SHARDING, "model_engine", "actor_rollout_ref.nccl_timeout"),
+    *unsupported(PROFILING, *(f"{holder}.profiler" for holder in (ACTOR, REF, "critic", "actor_rollout_ref.rollout")),
+                 is_tree=True),
     *unsupported(PROFILING, f"{REF}.profiler.discrete", f"{REF}.profiler.all_ranks", f"{REF}.profiler.ranks"),
 )  # fmt: skip
 

@@ -94,3 +94,31 @@ def test_interpolations_that_double_without_end_are_refused(first: str) -> None:
 
     with pytest.raises(InvalidSpec, match="at most"):
         read("verl", "\n".join(lines), (), {}, source="f.yaml")
+
+
+def test_a_library_of_rolls_is_read_where_it_lies_beside_and_known_where_it_does_not() -> None:
+    text = "defaults: [../config/deepspeed_zero2@_here_]\nactor_train: {strategy_args: {strategy_config: '${zero2}'}}"
+    text = text.replace("${zero2}", "${deepspeed_zero2}")
+    files = {"../config/deepspeed_zero2": "deepspeed_zero2: {zero_optimization: {stage: 2}}\nunused: 1"}
+
+    found = build(SYSTEMS["roll"], read("roll", text, (), {}, source="f.yaml", beside=files.get)).report.entries
+    known = read("roll", text, (), {}, source="f.yaml")
+
+    entries = {entry.name: entry for entry in found}
+    assert "'stage': 2" in entries["actor_train.strategy_args.strategy_config"].value
+    assert entries["actor_train.strategy_args.strategy_config"].verdict is Verdict.UNSUPPORTED
+    assert entries["unused"].verdict is entries["deepspeed_zero2.zero_optimization.stage"].verdict is Verdict.IGNORED
+    assert {each.spelling: each.value for each in known}["actor_train.strategy_args.strategy_config"] == {}
+
+
+def test_whole_numbers_are_keys_as_with_hydra() -> None:
+    given = read("roll", "custom_envs: {grid: {0: wall, 1: floor}}", (), {}, source="f.yaml")
+
+    assert {each.spelling: each.value for each in given} == {
+        "custom_envs.grid.0": "wall",
+        "custom_envs.grid.1": "floor",
+    }
+
+
+def test_a_file_of_nothing_that_is_named_holds_nothing() -> None:
+    assert composed("defaults: [base]\na: 1", {"base": "\n"})["a"] == 1

@@ -69,7 +69,7 @@ def test_an_override_is_told_from_the_file() -> None:
         ("a: '${unclosed'", "a"),
         ("a: '${now:%Y}'", "a"),
         ("a: '${oc.env:NOT_THERE}'", "a"),
-        ("1: x", "f.yaml"),
+        ("1.5: x", "f.yaml"),
         ("a: 2020-13-45", "f.yaml"),
     ],
 )

@@ -55,6 +55,12 @@ def test_a_variable_that_is_given_wins_over_the_script() -> None:
         ("D=$(date)\nwhile nproc; do sleep 1; done\nrun 0 2>&1 | tee log.$(date)", "0"),
         ('case $D in\n a) B=1 ;;\n *) B=2 ;;\nesac\nrun 0', "0"),
         ("A=$(nproc)\nA=1\nrun $A", "1"),
+        ("A=0\nif [ 1 = 1 ] && [ 2 = 2 ]; then A=1; fi\nrun $A", "1"),
+        ("A=0\nif [ 1 = 1 ] && [ 2 = 3 ]; then A=1; fi\nrun $A", "0"),
+        ("A=0\nif [ 1 = 2 ] && [ -f x ]; then A=1; fi\nrun $A", "0"),
+        ("A=0\nif [ 1 = 2 ] || [ 2 = 2 ]; then A=1; fi\nrun $A", "1"),
+        ("A=0\nif [ 1 = 1 ]; then A=1; elif [ 1 = 1 ] && [ -f x ]; then A=2; fi\nrun $A", "1"),
+        ("A=0\nif [ 1 = 2 ]; then A=1; elif [ 1 = 1 ] && [ 2 = 2 ]; then A=2; fi\nrun $A", "2"),
     ],
 )  # fmt: skip
 def test_conditions_on_known_values_are_followed(text: str, expected: str) -> None:
@@ -73,6 +79,8 @@ def test_conditions_on_known_values_are_followed(text: str, expected: str) -> No
         ("A=3\nif [ -f x ]; then\nA=4\nfi\nrun ${A:-5}", 3),
         ("if [ -f x ]; then\nrun $A\nfi", 2),
         ("if [ 1 = 1 ] && [ -f x ]; then\nrun\nfi", 2),
+        ("if [ 1 = 2 ] || [ -f x ]; then\nrun\nfi", 2),
+        ("while [ 1 = 1 ] && [ 1 = 1 ]; do\nrun\ndone", 2),
         ("for i in 1 2; do\nrun $i; done", 2),
         ("A=1\nB=$(nproc)\nrun $B", 2),
         ("A=1\nB=$(nproc)\nB+=1\nrun $B", 2),
@@ -89,6 +97,17 @@ def test_what_is_not_known_is_said_where_a_command_uses_it(text: str, line: int)
 
     assert found.problem is not None
     assert str(found.problem.errors[0]["path"]) == f"run.sh:{line}"
+
+
+def test_an_element_that_is_not_known_hides_no_other_of_its_list() -> None:
+    text = 'L=(a=1 b=$(date) c=$X)\nif [ -f x ]; then\nL+=(d=4)\nfi\nL+=(e=5)\nrun "${L[@]}" f=6'
+
+    found = read_script(text, {}, source="run.sh").commands[-1]
+
+    assert found.words == ["run", "a=1", "b=$(date)", "c=$X", "d=4", "e=5", "f=6"]
+    assert [str(found.unknown[number].errors[0]["path"]) for number in sorted(found.unknown)] == [
+        "run.sh:1", "run.sh:1", "run.sh:3",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,13 @@ class Evaluator:
         while left > 0:
             claims = await hop.claim(BATCH, wait_seconds=COLLECT_SECONDS)
             for claim in claims:
-                group = claim.group()
+                try:
+                    group = claim.group()
+                except ValueError as error:
+                    # From before an upgrade, perhaps: one answer less, and no end of the experiment.
+                    log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
+                    await hop.resolve(claim, Resolution.FAILED, "unreadable")
+                    continue
                 if await hop.resolve(claim, Resolution.TRAINED, "evaluated"):
                     groups.append(group)
             if len(groups) >= num_issued or (

@@ -92,6 +92,30 @@ async def test_groups_that_fail_on_their_way_are_errors_and_do_not_hold_it_up() 
     assert (found["evaluation/accuracy", 0], found["evaluation/num_errors", 0]) == (1.0, 2.0)
 
 
+async def test_a_group_of_another_schema_is_an_error_and_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, experiment, evaluator = await an_evaluator()
+    async with running(evaluator.run()):
+        rollout = experiment.evaluation.hop(HopName.TASKS, "r")
+        reward = experiment.evaluation.hop(HopName.GENERATED, "w")
+        claims = []
+        while len(claims) < len(ROWS):
+            claims += await rollout.claim(9, wait_seconds=0.05)
+        for claim in claims:
+            await rollout.forward(claim, a_group(claim.task()))
+        for number, claim in enumerate(await reward.claim(9, wait_seconds=0.05)):
+            graded = a_group(claim.task(), rewards=[1.0])
+            with monkeypatch.context() as earlier:
+                if number == 0:
+                    earlier.setattr("shared.schemas.trajectory.GROUP_SCHEMA", 1)
+                await reward.forward(claim, graded)
+
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    found = await series(gateway, experiment)
+    assert (found["evaluation/accuracy", 0], found["evaluation/num_errors", 0]) == (1.0, 1.0)
+    assert (await experiment.evaluation.ledger()).failed == {"unreadable": 1}
+
+
 async def test_the_next_is_due_after_some_versions_and_the_last_one_when_training_is_over() -> None:
     gateway, experiment, evaluator = await an_evaluator(every_versions=5)
     async with running(evaluator.run()):

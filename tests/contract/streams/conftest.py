@@ -16,7 +16,7 @@ from shared.schemas.task import Lane
 from shared.streams.hop import Hop
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from shared.streams.ledger import REASONED, Ledger
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.plane import DataPlane
 from shared.streams.plans import TrainerQueue
 from shared.streams.redis.connection import connect

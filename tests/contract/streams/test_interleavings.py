@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.redis.connection import connect
 from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig

@@ -23,7 +23,7 @@ from shared.schemas.task import Message, Task, sample_seed
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.admission import IssueOutcome
 from shared.streams.keys import HopName
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 
 VOCABULARY = 48
 END = 1

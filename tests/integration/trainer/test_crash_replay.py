@@ -11,7 +11,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.worker.images import ImagePool
 from shared.errors import ClaimLost
 from shared.schemas.publication import PublicationRequest
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 

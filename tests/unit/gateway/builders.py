@@ -18,7 +18,7 @@ from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
 from shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
 from shared.schemas.task import Lane
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 
 

@@ -12,7 +12,7 @@ from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.absence import make_absent
 from shared.testing.builders import a_group, a_task, a_trajectory

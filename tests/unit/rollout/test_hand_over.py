@@ -15,7 +15,7 @@ from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task
 from shared.schemas.trajectory import FinishReason, Group
 from shared.streams.keys import HopName
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.testing.builders import a_task
 
 LENGTH = 400

@@ -18,7 +18,7 @@ from shared.prompts import PromptLimit
 from shared.schemas.task import Lane, Message
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_task
 

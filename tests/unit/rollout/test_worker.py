@@ -13,7 +13,7 @@ from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.partials import Partials
 from shared.streams.settings import StreamsConfig
 from shared.testing.absence import make_absent

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from shared.errors import Unavailable
 from shared.streams.hop import Claim, renewing
 from shared.streams.keys import HopName
-from shared.streams.memory.hop import MemoryDataPlane, MemoryHop
+from shared.streams.memory.hop import MemoryHop
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.builders import a_task
 

@@ -16,7 +16,7 @@ from shared.schemas.task import Task
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.testing.absence import make_absent
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 

@@ -128,6 +128,9 @@ def _add_experiments(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     _spec_options(start)
     _gateway_options(start)
     start.set_defaults(function=experiment.start)
+    prepare = _add(commands, "prepare", "Make what an experiment file needs, and print the spec to send over REST.")
+    _spec_options(prepare)
+    prepare.set_defaults(function=experiment.prepare)
     for name, text in (
         ("stop", "Stop an experiment; its checkpoints stay."),
         ("pause", "Pause an experiment."),

@@ -303,6 +303,8 @@ def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root:
     elsewhere = [found for found in _paths_named(root, key) if found != ".".join(location)]
     if moved := MOVED.get(".".join(location)):
         hint = f"it is {moved} now"
+    elif list(location) == ["prepare"]:
+        hint = "the command line runs it: send what `flotilla prepare FILE` prints"
     elif near:
         hint = f"did you mean {'.'.join([*parents, near[0]])}?"
     elif elsewhere:

@@ -12,6 +12,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.membership.fleet import Fleet
+from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
@@ -141,8 +142,8 @@ def assemble(
     publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
     commands = ExperimentCommands(repository, registry, publications, events, clock, settings.experiments)
     wake = asyncio.Event()
-    measurements = PerExperiment(Measurements)
-    fleet = Fleet(registry, repository, publications, commands, events, clock, store, measurements, on_change=wake.set)
+    idle_ratios = IdleRatios(store, clock)
+    fleet = Fleet(registry, repository, publications, commands, events, clock, store, idle_ratios, on_change=wake.set)
 
     parts = GatewayParts(
         settings=settings,
@@ -155,7 +156,7 @@ def assemble(
         fleet=fleet,
         events=events,
         feeder_status=PerExperiment(FeederStatus),
-        measurements=measurements,
+        measurements=PerExperiment(Measurements),
     )
     work = ExperimentWork(parts)
     scheduler = Scheduler(

@@ -11,8 +11,7 @@ from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.monitoring.idleness import IDLE_RATIO
-from services.gateway.monitoring.measurements import Measurements
+from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
@@ -23,8 +22,7 @@ from services.gateway.signals import Signal, wait_for_any
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.base import Store
 from services.gateway.store.transaction import Transaction
-from shared.clock import Clock, rfc3339
-from shared.schemas.experiment import MetricPoint
+from shared.clock import Clock
 from shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     DesiredState,
@@ -49,7 +47,6 @@ class Fleet:
     """The gateway's side of membership.
 
     Args:
-        measurements: where the rollouts' idle times go.
         on_change: called when placement or an experiment's life may have to move.
 
     Attributes:
@@ -65,7 +62,8 @@ class Fleet:
         events: EventLog,
         clock: Clock,
         store: Store,
-        measurements: PerExperiment[Measurements],
+        idle_ratios: IdleRatios,
+        *,
         on_change: Callable[[], None],
     ) -> None:
         self._registry = registry
@@ -76,7 +74,7 @@ class Fleet:
         self._clock = clock
         self._store = store
         self._on_change = on_change
-        self._measurements = measurements
+        self._idle_ratios = idle_ratios
         self._idle = DesiredStates()
         self._desired_cache = PerExperiment(DesiredStates)
         self.left = PerExperiment(Signal)
@@ -197,7 +195,7 @@ class Fleet:
             async with self._store.transaction() as change:
                 self._publications.stage_gone(change, experiment.id, service, "its engine starts again")
         if service.kind is ServiceKind.ROLLOUT:
-            await self._record_idleness(service, experiment)
+            await self._idle_ratios.record(experiment, service.id, observed)
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service.kind is ServiceKind.TRAINER:
             await self._record_progress(service, experiment)
@@ -214,16 +212,6 @@ class Fleet:
                 self._repository.stage(change, experiment, is_trained=True)
                 self._events.stage(change, experiment.id, "training_finished", step=observed.step)
                 change.then(self._on_change)
-
-    async def _record_idleness(self, service: LiveService, experiment: Experiment) -> None:
-        observed, spec = service.observed, experiment.spec
-        found = self._measurements.of(experiment).idleness.record(service.id, observed.policy_version, observed.load)
-        if found is not None:
-            version, ratio = found
-            step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
-            at = rfc3339(self._clock.now())
-            point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
-            await self._store.put_metrics(experiment.id, [point])
 
     async def _record_failure(self, service: LiveService, experiment: Experiment) -> None:
         failure = service.observed.failure

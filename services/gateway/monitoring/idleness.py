@@ -9,9 +9,6 @@ synchronisations of weights.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
-
-IDLE_RATIO: Final = "rollouter/idle_ratio"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.monitoring.bottleneck import Bottleneck
-from services.gateway.monitoring.idleness import Idleness
 from services.gateway.monitoring.lags import LagHistogram
 from services.gateway.monitoring.window import Window
 from shared.config.spec import ExperimentSpec
@@ -17,12 +16,10 @@ class Measurements:
     Attributes:
         window: the looks and steps of the last minute.
         lags: of the tokens that it has trained.
-        idleness: how much of each version's time its rollouts sampled nothing.
     """
 
     window: Window = field(default_factory=Window)
     lags: LagHistogram = field(default_factory=LagHistogram)
-    idleness: Idleness = field(default_factory=Idleness)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics.

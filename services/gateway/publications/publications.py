@@ -22,6 +22,7 @@ from services.gateway.publications.negotiation import (
 )
 from services.gateway.publications.stored import negotiation_of, newest_of, record_of
 from services.gateway.publications.transports import can_receive, transport_for
+from services.gateway.publications.views import order_of, view_of
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
@@ -277,20 +278,7 @@ class Publications:
         entry = self._open.get(experiment_id)
         if entry is None:
             return None
-        negotiation = entry.negotiation
-        member = next((each for each in negotiation.epoch.members if each.service_id == service_id), None)
-        if member is None:
-            return None
-        return PublicationOrder(
-            version=negotiation.version,
-            epoch=negotiation.epoch.number,
-            transport=member.transport,
-            rank=member.rank,
-            phase=negotiation.phase,
-            rendezvous=negotiation.epoch.rendezvous,
-            manifest=negotiation.manifest,
-            deadline_seconds=self.phase_seconds(negotiation.manifest),
-        )
+        return order_of(service_id, entry.negotiation, self.phase_seconds(entry.negotiation.manifest))
 
     def extend(self, seconds: float) -> None:
         """Let the open phases last longer: in that time nobody could be heard."""
@@ -382,17 +370,7 @@ class Publications:
         return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
 
     def _view(self, experiment_id: str, negotiation: Negotiation) -> Publication:
-        return Publication(
-            experiment_id=experiment_id,
-            version=negotiation.version,
-            epoch=negotiation.epoch.number,
-            phase=negotiation.phase,
-            members=negotiation.epoch.members,
-            rendezvous=negotiation.epoch.rendezvous,
-            deadline_seconds=self.phase_seconds(negotiation.manifest),
-            reason=negotiation.reason,
-            is_delta=negotiation.manifest.delta is not None,
-        )
+        return view_of(experiment_id, negotiation, self.phase_seconds(negotiation.manifest))
 
 
 def _whole(manifest: Manifest) -> Manifest:

@@ -36,7 +36,7 @@ def record_of(experiment_id: str, negotiation: Negotiation, announced_at: float,
 
 
 def negotiation_of(record: PublicationRecord) -> Negotiation:
-    """Rebuild the state that a record stands for; members report again how far they are."""
+    """Rebuild the state that a record describes; members report again how far they are."""
     members = tuple(Member.model_validate(member) for member in record.members)
     rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
     return Negotiation(

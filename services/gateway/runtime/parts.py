@@ -22,7 +22,7 @@ class GatewayParts:
 
     Attributes:
         feeder_status: written by each experiment's feeder alone.
-        measurements: of each experiment, from the watchdog, the trainer's metrics and the rollouts' reports.
+        measurements: of each experiment, from the watchdog and the trainer's metrics.
     """
 
     settings: GatewaySettings

@@ -1,0 +1,31 @@
+"""Stores the idle ratio of each version as soon as a rollout has left the version."""
+
+from services.gateway.monitoring.idleness import Idleness
+from services.gateway.records.per_experiment import PerExperiment
+from services.gateway.records.repository import Experiment
+from services.gateway.store.base import Store
+from shared.clock import Clock, rfc3339
+from shared.schemas.experiment import MetricPoint
+from shared.schemas.service import ObservedState
+
+IDLE_RATIO = "rollouter/idle_ratio"
+
+
+class IdleRatios:
+    """The idle times of all experiments' rollouts."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._idleness = PerExperiment(Idleness)
+
+    async def record(self, experiment: Experiment, service_id: str, observed: ObservedState) -> None:
+        """Record what a rollout reports; store the ratio of the version that it has just left, if there is one."""
+        found = self._idleness.of(experiment).record(service_id, observed.policy_version, observed.load)
+        if found is not None:
+            version, ratio = found
+            spec = experiment.spec
+            step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+            at = rfc3339(self._clock.now())
+            point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
+            await self._store.put_metrics(experiment.id, [point])

@@ -10,7 +10,8 @@ engine at once. The task may come back to this very process, so a request is nam
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from shared.retry import DATA_PLANE, retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
 from shared.streams.holding import holding
-from shared.streams.hop import Claim, Hop, Resolution
+from shared.streams.hop import Claim, Hop, Renewal, Resolution
 from shared.streams.partials import is_finished
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RolloutConsumer:
         self._claiming = asyncio.Event()
         self._is_interrupted = asyncio.Event()
         self._claims_under_way = 0
+        self._held: dict[tuple[str, str], Renewal] = {}
         self.in_work = 0
         self.answered = 0
         self.busy = BusyTime()
@@ -124,6 +126,9 @@ class RolloutConsumer:
                 for _ in range(1 + extra - len(claims)):
                     room.release()
             for claim in claims:
+                if (former := self._held.get((config.name, claim.entry_id))) is not None:
+                    # It comes again: what this process held of it is lost, though renewing has not found that yet.
+                    former.lost.set()
                 self.in_work += 1
                 answer = tasks.create_task(self._answer(config, hop, claim), name=f"{config.name} {claim.entry_id}")
                 answer.add_done_callback(lambda _: self._is_done(room))
@@ -178,7 +183,7 @@ class RolloutConsumer:
         Raises:
             ClaimLost: it was lost meanwhile, and the engine no longer samples it.
         """
-        async with holding(hop, claim):
+        async with self._holding(config, hop, claim):
             try:
                 task, partials = claim.task(), claim.partials()
             except ValueError as error:
@@ -202,6 +207,17 @@ class RolloutConsumer:
                 log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
                 await self._fail(hop, claim, ROLLOUT_TIMEOUT)
                 return None
+
+    @asynccontextmanager
+    async def _holding(self, config: LaneConfig, hop: Hop, claim: Claim) -> AsyncIterator[None]:
+        key = config.name, claim.entry_id
+        async with holding(hop, claim) as renewal:
+            self._held[key] = renewal
+            try:
+                yield
+            finally:
+                if self._held.get(key) is renewal:
+                    del self._held[key]
 
     async def _end(self, hop: Hop, claim: Claim, group: Group) -> None:
         """Forward a group that is finished; hand another one over with what it has."""

@@ -9,8 +9,11 @@ from shared.streams.hop import Claim, Hop, Renewal
 
 
 @asynccontextmanager
-async def holding(hop: Hop, claim: Claim) -> AsyncIterator[None]:
+async def holding(hop: Hop, claim: Claim) -> AsyncIterator[Renewal]:
     """Renew a claim while the block runs, and cancel the block once the claim is lost.
+
+    Yields:
+        What renewing finds out. Who knows better, since the entry was delivered again, may set ``lost``.
 
     Raises:
         ClaimLost: the block was cancelled for that. A cancellation from outside stays one.
@@ -30,7 +33,7 @@ async def holding(hop: Hop, claim: Claim) -> AsyncIterator[None]:
         async with hop.renewing(claim) as renewal:
             watching = asyncio.create_task(cancel_when_lost(renewal), name=f"watch {claim.entry_id}")
             try:
-                yield
+                yield renewal
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)

@@ -156,6 +156,11 @@ class ScriptedEngine:
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The requests in flight."""
+        return tuple(self._requests)
+
     def pause(self) -> None:
         """Sample nothing more until ``resume``; calls are still accepted."""
         self._unpaused.clear()

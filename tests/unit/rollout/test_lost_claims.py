@@ -38,8 +38,15 @@ class Numbers:
 class World:
     """A rollout with a scripted engine that samples nothing until it is told to."""
 
-    def __init__(self, lane: Lane = Lane.TRAIN, *, task_seconds: float = 30.0, limit: int | None = None) -> None:
-        self.plane = MemoryDataPlane(lane, StreamsConfig(lease_seconds=LEASE_SECONDS))
+    def __init__(
+        self,
+        lane: Lane = Lane.TRAIN,
+        *,
+        task_seconds: float = 30.0,
+        limit: int | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self.plane = MemoryDataPlane(lane, StreamsConfig(lease_seconds=lease_seconds))
         self.engine = ScriptedEngine(eos_token_id=999, slots=4)
         self.engine.pause()
         self.gate = VersionGate()
@@ -86,15 +93,32 @@ async def test_a_task_that_was_taken_from_a_rollout_and_comes_again_is_answered(
     async with running(World(lane)) as world:
         await world.plane.admission.issue(a_task(0, group_size=2, pinned_version=pinned), limit=1)
         await world.until_in_engine(waiting=2)
+        (former,) = world.engine.request_ids
 
         # As the gateway does with those that it has not heard of for a while.
         assert await world.plane.release({world.hop.consumer}) == 1
-        await world.until_in_engine(waiting=4)
-        await world.until_in_engine(waiting=2)
+        async with asyncio.timeout(5):
+            while former in world.engine.request_ids or not world.engine.request_ids:
+                await asyncio.sleep(0.001)
         world.engine.resume()
 
         ledger = await world.until(generated=1)
     assert (ledger.waiting.tasks, ledger.claimed.tasks, ledger.failed) == (0, 0, {})
+
+
+async def test_a_task_that_comes_again_ends_its_former_request_at_once() -> None:
+    async with running(World(lease_seconds=600.0)) as world:
+        await world.plane.admission.issue(a_task(0, group_size=2), limit=1)
+        await world.until_in_engine(waiting=2)
+        (former,) = world.engine.request_ids
+
+        await world.plane.release({world.hop.consumer})
+
+        async with asyncio.timeout(5):
+            while former in world.engine.request_ids or not world.engine.request_ids:
+                await asyncio.sleep(0.001)
+        world.engine.resume()
+        await world.until(generated=1)
 
 
 async def test_what_is_held_no_more_is_ended_in_the_engine() -> None:

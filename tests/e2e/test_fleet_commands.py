@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flotilla.connection import FleetInfo
-from tests.fleet import FLOTILLA, ROOT, make_experiment, until
+from tests.fleet import FLOTILLA, LEFT_SECONDS, ROOT, is_running, make_experiment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
@@ -124,7 +124,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
         said = shell.run("down")
 
     assert "is down" in said
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(map(is_running, pids)), LEFT_SECONDS, f"the end of all of {pids}")
     assert "flotilla up" in shell.run("status", code=1)
 
 

@@ -46,7 +46,7 @@ def test_the_arithmetic_example_learns(tmp_path: Path) -> None:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
         )
         assert again.stdout.startswith("already prepared")
         seconds.append(time.monotonic() - begun)

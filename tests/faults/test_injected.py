@@ -47,7 +47,7 @@ def test_a_service_with_a_bad_plan_does_not_start(tmp_path: Path) -> None:
         env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_FAULTS": "engine.stop kill"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

@@ -71,8 +71,8 @@ async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
     hold = hold_back(spec, tmp_path, after_event=HELD_STEPS)
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:
-            view = await client.call("POST", "/v1/experiments", body=spec)
-            await client.call("POST", f"/v1/experiments/{view['id']}/start")
+            view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
+            await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
             balanced: list[bool] = []
             watching = asyncio.create_task(watch_balance(client, view["id"], balanced))
             step = 2
@@ -84,9 +84,9 @@ async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
             hold.unlink()
             await until_completed(client, view["id"])
             watching.cancel()
-            ledger = (await client.call("GET", f"/v1/experiments/{view['id']}/ledger"))["train"]
-            checkpoint = (await client.call("GET", f"/v1/experiments/{view['id']}/checkpoints"))["items"][-1]
-            plans = [await client.call("GET", f"/v1/experiments/{view['id']}/steps/{n}") for n in range(1, STEPS + 1)]
+            ledger = (await patiently(client, f"/v1/experiments/{view['id']}/ledger"))["train"]
+            checkpoint = (await patiently(client, f"/v1/experiments/{view['id']}/checkpoints"))["items"][-1]
+            plans = [await patiently(client, f"/v1/experiments/{view['id']}/steps/{n}") for n in range(1, STEPS + 1)]
 
     assert len(balanced) > 50
     assert all(balanced)

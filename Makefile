@@ -26,7 +26,7 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
 
-# Whole fleets run alone when all else has ended; what has failed runs once more at the end, alone (tests/suite).
+# Whole fleets run one at a time, some when all else has ended; what has failed runs once more, alone (tests/suite).
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15
 
 test: install ## the whole test suite (about 15 minutes on two cores)
@@ -42,7 +42,7 @@ format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-test-all: install ## also the tests that take many minutes
+test-all: install ## also the long tests, for every night
 	@$(PYTEST)
 
 clean: ## remove what was built; runs and prepared models stay

@@ -1,6 +1,7 @@
-"""Which worker runs which file: xdist's ``loadfile``, but that whole fleets run alone, and what it does after a crash.
+"""Which worker runs which file: xdist's ``loadfile``, but for whole fleets, and for what it does after a crash.
 
-Files that want the machine for themselves come last, all on one worker, when the others have ended.
+Fleets come first, one at a time, beside all other files. Fleets whose time is measured, or whose traces are looked for
+on the whole machine, come last, when all else has ended.
 
 xdist 3.8 gives a worker that replaces a crashed one files that are done already, or a single test, and both wait for
 ever then; the test that crashed is run again at once, and crashes again. Here it is done, and has failed.
@@ -19,7 +20,19 @@ FEWEST_TESTS = 2
 """A worker runs a test when it knows the next one, or that there is none."""
 FOLDERS = ("integration", "contract", "unit")
 """Files that take long come first: short ones fill the end."""
-ALONE = ("e2e", "faults")
+FLEETS = ("e2e", "faults")
+SHARING = frozenset(
+    {
+        "test_bad_input.py",
+        "test_fleet_commands.py",
+        "test_injected.py",
+        "test_kill.py",
+        "test_loss_curve.py",
+        "test_survival.py",
+        "test_weights.py",
+    }
+)
+"""Files of fleets that may be slow: their deadlines are minutes, and they look at nothing but their own."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,23 +45,24 @@ class FileSchedule(LoadFileScheduling):
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
+        self._sharing: Files = {}
         self._alone: Files = {}
         self._runs_alone: WorkerController | None = None
         """Who runs the files that want the machine for themselves, once that has begun."""
 
     @property
     def tests_finished(self) -> bool:
-        return not self._alone and super().tests_finished
+        return not self._sharing and not self._alone and super().tests_finished
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._alone) or super().has_pending
+        return bool(self._sharing or self._alone) or super().has_pending
 
     def schedule(self) -> None:
         if self.collection is None and self._check_nodes_have_same_collection():
             self.collection = list(next(iter(self.registered_collections.values())))
             for nodeid in sorted(self.collection, key=rank):
-                files = self._alone if is_alone(nodeid) else self.workqueue
+                files = self._alone if is_alone(nodeid) else self._sharing if is_fleet(nodeid) else self.workqueue
                 files.setdefault(self._split_scope(nodeid), {})[nodeid] = False
         for node in self.nodes:
             self._reschedule(node)
@@ -59,12 +73,17 @@ class FileSchedule(LoadFileScheduling):
         while self._pending_of(self.assigned_work[node]) < FEWEST_TESTS and self._is_there_work_for(node):
             self._assign_work_unit(node)
         others = [other for other in self.nodes if other is not node and not other.shutting_down]
-        is_needed = self._alone and not others
+        is_needed = (self._sharing or self._alone) and not others
         if not is_needed and (not self.workqueue or self._runs_alone not in {None, node}):
             node.shutdown()
 
     def _is_there_work_for(self, node: WorkerController) -> bool:
-        if not self.workqueue and self._alone and self.nodes == [node]:
+        """Whether there is a file for a worker; puts it to the front."""
+        if self._sharing and not any(self._has_fleet(other) for other in self.nodes if other is not node):
+            file = next(iter(self._sharing))
+            self.workqueue[file] = self._sharing.pop(file)
+            self.workqueue.move_to_end(file, last=False)
+        elif not self.workqueue and self.nodes == [node] and self._alone:
             self.workqueue.update(self._alone)
             self._alone = {}
             self._runs_alone = node
@@ -72,21 +91,31 @@ class FileSchedule(LoadFileScheduling):
             self._runs_alone = node  # in place of one that has crashed
         return bool(self.workqueue) and self._runs_alone in {None, node}
 
+    def _has_fleet(self, node: WorkerController) -> bool:
+        tests = [test for tests in self.assigned_work[node].values() for test, is_done in tests.items() if not is_done]
+        return any(map(is_fleet, tests))
+
     def remove_node(self, node: WorkerController) -> str | None:
         files = self.assigned_work.pop(node)
         left = {file: [test for test, is_done in tests.items() if not is_done] for file, tests in files.items()}
         crashed = next((test for tests in left.values() for test in tests), None)
         for file, tests in left.items():
             if tests_left := dict.fromkeys((test for test in tests if test != crashed), False):
-                self.workqueue[file] = tests_left
+                is_shared = is_fleet(tests[0]) and not is_alone(tests[0])
+                (self._sharing if is_shared else self.workqueue)[file] = tests_left
         for other in self.nodes:
             self._reschedule(other)
         return crashed
 
 
+def is_fleet(nodeid: str) -> bool:
+    """Whether a test runs a whole fleet: the memory is for one at a time."""
+    return any(folder in FLEETS for folder in folders_of(nodeid))
+
+
 def is_alone(nodeid: str) -> bool:
     """Whether a test wants the machine for itself."""
-    return any(folder in ALONE for folder in folders_of(nodeid))
+    return is_fleet(nodeid) and nodeid.partition("::")[0].rpartition("/")[2] not in SHARING
 
 
 def rank(nodeid: str) -> int:

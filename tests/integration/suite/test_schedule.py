@@ -1,4 +1,4 @@
-"""Whole fleets run alone and last, whatever crashes."""
+"""Whole fleets keep apart, and run last where they want the machine, whatever crashes."""
 
 import json
 from itertools import pairwise
@@ -32,11 +32,11 @@ def test_that_crashes(is_first):
 """
 
 
-def test_whole_fleets_run_when_all_else_has_ended(tmp_path: Path) -> None:
+def test_one_fleet_runs_at_a_time_and_some_when_all_else_has_ended(tmp_path: Path) -> None:
     for folder, files in {
         "unit": {"test_a": TIMED, "test_b": TIMED, "test_crash": CRASHING + TIMED},
         "e2e": {"test_c": TIMED, "test_crash_too": CRASHING + TIMED},
-        "faults": {"test_d": TIMED},
+        "faults": {"test_d": TIMED, "test_kill": TIMED},
     }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
@@ -46,10 +46,11 @@ def test_whole_fleets_run_when_all_else_has_ended(tmp_path: Path) -> None:
     ended = run(tmp_path, "-n", "2", "--retry-failed-alone")
 
     assert ended.status == 0, ended.output
-    assert ended.closing_line == "24 passed, 2 flaky"
+    assert ended.closing_line == "28 passed, 2 flaky"
     times = [json.loads(line) for line in (tmp_path / "times").read_text().splitlines()]
     spans = [(begun, end, name) for name, begun, end in times if "crashes" not in name]
     fleets = sorted(span for span in spans if not span[2].startswith("unit/"))
-    assert len(spans) == 24 and len(fleets) == 12
-    assert max(end for _, end, name in spans if name.startswith("unit/")) <= fleets[0][0]
+    alone = [span for span in fleets if "test_kill" not in span[2]]
+    assert (len(spans), len(fleets), len(alone)) == (28, 16, 12)
+    assert max(end for _, end, name in spans if name.startswith("unit/")) <= alone[0][0]
     assert all(first[1] <= second[0] for first, second in pairwise(fleets))

@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from flotilla.importers.hydra import problem
-from flotilla.importers.shell_flow import Flow
+from flotilla.importers.shell_flow import Chain, Flow
 from flotilla.importers.shell_words import ASSIGNMENT, atom, commands, matching
 from shared.errors import InvalidSpec
 
 NAME = re.compile(r"[A-Za-z_]\w*")
+ARGUMENTS = "@"
+"""Stands for the script's own arguments among what is not known."""
+HARMLESS = re.compile(r"(?:activate|bashrc|profile|conda\.sh|set_env\.sh|setvars\.sh)$")
+"""Files that set up a machine's own environment, and no variable of a launch script."""
+QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|\$\{[^{}]*\}", re.DOTALL)
+BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 CONTROL = frozenset({"function", "[", "[[", "test", "eval"})
 UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
@@ -82,12 +88,15 @@ def read_script(
     Raises:
         InvalidSpec: it holds what cannot be followed; ``errors`` has the line.
     """
-    script, flow = Script(dict(fixed), environment=environment), Flow()
+    script, flow, chain = Script(dict(fixed), environment=environment), Flow(), Chain()
     for number, words in commands(text, source):
         where = f"{source}:{number}"
         rest = flow.step(words, lambda word, where=where: _unquoted(word, script, where), where)  # type: ignore[misc]
+        is_certain = chain.step(words, rest) and bool(flow.runs)
         if rest and flow.runs is not False:
-            _run(rest, script, fixed, where, is_certain=bool(flow.runs))
+            if rest[0] == "exit" and is_certain:
+                return script
+            _run(rest, script, fixed, where, is_certain=is_certain)
     if flow.frames:
         raise problem(source, flow.frames[-1].opening, "a condition or loop needs its end")
     return script
@@ -98,8 +107,9 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         words = [word for word in words[1:] if not word.startswith("-")]
         if not all(ASSIGNMENT.match(word) for word in words):
             words = [word for word in words if ASSIGNMENT.match(word)]
-    while words and (match := ASSIGNMENT.match(words[0])):
-        word, name = words.pop(0), match[1]
+    words, assigned = _split(words)
+    for match, word in [] if words else assigned:  # before a command they are that command's alone
+        name = match[1]
         if name in fixed:
             continue
         try:
@@ -121,12 +131,44 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         except InvalidSpec as error:
             script.unknown[name] = error
         return
+    _change(words, script, fixed, where, is_certain=is_certain)
     if words[0] in {"cd", "pushd"} and not words[-1].startswith("$("):
         script.unknown["PWD"] = problem(where, " ".join(words), "where this leads is not followed: write the path")
     if not is_certain:
         script.commands.append(Command(words, problem(where, words[0], UNCERTAIN)))
         return
     script.commands.append(_expanded(words, script, where))
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[tuple["re.Match[str]", str]]]:
+    """Take the assignments off that stand before a command."""
+    assigned: list[tuple[re.Match[str], str]] = []
+    for number, word in enumerate(words):
+        if (match := ASSIGNMENT.match(word)) is None:
+            return list(words[number:]), assigned
+        assigned.append((match, word))
+    return [], assigned
+
+
+def _change(words: Sequence[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
+    """Do what a command does to variables: unset, set --, shift, and what a file that is sourced may do."""
+    head, rest = words[0], [word for word in words[1:] if not word.startswith("-")]
+    if head == "unset":
+        for name in set(rest) - set(fixed):
+            if not is_certain:
+                script.unknown[name] = problem(where, name, UNCERTAIN)
+                continue
+            script.variables.pop(name, None)
+            script.arrays.pop(name, None)
+            script.unknown.pop(name, None)
+            script.environment = {key: value for key, value in script.environment.items() if key != name}
+    elif head == "shift" or (head == "set" and "--" in words):
+        script.unknown[ARGUMENTS] = problem(
+            where, " ".join(words), "the script's arguments change here: write the value"
+        )
+    elif head in {"source", "."} and rest and not HARMLESS.search(rest[0]):
+        why = problem(where, " ".join(words), f"{rest[0]} may have set it to another value: write the value")
+        script.unknown |= dict.fromkeys({*script.variables, *script.arrays} - set(fixed), why)
 
 
 def _expanded(words: Sequence[str], script: Script, where: str) -> Command:
@@ -179,7 +221,11 @@ def _assign(match: "re.Match[str]", word: str, script: Script, where: str) -> No
 def _words_of(word: str, script: Script, where: str) -> list[str]:
     bare = word.strip('"')
     if bare in {"$@", "$*", "${@}"}:
+        if ARGUMENTS in script.unknown:
+            raise script.unknown[ARGUMENTS]
         return []
+    if BRACES.search(QUOTED.sub("", word)):
+        raise problem(where, word, "braces become several words here: write them, or put quotes around them")
     value = _unquoted(word, script, where)
     is_plain_variable = word.startswith("$") and not word.startswith("$((")
     return value.split() if is_plain_variable else [value]
@@ -250,6 +296,8 @@ def _expansion(text: str, start: int, script: Script, where: str) -> tuple[str, 
         return _braced(text[start + 2 : end], script, where), end + 1
     name = NAME.match(text, start + 1)
     if name is None:
+        if ARGUMENTS in script.unknown and text[start + 1] in "0123456789@*#":
+            raise script.unknown[ARGUMENTS]
         skipped = 2 if text[start + 1] in "0123456789@*#?" else 1
         return ("" if skipped == 2 else "$"), start + skipped
     return _variable(name[0], script, where), name.end()
@@ -260,8 +308,9 @@ def _braced(inner: str, script: Script, where: str) -> str:
     if match is None:
         raise problem(where, f"${{{inner}}}", "only ${NAME} and ${NAME:-default} are expanded here: write the value")
     name, sign, default = match.groups()
-    if name in script.unknown:
-        raise script.unknown[name]
+    unknown = script.unknown.get(ARGUMENTS if name.isdigit() else name)
+    if unknown is not None:
+        raise unknown
     if sign is None:
         return _variable(name, script, where)
     known = {**script.environment, **HERE, **script.variables}
@@ -280,6 +329,8 @@ def _variable(name: str, script: Script, where: str) -> str:
     if name in script.environment:
         return script.environment[name]
     if name.isdigit():
+        if ARGUMENTS in script.unknown:
+            raise script.unknown[ARGUMENTS]
         return ""
     raise problem(where, f"${name}", f"{name} is not set in the script: give {name}=VALUE")
 

@@ -13,6 +13,10 @@ LOOPS = frozenset({"for", "while", "until", "select"})
 ENDS = {"if": "fi", "case": "esac", **dict.fromkeys(LOOPS, "done")}
 JOINS = frozenset({"&&", "||"})
 """What joins two commands, of which the second depends on the first."""
+SUCCEED = frozenset(
+    {"", "cd", "pushd", "mkdir", "set", "export", "source", ".", "echo", "pip", "pip3", "sleep", "ray", "rm", "cp"}
+)
+"""Commands that a launch script takes to succeed; others before ``&&`` may be questions."""
 PATTERN = frozenset("*?[~")
 TEXTS: Mapping[str, Callable[[str, str], bool]] = {
     "=": lambda left, right: left == right,
@@ -46,6 +50,36 @@ class Frame:
     has_run: bool | None = False
     is_header: bool = True
     join: str | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """Follows commands that ``&&`` and ``||`` join: the first is taken to succeed, unless it is one that asks.
+
+    Attributes:
+        join: what stands before the next command.
+        is_doubtful: whether that only runs if another one fails.
+        before: the first word of the command before it.
+    """
+
+    join: str | None = None
+    is_doubtful: bool = False
+    before: str = ""
+
+    def step(self, words: Sequence[str], rest: Sequence[str]) -> bool:
+        """Take one command, ``rest`` without the words of conditions; says whether it runs for certain."""
+        if words[0] in JOINS:
+            self.join = words[0]
+            return False
+        if self.join is None:
+            self.before = ""
+        self.is_doubtful = self.join == "||" or (self.is_doubtful and self.join is not None)
+        is_assignment = bool(rest) and "=" in rest[0]
+        is_asked = self.join == "&&" and is_assignment and self.before not in SUCCEED
+        self.join = None
+        if rest and not is_assignment:
+            self.before = rest[0]
+        return not self.is_doubtful and not is_asked
 
 
 @dataclass(slots=True)

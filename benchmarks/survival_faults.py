@@ -110,29 +110,30 @@ class Fleet:
 
     async def cut_power(self) -> None:
         """End every process at once, the owner first; nobody writes anything any more."""
-        owner = psutil.Process(self._fleet.process.pid)
+        owner = psutil.Process(self.running.process.pid)
         family = [owner, *owner.children(recursive=True)]
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        await asyncio.to_thread(self._fleet.process.wait, 30)
+        await asyncio.to_thread(self.running.process.wait, 30)
         await asyncio.to_thread(psutil.wait_procs, family[1:], 30)
         (self.data / "fleet.json").unlink(missing_ok=True)
         self._stack.close()
 
     @property
-    def _fleet(self) -> RunningFleet:
+    def running(self) -> RunningFleet:
+        """The fleet that is up now."""
         assert self._running is not None
         return self._running
 
     async def one_of(self, kind: str, chance: random.Random) -> int:
         """Choose a process of a kind; one that died just now gets the time to come back."""
-        pids = await asyncio.to_thread(until, lambda: self._fleet.pids(PROCESSES[kind]), PATIENCE_SECONDS, f"a {kind}")
+        pids = await asyncio.to_thread(until, lambda: self.running.pids(PROCESSES[kind]), PATIENCE_SECONDS, f"a {kind}")
         return chance.choice(pids)
 
     def images(self) -> list[Path]:
         """List the weight images that processes of this fleet made."""
-        owner = psutil.Process(self._fleet.process.pid)
+        owner = psutil.Process(self.running.process.pid)
         pids = {str(each.pid) for each in [owner, *owner.children(recursive=True)]}
         return [path for path in SHARED_MEMORY.glob("flotilla-weights-*") if path.name.split("-")[2] in pids]
 
@@ -144,7 +145,7 @@ class Fleet:
     @property
     def port(self) -> int:
         """The gateway's."""
-        return int(self._fleet.url.rsplit(":", 1)[1])
+        return int(self.running.url.rsplit(":", 1)[1])
 
 
 Happen = Callable[[Fleet, random.Random], Awaitable[None]]

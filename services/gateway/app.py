@@ -21,6 +21,7 @@ from services.gateway.routes import (
     publications,
     services,
     steps,
+    takeovers,
 )
 from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings
@@ -46,7 +47,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
     series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps)
-    for module in (services, experiments, fleet, publications, *series):
+    for module in (services, experiments, fleet, publications, takeovers, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.
     app.add_middleware(StatusCalls)

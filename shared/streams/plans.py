@@ -5,14 +5,23 @@ checkpoint reads the very same groups again, in the same order. Only the latest 
 plan and commit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgpack
 
-from shared.streams.hop import Claim, Hop, Resolution
+from shared.errors import ClaimLost
+from shared.streams.hop import FENCED, Claim, Hop, Resolution
 
+LOST_WITH_CHECKPOINT = "lost_with_checkpoint"
+"""Why a group is dropped that only weights were trained with, or sampled by, which no surviving checkpoint leads to."""
+
+WORKERS_PER_EPOCH = 1_000_000
+"""A trainer's incarnation is its epoch, how often a trainer was assigned, times this, and the number of its worker."""
+
+RECENT_STEPS = 64
+"""Steps whose plans a checkpoint keeps: far more than are made in the seconds that a server's log may lose."""
 LINEAGE_STEPS = 50_000
 """Steps whose groups the data plane remembers: some 8 MB. Which groups earlier ones trained, the checkpoint knows."""
 
@@ -28,6 +37,8 @@ class Plan:
         entry_ids: their entries in the scored stream; empty once the step is committed.
         oldest_version, newest_version: policy versions that sampled a token of them.
         token_count: tokens of them all that the policy sampled.
+        token_counts: the same of each group, in order.
+        parent: the lineage that the step continues, see ``shared.lineage.follow``; empty where it is not known.
     """
 
     step: int
@@ -37,9 +48,11 @@ class Plan:
     oldest_version: int
     newest_version: int
     token_count: int
+    token_counts: tuple[int, ...]
+    parent: str = ""
 
     @classmethod
-    def of(cls, step: int, claims: Sequence[Claim], version: int) -> "Plan":
+    def of(cls, step: int, claims: Sequence[Claim], version: int, parent: str = "") -> "Plan":
         """Plan claims in their order.
 
         Raises:
@@ -58,6 +71,8 @@ class Plan:
             oldest_version=min(claim.header.oldest_version for claim in claims),
             newest_version=max(claim.header.newest_version for claim in claims),
             token_count=sum(claim.header.token_count for claim in claims),
+            token_counts=tuple(claim.header.token_count for claim in claims),
+            parent=parent,
         )
 
     def to_bytes(self) -> bytes:
@@ -68,8 +83,28 @@ class Plan:
     @classmethod
     def from_bytes(cls, encoded: bytes) -> "Plan":
         """Read what ``to_bytes`` made."""
-        wire = msgpack.unpackb(encoded, use_list=False)
-        return cls(**(wire | {"entry_ids": tuple(wire.get("entry_ids") or ())}))
+        return cls.from_wire(msgpack.unpackb(encoded, use_list=False))
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Plan":
+        """Make it of its fields, as a mapping; those that an earlier release did not know may be missing."""
+        num, total = len(wire["group_ids"]), wire["token_count"]
+        counts = wire.get("token_counts") or [total // num + (index < total % num) for index in range(num)]
+        lists = {"group_ids": wire["group_ids"], "entry_ids": wire.get("entry_ids") or (), "token_counts": counts}
+        return cls(**(dict(wire) | {name: tuple(values) for name, values in lists.items()}))
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """What became of groups when a trainer took over.
+
+    Attributes:
+        waiting: they were planned, and wait in the scored stream again.
+        lost: they were counted as trained, and end as dropped.
+    """
+
+    waiting: int
+    lost: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +135,12 @@ class Retained:
         return self.size_bytes * (self.entries + count) > self.bound_bytes * self.entries
 
 
+def not_newer(incarnation: int | None, *, recorded: int) -> ClaimLost:
+    """Make the error of a trainer whose number is not above the recorded one."""
+    detail = f"{FENCED}: incarnation {incarnation} is not newer than {recorded}"
+    return ClaimLost(detail, incarnation=incarnation, recorded=recorded)
+
+
 class TrainerQueue(Protocol):
     """The scored hop for the one trainer of an experiment. Every call may raise ``Unavailable``."""
 
@@ -118,17 +159,19 @@ class TrainerQueue(Protocol):
             incarnation: a number that rises from trainer to trainer; None for one more than the last.
 
         Raises:
-            ClaimLost: a trainer with this number or a later one has taken over already.
+            ClaimLost: a trainer with this number or a later one has taken over already; ``recorded`` in its context
+                is that one's.
         """
         ...
 
-    async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
+    async def plan(self, step: int, claims: Sequence[Claim], version: int, parent: str = "") -> bool:
         """Write the plan of ``step``; True if it stands, also when this very plan stood already.
 
         False, without effect, if another plan of the step exists, or one of the claims is held no more.
 
         Args:
             version: the policy version that the step trains.
+            parent: the lineage that the step continues.
 
         Raises:
             ClaimLost: a later trainer took over.
@@ -175,6 +218,17 @@ class TrainerQueue(Protocol):
         """Write the lineage of durable steps whose plans the server has forgotten; gives how many these were.
 
         It is for a server that came back from its log at an earlier state. A plan that stands is left to ``commit``.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        ...
+
+    async def roll_back(self, step: int, given_up: Sequence[int]) -> RolledBack:
+        """Give up what was trained after ``step``, that of the checkpoint that training goes on from.
+
+        The groups of the plans of steps ``given_up`` wait again. Groups of later committed steps do not count as
+        trained any more, but as dropped; nor do they count as consumed. Repeating it is safe.
 
         Raises:
             ClaimLost: a later trainer took over.

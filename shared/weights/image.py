@@ -98,6 +98,21 @@ class WeightImage:
             file.close()
             raise
 
+    def again(self) -> Self:
+        """Map it once more, under a lock of its own. Its file may be gone: as long as this one is open, its bytes stay.
+
+        Raises:
+            WeightTransferFailed: it is being written, or the file is gone and the system offers no other way to it.
+        """
+        descriptor = Path(f"/proc/self/fd/{self._file.fileno()}")
+        path = descriptor if descriptor.exists() else self.path
+        file = open_shared(path, may_be_withdrawn=True)
+        try:
+            return type(self)(self.path, file, is_owner=False)
+        except BaseException:
+            file.close()
+            raise
+
     @property
     def image_bytes(self) -> int:
         """Size of the image."""
@@ -251,8 +266,12 @@ def layout_of(mapped: mmap.mmap) -> ImageLayout:
     return layout
 
 
-def open_shared(path: Path) -> FileIO:
+def open_shared(path: Path, *, may_be_withdrawn: bool = False) -> FileIO:
     """Open an image under a shared lock, which lasts until the file and every mapping of it are gone.
+
+    Args:
+        path: of the image.
+        may_be_withdrawn: whether an image will do that has no name any more.
 
     Raises:
         WeightTransferFailed: there is no such file, it is empty, withdrawn, or being written.
@@ -262,7 +281,7 @@ def open_shared(path: Path) -> FileIO:
     except OSError as error:
         raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
     try:
-        _lock_shared(file, path)
+        _lock_shared(file, path, may_be_withdrawn=may_be_withdrawn)
     except BaseException:
         file.close()
         raise
@@ -320,13 +339,13 @@ def sweep(directory: Path | None = None) -> list[Path]:
     return removed
 
 
-def _lock_shared(file: FileIO, path: Path) -> None:
+def _lock_shared(file: FileIO, path: Path, *, may_be_withdrawn: bool = False) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
     status = os.fstat(file.fileno())
-    if status.st_size == 0 or status.st_nlink == 0:
+    if status.st_size == 0 or (status.st_nlink == 0 and not may_be_withdrawn):
         raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
 
 

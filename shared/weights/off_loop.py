@@ -21,6 +21,11 @@ async def attach_image(path: Path) -> WeightImage:
     return await _made(lambda: WeightImage.attach(path))
 
 
+async def map_again(image: WeightImage) -> WeightImage:
+    """Map an image once more; see ``WeightImage.again``."""
+    return await _made(image.again)
+
+
 async def close_images(*images: WeightImage) -> None:
     """Let go of images, and remove the files of own ones; it is done also when the caller is cancelled."""
     if images:

@@ -4,6 +4,7 @@ The trainer's service includes ``weights_router``; ``pull_client.WeightPuller`` 
 """
 
 import asyncio
+import contextlib
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferF
 from shared.security import bearer_of, is_same_secret
 from shared.serving import problem_response
 from shared.weights.image import WeightImage
-from shared.weights.off_loop import attach_image, close_images
+from shared.weights.off_loop import attach_image, close_images, map_again
 
 CHUNK_BYTES = 1 << 20
 SERVE_SECONDS = 600.0
@@ -24,7 +25,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 class PublishedImages:
-    """The newest versions that may be pulled, by the paths of their images.
+    """The newest versions that may be pulled.
 
     Args:
         num_kept: how many versions are offered. Their images must not be written while they are.
@@ -34,27 +35,31 @@ class PublishedImages:
         if num_kept < 1:
             raise ValueError(f"at least one version must be offered, got {num_kept}")
         self._num_kept = num_kept
-        self._paths: dict[int, Path] = {}
+        self._images: dict[int, Path | WeightImage] = {}
         self._checksums: dict[int, str] = {}
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions that are offered, oldest first."""
-        return tuple(sorted(self._paths))
+        return tuple(sorted(self._images))
 
-    def publish(self, version: int, path: Path, checksum: str | None = None) -> None:
-        """Offer a complete image as this version; the oldest offer ends. A missing checksum is computed when needed."""
-        self._paths[version] = path
+    def publish(self, version: int, image: Path | WeightImage, checksum: str | None = None) -> None:
+        """Offer a complete image as this version; the oldest offer ends. A missing checksum is computed when needed.
+
+        One that is mapped is served from its mapping, which must be open as long as it is offered, even when somebody
+        deletes its file.
+        """
+        self._images[version] = image
         self._checksums.pop(version, None)
         if checksum is not None:
             self._checksums[version] = checksum
         for old in self.versions[: -self._num_kept]:
-            del self._paths[old]
+            del self._images[old]
             self._checksums.pop(old, None)
 
     def withdraw(self) -> None:
         """Offer nothing any more: the next experiment counts its versions anew."""
-        self._paths.clear()
+        self._images.clear()
         self._checksums.clear()
 
     async def open(self, version: int) -> tuple[WeightImage, str]:
@@ -63,13 +68,15 @@ class PublishedImages:
         Raises:
             NotFound: the version is not offered, or its image is gone; the detail names those that are.
         """
-        path = self._paths.get(version)
-        if path is not None:
-            try:
-                image = await attach_image(path)
-            except WeightTransferFailed:
-                path = None
-        if path is None:
+        offered_image = self._images.get(version)
+        image = None
+        if offered_image is not None:
+            with contextlib.suppress(WeightTransferFailed):
+                if isinstance(offered_image, Path):
+                    image = await attach_image(offered_image)
+                else:
+                    image = await map_again(offered_image)
+        if image is None:
             offered = ", ".join(str(each) for each in self.versions if each != version) or "none"
             raise NotFound(f"version {version} is not offered; available: {offered}", available=offered)
         try:

@@ -11,21 +11,24 @@ step-00000040/
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.trainer.checkpoint.state import CheckpointState, check_same_lineage, software_versions
-from services.trainer.checkpoint.storage import CheckpointStorage, StoredCheckpoint
+from services.trainer.checkpoint.state import check_same_lineage, software_versions
+from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
+from shared.checkpoints import CheckpointState, StoredCheckpoint
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
+from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
 from shared.streams.intervals import IntervalSet
+from shared.streams.plans import RECENT_STEPS, Plan
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +48,43 @@ class Progress:
         step: steps done.
         trained: ids of all groups trained in this lineage.
         totals: figures that grow over the experiment.
+        lineage: names the groups of every step, in order.
+        recent: plans of the last steps, oldest first.
     """
 
     step: int
     trained: IntervalSet
     totals: Totals
+    lineage: str = ROOT
+    recent: tuple[Plan, ...] = ()
 
     @classmethod
     def start(cls) -> "Progress":
         """Stand at the beginning."""
         return cls(0, IntervalSet(), Totals())
+
+    def add(self, plan: Plan) -> None:
+        """Note that the groups of a plan were trained."""
+        self.step = plan.step
+        self.trained.add_many(plan.group_ids)
+        self.lineage = follow(self.lineage, plan.step, plan.group_ids)
+        self.recent = (*self.recent, plan)[-RECENT_STEPS:]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds, or the beginning.
+
+    Attributes:
+        learner, progress: to go on with.
+        published: the policy version that was newest when it was written.
+        lost: numbers of versions that are not in its lineage.
+    """
+
+    learner: Learner
+    progress: Progress
+    published: Published
+    lost: IntervalSet
 
 
 class CheckpointManager:
@@ -69,7 +99,7 @@ class CheckpointManager:
         self._experiment_id = experiment_id
         self._storage = storage
 
-    def save(self, learner: Learner, progress: Progress, version: int) -> Path:
+    def save(self, learner: Learner, progress: Progress, line: VersionLine) -> Path:
         """Write a durable checkpoint; blocks.
 
         Raises:
@@ -85,11 +115,17 @@ class CheckpointManager:
             if learner.critic is not None:
                 save_file(_contiguous(learner.critic.state()), directory / CRITIC)
 
+        published = line.published_at(progress.step)
+
         def describe(files: dict[str, int]) -> CheckpointState:
             return CheckpointState(
                 experiment_id=self._experiment_id,
                 step=progress.step,
-                version=version,
+                version=published.version,
+                published_step=published.step,
+                lost_versions=line.lost.to_list(),
+                lineage=progress.lineage,
+                recent=[asdict(replace(plan, entry_ids=())) for plan in progress.recent],
                 updates=learner.optimizer.updates,
                 trained=progress.trained.to_list(),
                 seed=learner.spec.seed,
@@ -102,29 +138,58 @@ class CheckpointManager:
 
         return self._storage.write(progress.step, _failing_as_os_error(fill), describe)
 
-    def restore(self, spec: ExperimentSpec) -> tuple[Learner, Progress]:
-        """Make a learner from the newest complete checkpoint, or from the spec's model where there is none.
+    def restore(self, spec: ExperimentSpec) -> Restored:
+        """Make a learner from the newest checkpoint that is whole, or from the spec's model where there is none.
+
+        One that is damaged is passed over, and set aside once an older one is found to be whole.
 
         Raises:
             ModelError: model or checkpoint cannot be used; one sentence says why.
         """
         self._storage.sweep()
         device = check_device(spec.parallelism.device)
-        stored = self._storage.newest()
-        if stored is not None:
+        damage: ModelError | None = None
+        for stored in self._storage.complete():
             check_same_lineage(stored.state, spec)
-        source = Path(spec.model.path) if stored is None else stored.path / MODEL
-        loaded = load_model(source, dtype=spec.model.dtype, device=device)
-        reference = None
-        if spec.algorithm.needs_reference:
-            reference = load_model(Path(spec.model.path), dtype=spec.model.dtype, device=device)
-        learner = Learner(spec, loaded, reference)
-        if stored is None:
-            return learner, Progress.start()
-        _load_tensors(learner, stored)
-        log.info("training goes on from a checkpoint", extra={"step": stored.step, "path": str(stored.path)})
-        totals = Totals(**{key: value for key, value in stored.state.totals.items() if hasattr(Totals, key)})
-        return learner, Progress(stored.step, IntervalSet.from_list(stored.state.trained), totals)
+            try:
+                self._storage.check(stored)
+                restored = _restored(spec, stored, device)
+            except ModelError as error:
+                log.warning("checkpoint is passed over", extra={"path": str(stored.path), "error": error.detail})
+                damage = damage or error
+                continue
+            self._storage.set_aside(stored.step)
+            log.info("training goes on from a checkpoint", extra={"step": stored.step, "path": str(stored.path)})
+            return restored
+        if damage is not None:
+            raise damage
+        self._storage.set_aside(0)
+        source = Path(spec.model.path)
+        learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)
+        return Restored(learner, Progress.start(), INITIAL, IntervalSet())
+
+
+def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device) -> Learner:
+    reference = None
+    if spec.algorithm.needs_reference:
+        reference = load_model(Path(spec.model.path), dtype=spec.model.dtype, device=device)
+    return Learner(spec, loaded, reference)
+
+
+def _restored(spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device) -> Restored:
+    learner = _learner(spec, load_model(stored.path / MODEL, dtype=spec.model.dtype, device=device), device)
+    _load_tensors(learner, stored)
+    state = stored.state
+    totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})
+    published_step = state.published_step
+    if published_step is None:
+        # An earlier release wrote it, whose versions followed steps without a gap.
+        published_step = min(state.version * spec.asynchrony.trigger_parameter_sync_step, stored.step)
+    recent = tuple(map(Plan.from_wire, state.recent))
+    progress = Progress(stored.step, IntervalSet.from_list(state.trained), totals, state.lineage, recent)
+    return Restored(
+        learner, progress, Published(state.version, published_step), IntervalSet.from_list(state.lost_versions)
+    )
 
 
 def _save_model(loaded: LoadedModel, source: Path, directory: Path) -> None:

@@ -1,15 +1,11 @@
-"""What a checkpoint says about itself: the contents of its ``state.json``."""
+"""Which software wrote a checkpoint, and whether a spec may go on from it."""
 
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from shared.checkpoints import CheckpointState
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 
-CHECKPOINT_SCHEMA: Final = 1
 SOFTWARE = ("flotilla", "torch", "transformers", "safetensors", "numpy")
 
 FIXED_FIELDS = (
@@ -20,31 +16,6 @@ FIXED_FIELDS = (
     ("asynchrony", "require_batches"),
 )
 """Settings that a checkpoint cannot be continued without: they define the weights, the versions and the steps."""
-
-
-class CheckpointState(BaseModel):
-    """Everything of a checkpoint but tensors. Times are not in it: the same training gives the same file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    schema_version: Literal[1] = CHECKPOINT_SCHEMA
-    experiment_id: str
-    step: int = Field(ge=1)
-    version: int = Field(ge=0)
-    """Policy version that the weights are, or, between two publications, that they are trained from."""
-    updates: int = Field(ge=0)
-    """Optimiser updates done."""
-    trained: list[list[int]]
-    """Ids of all groups trained in this lineage, as closed intervals."""
-    seed: int
-    """What the losses draw in a step is seeded by this and the step's number: no generator's state needs keeping."""
-    kl_coefficient: float | None
-    totals: Mapping[str, int]
-    """Figures that grow over the experiment."""
-    spec: Mapping[str, Any]
-    software: Mapping[str, str]
-    files: Mapping[str, int]
-    """Size in bytes of each file: a checkpoint with another file size is not complete."""
 
 
 def software_versions() -> dict[str, str]:

@@ -11,30 +11,19 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+import xxhash
 
-from services.trainer.checkpoint.state import CheckpointState
-from shared.errors import Unavailable
+from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, complete, folders, sizes
+from shared.errors import ModelError, Unavailable
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
-_COMPLETE = re.compile(r"step-(\d{8})")
 _PARTIAL = re.compile(r"\.step-\d{8}\..+")
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """A complete checkpoint on disk."""
-
-    step: int
-    path: Path
-    state: CheckpointState
+READ_BYTES = 8 << 20
 
 
 class CheckpointStorage:
@@ -69,7 +58,9 @@ class CheckpointStorage:
             fill(partial)
             if (faults := armed()) is not None:
                 faults.hit(Site.CHECKPOINT_WRITE)
-            state = describe(_sizes(partial))
+            files = sizes(partial)
+            checksums = {name: _checksum(partial / name) for name in files}
+            state = describe(files).model_copy(update={"checksums": checksums})
             (partial / STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             _flush(partial)
             self._move(partial, final)
@@ -84,14 +75,30 @@ class CheckpointStorage:
         self._prune()
         return final
 
-    def newest(self) -> StoredCheckpoint | None:
-        """Find the newest complete checkpoint; incomplete ones are named in the log and passed over."""
-        for step, path in sorted(self._steps(), reverse=True):
-            state = _read_state(path)
-            if state is not None and state.step == step:
-                return StoredCheckpoint(step, path, state)
-            log.warning("checkpoint is not complete, it is passed over", extra={"path": str(path)})
-        return None
+    def complete(self) -> list[StoredCheckpoint]:
+        """List the complete checkpoints, newest first."""
+        return list(complete(self.directory))
+
+    def check(self, stored: StoredCheckpoint) -> None:
+        """Read every file once, and compare it with what was written; blocks.
+
+        Raises:
+            ModelError: a file has other bytes.
+        """
+        for name, expected in stored.state.checksums.items():
+            try:
+                found = _checksum(stored.path / name)
+            except OSError as error:
+                raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
+            if found != expected:
+                raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
+
+    def set_aside(self, after_step: int) -> None:
+        """Rename the checkpoints after a step, which cannot be used: they count as kept no more, and stay."""
+        for step, path in folders(self.directory):
+            if step > after_step:
+                aside = path.rename(self.directory / f"{path.name}.damaged-{secrets.token_hex(4)}")
+                log.warning("a checkpoint cannot be used, it is set aside", extra={"path": str(aside)})
 
     def sweep(self) -> None:
         """Remove what interrupted writes left behind."""
@@ -99,12 +106,6 @@ class CheckpointStorage:
             for path in self.directory.iterdir():
                 if _PARTIAL.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-
-    def _steps(self) -> list[tuple[int, Path]]:
-        if not self.directory.is_dir():
-            return []
-        matches = [(path, _COMPLETE.fullmatch(path.name)) for path in self.directory.iterdir()]
-        return [(int(match.group(1)), path) for path, match in matches if match]
 
     def _move(self, partial: Path, final: Path) -> None:
         replaced = None
@@ -117,7 +118,7 @@ class CheckpointStorage:
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self) -> None:
-        for _, path in sorted(self._steps())[: -self._keep]:
+        for _, path in folders(self.directory)[: -self._keep]:
             # Renamed first: a removal that is interrupted must not leave something that looks complete.
             try:
                 doomed = path.rename(self.directory / f".{path.name}.{secrets.token_hex(4)}")
@@ -127,18 +128,12 @@ class CheckpointStorage:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
-
-
-def _read_state(path: Path) -> CheckpointState | None:
-    try:
-        state = CheckpointState.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        return None
-    found = _sizes(path)
-    return state if all(found.get(name) == size for name, size in state.files.items()) else None
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _flush(directory: Path) -> None:

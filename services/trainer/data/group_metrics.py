@@ -3,7 +3,7 @@
 verl's names where they exist; lags are exact, per token. Cumulative figures travel with the checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -39,14 +39,16 @@ class Totals:
         return asdict(self)
 
 
-def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> dict[str, float]:
+def describe_groups(
+    groups: Sequence[Group], version: int, totals: Totals, lag: Callable[[int, int], int]
+) -> dict[str, float]:
     """Measure what is about to be trained, and add it to the totals.
 
     Args:
         groups: of one step.
-        version: that is being trained; a token's lag is this less the version that sampled it. After a crash with
-            ``durability: step`` a token may be newer than the weights; its lag counts as 0.
+        version: that is being trained.
         totals: changed.
+        lag: counts the versions from the one that sampled a token to the one that is trained, given the trained one.
 
     Returns:
         Rewards, lengths, lags and verl's counts of stale and partial trajectories. ``stale`` means that some sampled
@@ -58,7 +60,8 @@ def describe_groups(groups: Sequence[Group], version: int, totals: Totals) -> di
     flat = [pair for group in members for pair in group]
     rewards = np.array([t.reward for t, _ in flat], dtype=np.float64)
     lengths = np.array([versions.size for _, versions in flat])
-    lags = np.maximum(version - np.concatenate([versions for _, versions in flat]), 0)
+    sampled, which = np.unique(np.concatenate([versions for _, versions in flat]), return_inverse=True)
+    lags = np.array([lag(version, int(each)) for each in sampled], dtype=np.int64)[which]
     spans = np.array([int(versions.max() - versions.min()) if versions.size else 0 for _, versions in flat])
     is_stale = [bool(versions.size and versions.min() < version) for _, versions in flat]
     totals.trained_tokens += int(lengths.sum())

@@ -12,10 +12,11 @@ from functools import partial
 
 from services.trainer.data.source import GroupSource
 from shared.config.spec import ExperimentSpec
+from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
 from shared.schemas.trajectory import Group
 from shared.streams.admission import Admission
-from shared.streams.plans import TrainerQueue
+from shared.streams.plans import Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,14 @@ class StepGroups:
     """What a step trains.
 
     Attributes:
+        plan: of the step.
         groups: in training order.
         is_replay: whether the plan stood already.
         wait_seconds: time until they were there, ``pace_seconds`` included.
         pace_seconds: of it, time spent waiting for groups that would have become too old.
     """
 
+    plan: Plan
     groups: tuple[Group, ...]
     is_replay: bool
     wait_seconds: float
@@ -47,7 +50,10 @@ class StepGroups:
 class StepPlanner:
     """Chooses and plans the groups of one step after the other."""
 
-    def __init__(self, spec: ExperimentSpec, queue: TrainerQueue, admission: Admission, source: GroupSource) -> None:
+    def __init__(
+        self, spec: ExperimentSpec, queue: TrainerQueue, admission: Admission, source: GroupSource, line: VersionLine
+    ) -> None:
+        self._line = line
         self._queue = queue
         self._admission = admission
         self._source = source
@@ -56,13 +62,12 @@ class StepPlanner:
         self._paces = spec.asynchrony.on_max_lag == "pace" and self._max_lag > 0
         self._patience_seconds = spec.rollout.task_seconds
 
-    async def groups_of(self, step: int, version: int, *, ends_version: bool, make_durable: MakeDurable) -> StepGroups:
+    async def groups_of(self, step: int, parent: str, make_durable: MakeDurable) -> StepGroups:
         """Find the groups of a step, waiting as long as it takes; the plan stands when this returns.
 
         Args:
             step: from 1.
-            version: that the step trains.
-            ends_version: whether the next version is published after this step, and further steps follow.
+            parent: the lineage that it continues.
             make_durable: writes a checkpoint now. It is asked for when groups of earlier steps are here again, as the
                 server came back from its log at a state before their plan: unresolved they fill the budget. And when
                 no group can come, since planned ones fill the stream: until a checkpoint they are kept.
@@ -78,20 +83,23 @@ class StepPlanner:
             groups = tuple(claim.group() for claim in claims)
             self._source.mark_planned(standing)
             log.info("step is replayed from its plan", extra={"step": step, "num_groups": len(groups)})
-            return StepGroups(groups, True, time.monotonic() - started, 0.0)
+            return StepGroups(standing, groups, True, time.monotonic() - started, 0.0)
+        version = self._line.at(step - 1)
+        is_paced = self._paces and self._line.is_published(step) and step < self._line.total_steps
         pace_seconds = 0.0
         while True:
             await self._until_enough(step, make_durable)
             if await retry(lambda: self._source.drop_stale(version), waiting_for=DATA_PLANE):
                 continue
-            if ends_version and self._paces:
+            if is_paced:
                 pacing = time.monotonic()
                 await self._await_old_groups(version, make_durable)
                 pace_seconds += time.monotonic() - pacing
             chosen = self._source.oldest(self._count)
-            if await retry(partial(self._source.plan, step, chosen, version), waiting_for=DATA_PLANE):
+            plan = await retry(partial(self._source.plan, step, chosen, version, parent), waiting_for=DATA_PLANE)
+            if plan is not None:
                 groups = tuple(each.group for each in chosen)
-                return StepGroups(groups, False, time.monotonic() - started, pace_seconds)
+                return StepGroups(plan, groups, False, time.monotonic() - started, pace_seconds)
 
     async def _until_enough(self, step: int, make_durable: MakeDurable) -> None:
         next_report = time.monotonic() + REPORT_SECONDS
@@ -112,7 +120,7 @@ class StepPlanner:
 
     async def _await_old_groups(self, version: int, make_durable: MakeDurable) -> None:
         """Wait for outstanding groups that the version after ``version`` would find too old, as many as fit."""
-        too_old_below = version + 1 - self._max_lag
+        too_old_below = self._line.oldest_allowed(version + 1, self._max_lag)
         if too_old_below <= 0:
             return
         end = time.monotonic() + self._patience_seconds

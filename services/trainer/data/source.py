@@ -13,11 +13,12 @@ from functools import partial
 from services.trainer.data.batch import check_group, scored_trajectories
 from services.trainer.data.group_metrics import Totals
 from shared.errors import Conflict, DataError
+from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.hop import Claim, Resolution
 from shared.streams.intervals import IntervalSet
-from shared.streams.plans import Plan, TrainerQueue
+from shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,14 @@ class GroupSource:
         requirements: of a group.
         trained: ids of the groups trained in this lineage; grows elsewhere.
         totals: counts what is resolved here.
+        line: the versions of the lineage.
     """
 
-    def __init__(self, queue: TrainerQueue, requirements: Requirements, trained: IntervalSet, totals: Totals) -> None:
+    def __init__(
+        self, queue: TrainerQueue, requirements: Requirements, trained: IntervalSet, totals: Totals, line: VersionLine
+    ) -> None:
         self._queue = queue
+        self._line = line
         self._requirements = requirements
         self._trained = trained
         self._totals = totals
@@ -119,7 +124,7 @@ class GroupSource:
 
     async def drop_stale(self, version: int) -> int:
         """Resolve the groups that have a token too old for ``version``, and count them."""
-        oldest_allowed = version - self._requirements.max_lag
+        oldest_allowed = self._line.oldest_allowed(version, self._requirements.max_lag)
         stale = [each for each in self._ready.values() if each.claim.header.oldest_version < oldest_allowed]
         for each in stale:
             log.warning(
@@ -136,8 +141,8 @@ class GroupSource:
             await self._resolve(each.claim, Resolution.DROPPED, "stale")
         return len(stale)
 
-    async def plan(self, step: int, chosen: list[ReadyGroup], version: int) -> bool:
-        """Write the plan of a step; False if a claim of it was lost, or one is too old to be trained: choose again.
+    async def plan(self, step: int, chosen: list[ReadyGroup], version: int, parent: str) -> Plan | None:
+        """Write the plan of a step; None if a claim of it was lost, or one is too old to be trained: choose again.
 
         This is where a token over ``max_lag`` is refused, whatever chose it: a group may have come since the last look.
 
@@ -146,11 +151,12 @@ class GroupSource:
             ClaimLost: a later trainer took over.
         """
         if await self.drop_stale(version) and not all(each.group_id in self._ready for each in chosen):
-            return False
+            return None
         claims = [each.claim for each in chosen]
-        if await self._queue.plan(step, claims, version):
-            self.mark_planned(Plan.of(step, claims, version))
-            return True
+        if await self._queue.plan(step, claims, version, parent):
+            plan = Plan.of(step, claims, version, parent)
+            self.mark_planned(plan)
+            return plan
         standing = await self._queue.load_plan(step)
         if standing is not None:
             raise Conflict(f"step {step} has another plan already, of groups {list(standing.group_ids)}")
@@ -159,7 +165,7 @@ class GroupSource:
         for group_id in lost or {each.group_id for each in chosen}:
             log.warning("claim of a group was lost", extra={"group_id": group_id})
             self._ready.pop(group_id, None)
-        return False
+        return None
 
     def mark_planned(self, plan: Plan) -> None:
         """Note that a plan's groups are trained from here on; they are not chosen again, even if the server forgets."""
@@ -194,6 +200,11 @@ class GroupSource:
             await self._refuse(claim, Resolution.FAILED, "unreadable", repr(error))
             return
         self._totals.generated_tokens += group.num_sampled
+        if any(self._line.is_lost(version) for version in _sampled_by(group)):
+            self._totals.dropped_groups += 1
+            log.warning("group was sampled by a version that is lost", extra={"group_id": group_id})
+            await self._resolve(claim, Resolution.DROPPED, LOST_WITH_CHECKPOINT)
+            return
         problem = find_problem(group, self._requirements)
         if problem is not None:
             await self._refuse(claim, *problem)
@@ -222,6 +233,11 @@ class GroupSource:
     async def _resolve(self, claim: Claim, resolution: Resolution, reason: str) -> None:
         """End a group, as long as it takes: a claim has no lease here, and what is forgotten is held for ever."""
         await retry(partial(self._queue.hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
+
+
+def _sampled_by(group: Group) -> set[int]:
+    """List the versions that sampled a token of a group."""
+    return {version for trajectory in group.trajectories for _, version in trajectory.versions}
 
 
 def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, str, str] | None:

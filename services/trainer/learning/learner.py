@@ -110,8 +110,8 @@ class Learner:
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
-            self.versions = VersionedWeights(self.flat, max_lag=spec.asynchrony.resolved_max_lag)
-            self.versions.keep(0)
+            self.versions = VersionedWeights(self.flat)
+            self.versions.keep(0, 0)
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step.
@@ -143,10 +143,10 @@ class Learner:
         summary = summarise(metrics) | summarise(advantage_metrics)
         return StepResult(tuple(results), algorithm_names(mean_of_updates(summary, len(results))))
 
-    def keep_version(self, version: int) -> None:
-        """Remember the present weights as this version, if log-probs under earlier versions are wanted."""
+    def keep_version(self, version: int, oldest: int) -> None:
+        """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""
         if self.versions is not None:
-            self.versions.keep(version)
+            self.versions.keep(version, oldest)
 
     def _mini_batches(self, batch: TrainingBatch) -> list[range]:
         """Split the sequences by groups, in order, into K contiguous ranges of whole groups."""

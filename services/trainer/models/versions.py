@@ -16,12 +16,10 @@ class VersionedWeights:
 
     Args:
         flat: the model's weights.
-        max_lag: how many versions before the newest are kept.
     """
 
-    def __init__(self, flat: FlatParameters, *, max_lag: int) -> None:
+    def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
-        self._max_lag = max_lag
         self._kept: dict[int, dict[torch.dtype, Tensor]] = {}
 
     @property
@@ -29,14 +27,14 @@ class VersionedWeights:
         """Versions that are kept, oldest first."""
         return tuple(sorted(self._kept))
 
-    def keep(self, version: int) -> None:
-        """Copy the present weights as this version's samplers have them, and forget those too old to be needed.
+    def keep(self, version: int, oldest: int) -> None:
+        """Copy the present weights as this version's samplers have them, and forget versions before ``oldest``.
 
         Version 0 is never published: every engine starts with the weights of the model's directory.
         """
         copied = self._flat.as_published() if version else {d: b.clone() for d, b in self._flat.buffers.items()}
         self._kept[version] = copied
-        for old in [each for each in self._kept if each < version - self._max_lag]:
+        for old in [each for each in self._kept if each < oldest]:
             del self._kept[old]
 
     @contextmanager

@@ -34,7 +34,7 @@ class ServedImages:
             return
         replaced = [self._held.pop(version)] if version in self._held else []
         self._held[version] = image
-        self._published.publish(version, path, checksum)
+        self._published.publish(version, image, checksum)
         old = [each for each in self._held if each not in self._published.versions]
         await close_images(*replaced, *(self._held.pop(each) for each in old))
 

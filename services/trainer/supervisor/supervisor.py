@@ -22,6 +22,7 @@ from shared.errors import InvalidSpec
 from shared.reconciling import StateFollower
 from shared.restarts import Restarts
 from shared.schemas.service import Assignment, Failure, ObservedState, WorkState
+from shared.streams.plans import WORKERS_PER_EPOCH
 from shared.telemetry import logging as telemetry
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
 LAST_CHECKPOINT_SECONDS = 25.0
 """Somewhat less than a gateway waits for the services of an experiment that ends."""
-WORKERS_PER_EPOCH = 1_000_000
 COMPONENT = "trainer"
 
 

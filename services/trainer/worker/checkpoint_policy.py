@@ -23,6 +23,7 @@ from services.trainer.worker.reporter import Reporter
 from shared.clock import rfc3339
 from shared.config.checkpoint import CheckpointConfig
 from shared.errors import FlotillaError, Unavailable
+from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
 from shared.schemas.experiment import CheckpointView
 from shared.schemas.service import Failure
@@ -48,7 +49,7 @@ class CheckpointPolicy:
     Args:
         config: when.
         manager: how.
-        learner, progress: what.
+        learner, progress, line: what.
         queue, source: told when steps are final.
         reporter: told of each checkpoint.
         compute: the thread that may touch the weights.
@@ -61,13 +62,14 @@ class CheckpointPolicy:
         manager: CheckpointManager,
         learner: Learner,
         progress: Progress,
+        line: VersionLine,
         queue: TrainerQueue,
         source: GroupSource,
         reporter: Reporter,
         compute: Executor,
         on_failure: Callable[[Failure | None], None],
     ) -> None:
-        self.progress = progress
+        self.progress, self._line = progress, line
         self._config, self._manager, self._learner = config, manager, learner
         self._queue, self._source, self._reporter = queue, source, reporter
         self._compute, self._on_failure = compute, on_failure
@@ -80,8 +82,13 @@ class CheckpointPolicy:
             await self._commit(
                 [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
             )
+            await retry(partial(self._queue.record, self.progress.recent), waiting_for=DATA_PLANE)
 
-    async def after_step(self, version: int, *, is_at_version: bool) -> None:
+    @property
+    def _is_at_version(self) -> bool:
+        return self._line.is_published(self.progress.step)
+
+    async def after_step(self) -> None:
         """Write a checkpoint if one is due.
 
         Raises:
@@ -91,19 +98,19 @@ class CheckpointPolicy:
             await self._commit([self.progress.step])
         late = self.progress.step - self._durable_step - self._config.every_steps
         is_crowded = await self._is_crowded()
-        if (late < 0 and not is_crowded) or not is_at_version:
+        if (late < 0 and not is_crowded) or not self._is_at_version:
             return
         if late < 0:
             self._tell_of_early(CROWDED)
         try:
-            await self._checkpoint(version)
+            await self._checkpoint()
         except Unavailable as error:
             if late >= self._config.every_steps:
                 raise CheckpointOverdue(error.detail) from error
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
 
-    async def at_the_end(self, version: int, *, is_at_version: bool, is_over: bool, publisher: Publisher) -> None:
+    async def at_the_end(self, *, is_over: bool, publisher: Publisher) -> None:
         """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
 
         Raises:
@@ -111,12 +118,12 @@ class CheckpointPolicy:
         """
         if self.progress.step == self._durable_step:
             return
-        if not is_at_version and not is_over and not await _is_settled(publisher):
+        if not self._is_at_version and not is_over and not await _is_settled(publisher):
             log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
             return
         for attempt in range(LAST_ATTEMPTS):
             try:
-                await self._checkpoint(version)
+                await self._checkpoint()
                 return
             except Unavailable as error:
                 log.warning("last checkpoint failed, it is tried again", extra={"error": error.detail})
@@ -125,13 +132,13 @@ class CheckpointPolicy:
                     raise CheckpointOverdue(error.detail) from error
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def now(self, version: int, reason: str, *, is_at_version: bool, publisher: Publisher) -> None:
+    async def now(self, reason: str, publisher: Publisher) -> None:
         """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
-        if self.progress.step == self._durable_step or (not is_at_version and not await _is_settled(publisher)):
+        if self.progress.step == self._durable_step or (not self._is_at_version and not await _is_settled(publisher)):
             return
         self._tell_of_early(reason)
         try:
-            await self._checkpoint(version)
+            await self._checkpoint()
         except Unavailable as error:
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
@@ -150,10 +157,10 @@ class CheckpointPolicy:
         self._early += 1
         log.info("a checkpoint is made early", extra={"step": self.progress.step, "reason": reason})
 
-    async def _checkpoint(self, version: int) -> None:
+    async def _checkpoint(self) -> None:
         loop = asyncio.get_running_loop()
         path = await loop.run_in_executor(
-            self._compute, partial(self._manager.save, self._learner, self.progress, version)
+            self._compute, partial(self._manager.save, self._learner, self.progress, self._line)
         )
         self._durable_step = self.progress.step
         self._on_failure(None)
@@ -161,6 +168,7 @@ class CheckpointPolicy:
         # earlier state has steps again that were committed before.
         standing = [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
         await self._commit(standing)
+        version = self._line.at(self.progress.step)
         view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
         self._reporter.checkpoint(view)
         log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})

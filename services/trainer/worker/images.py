@@ -60,6 +60,10 @@ class ImagePool:
             WeightTransferFailed: there is no room for one.
         """
         end = time.monotonic() + PATIENCE_SECONDS
+        for image in [each for each in self._images if each.is_withdrawn]:
+            # Somebody deleted its file: whoever has it open keeps it, and nobody else could open it.
+            log.warning("the file of an image is gone", extra={"image": image.path.name})
+            self._drop(image)
         while True:
             for image in self._images:
                 if not self._is_kept(image) and self._write(image):
@@ -77,6 +81,33 @@ class ImagePool:
         image = next(image for image in self._images if image.path == path)
         manifest = image.manifest(version, self._slice_bytes)
         return manifest.model_copy(update={"image_path": str(path), "delta": self._make_patch(image)})
+
+    def renew(self, path: Path) -> Path:
+        """Give an image whose file somebody deleted another one; blocks. One that is there stays as it is.
+
+        Raises:
+            WeightTransferFailed: there is no room for it.
+        """
+        image = next(image for image in self._images if image.path == path)
+        if not image.is_withdrawn:
+            return path
+        log.warning("the file of an image is gone, it is written again", extra={"image": path.name})
+        renewed = WeightImage.create(image.image_bytes, directory=self._directory)
+        with renewed.writing() as view:
+            view[:] = image.view
+        self._images.append(renewed)
+        if self._newest is image:
+            self._newest = renewed
+        self._drop(image)
+        return renewed.path
+
+    def _drop(self, image: WeightImage) -> None:
+        self._images.remove(image)
+        if self._newest is image:
+            self._newest = None
+        if self._base is not None and self._base[0] is image:
+            self._base = None
+        image.close()
 
     def acknowledge(self, path: Path, manifest: Manifest) -> None:
         """Learn that a version is committed: the next patch is made against its image, which is kept for that."""

@@ -8,7 +8,6 @@ Computation runs on one thread of its own, so leases, publications and reports g
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -25,6 +24,7 @@ from services.trainer.worker.reporter import Reporter
 from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
 from shared.faults.armed import armed
 from shared.faults.sites import Site
+from shared.lineage import VersionLine
 from shared.schemas.experiment import MetricBatch
 from shared.schemas.service import WorkState
 
@@ -46,32 +46,29 @@ class TrainingLoop:
         reporter: Reporter,
         control: RunControl,
         compute: Executor,
+        line: VersionLine,
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
-        self.total_steps = learner.spec.optimisation.steps
-        self.steps_per_version = learner.spec.asynchrony.trigger_parameter_sync_step
+        self.line, self.total_steps = line, learner.spec.optimisation.steps
+        self._max_lag = learner.spec.asynchrony.resolved_max_lag
 
     @property
     def version(self) -> int:
         """The policy version that the weights are, or that the next steps train."""
-        done = self.progress.step
-        return math.ceil(done / self.steps_per_version) if done == self.total_steps else done // self.steps_per_version
+        return self.line.at(self.progress.step)
 
     async def run(self) -> bool:
         """Train until the last step is published and durable: True. Stopped before that: False."""
-        if self.progress.step and self.is_at_version:
+        if self.version and self.is_at_version:
             # The gateway may not have it yet, and rollouts may want to pull it.
             await self._publish()
         while self.progress.step < self.total_steps:
             if not await self._control.may_go_on():
                 break
             step = self.progress.step + 1
-            ends_version = step % self.steps_per_version == 0 and step < self.total_steps
-            work = self._planner.groups_of(
-                step, self.version, ends_version=ends_version, make_durable=self._make_durable
-            )
+            work = self._planner.groups_of(step, self.progress.lineage, self._make_durable)
             planned = await self._control.unless_stopped(work)
             if planned is None or not await self._control.may_go_on():
                 break
@@ -80,16 +77,15 @@ class TrainingLoop:
 
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started = self.version, time.monotonic()
-        values = describe_groups(planned.groups, version, self.progress.totals)
+        values = describe_groups(planned.groups, version, self.progress.totals, self.line.lag)
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
         self._watch.check(result, step)
-        self.progress.step = step
-        self.progress.trained.add_many(group.task.group_id for group in planned.groups)
+        self.progress.add(planned.plan)
         if self.is_at_version:
             await self._publish()
         published = time.monotonic()
-        await self._durability.after_step(self.version, is_at_version=self.is_at_version)
+        await self._durability.after_step()
         self._times.add(planned, computed - started, published - computed, time.monotonic() - published)
         values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
         values |= self._durability.take_figures()
@@ -104,14 +100,15 @@ class TrainingLoop:
     @property
     def is_at_version(self) -> bool:
         """Whether the weights are a version that is published."""
-        return self.progress.step % self.steps_per_version == 0 or self.progress.step == self.total_steps
+        return self.line.is_published(self.progress.step)
 
     async def _publish(self) -> None:
         # Told to stop, it does not wait for a gateway that may be gone.
         await self._control.unless_stopped(self._publisher.settled())
         if not self._publisher.is_idle:
             return
-        await self._on_compute_thread(lambda: self._learner.keep_version(self.version))
+        oldest = self.line.oldest_allowed(self.version, self._max_lag)
+        await self._on_compute_thread(lambda: self._learner.keep_version(self.version, oldest))
         await self._publisher.publish(
             self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)
         )
@@ -120,15 +117,13 @@ class TrainingLoop:
         is_last = self.progress.step == self.total_steps
         if is_last:
             await self._control.unless_stopped(self._publisher.settled())
-        await self._durability.at_the_end(
-            self.version, is_at_version=self.is_at_version, is_over=self._control.is_over, publisher=self._publisher
-        )
+        await self._durability.at_the_end(is_over=self._control.is_over, publisher=self._publisher)
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last
 
     async def _make_durable(self, reason: str) -> None:
-        await self._durability.now(self.version, reason, is_at_version=self.is_at_version, publisher=self._publisher)
+        await self._durability.now(reason, self._publisher)
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -132,8 +132,8 @@ class Publisher:
     async def _publish(self, version: int, path: Path, step: int) -> None:
         started = time.monotonic()
         manifest = await asyncio.to_thread(self._images.manifest, path, version)
-        # Without a member the version is current at once, and rollouts pull it.
-        await self._on_image(version, path, manifest.checksum)
+        path = await self._offer(version, path, manifest.checksum)
+        manifest = manifest.model_copy(update={"image_path": str(path)})
         while True:
             try:
                 outcome = await self._negotiate(manifest, path, step)
@@ -157,6 +157,17 @@ class Publisher:
             await asyncio.sleep(PAUSE_SECONDS)
         self.last_seconds = time.monotonic() - started
         self.published_version = manifest.version
+
+    async def _offer(self, version: int, path: Path, checksum: str) -> Path:
+        """Offer an image to be pulled: without a member the version is current at once. Returns where the image is.
+
+        Who offers it keeps it open, so from then on it does not matter whether somebody deletes its file.
+        """
+        while True:
+            await self._on_image(version, path, checksum)
+            offered, path = path, await asyncio.to_thread(self._images.renew, path)
+            if path == offered:
+                return path
 
     async def _negotiate(self, manifest: Manifest, path: Path, step: int) -> Publication:
         request = PublicationRequest(manifest=manifest, service_id=self._service_id, step=step)

@@ -22,16 +22,16 @@ from services.trainer.worker.images import ImagePool
 from services.trainer.worker.loop import TrainingLoop
 from services.trainer.worker.publisher import Gateway, Publisher
 from services.trainer.worker.reporter import Reporter
+from services.trainer.worker.takeover import become_trainer, reconcile_with
+from shared.checkpoints import CHECKPOINTS
 from shared.config.advantage import GdpoConfig
 from shared.config.spec import ExperimentSpec
-from shared.retry import DATA_PLANE, retry
 from shared.schemas.service import Failure
 from shared.streams.plane import DataPlane
 from shared.weights.transport import WeightSender
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
 )
@@ -102,16 +102,19 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     """
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
-    await retry(partial(queue.take_over, around.incarnation), waiting_for=DATA_PLANE)
+    mine = around.experiment_id, around.service_id
+    await become_trainer(queue, around.gateway, *mine, around.incarnation)
     storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
     manager = CheckpointManager(around.experiment_id, storage)
     with compute_thread(spec.parallelism.threads) as compute:
         loop = asyncio.get_running_loop()
-        learner, progress = await loop.run_in_executor(compute, partial(manager.restore, spec))
+        restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
+        learner, progress = restored.learner, restored.progress
+        line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
         how = spec.asynchrony.publication
         images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
         reporter = Reporter(around.gateway, around.experiment_id)
-        source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals)
+        source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals, line)
         publisher = Publisher(
             around.gateway,
             around.endpoint,
@@ -121,12 +124,12 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             on_image=around.on_image,
         )
         durability = CheckpointPolicy(
-            spec.checkpoint, manager, learner, progress, queue, source, reporter, compute, around.on_failure
+            spec.checkpoint, manager, learner, progress, line, queue, source, reporter, compute, around.on_failure
         )
-        planner = StepPlanner(spec, queue, around.plane.admission, source)
+        planner = StepPlanner(spec, queue, around.plane.admission, source, line)
         try:
             await durability.begin()
-            training = TrainingLoop(learner, planner, publisher, images, durability, reporter, control, compute)
+            training = TrainingLoop(learner, planner, publisher, images, durability, reporter, control, compute, line)
             yield Session(training, source, publisher, reporter)
         finally:
             await publisher.close()

@@ -175,6 +175,14 @@ class MemoryStore:
         if ":" in counter:
             self.count(length_field(counter, tokens))
 
+    def unconsume(self, version: int, count: int) -> None:
+        """Take groups off those that were planned under a version and are covered by no publication yet."""
+        left = self.consumed.get(version, 0) - count
+        if left > 0:
+            self.consumed[version] = left
+        else:
+            self.consumed.pop(version, None)
+
     def used(self) -> int:
         """Count what the budget bounds."""
         return len(self.outstanding) + sum(self.consumed.values())

@@ -7,7 +7,7 @@ from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import FENCED, Claim, Hop, Resolution, counter_of
 from shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from shared.streams.memory.streams import MemoryStore
-from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
+from shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
 
 
 class MemoryTrainerQueue:
@@ -25,7 +25,7 @@ class MemoryTrainerQueue:
         if incarnation is None:
             incarnation = store.trainer_incarnation + (0 if is_again else 1)
         if incarnation < store.trainer_incarnation or (incarnation == store.trainer_incarnation and not is_again):
-            raise ClaimLost(f"{FENCED}: incarnation {incarnation} is not newer", incarnation=incarnation)
+            raise not_newer(incarnation, recorded=store.trainer_incarnation)
         store.trainer_incarnation, store.trainer_owner = incarnation, self.hop.consumer
         for entry_id, held in list(self._stream.in_order()):
             if held.consumer not in {self.hop.consumer, PLANNED, HANDED_BACK}:
@@ -33,9 +33,9 @@ class MemoryTrainerQueue:
         store.wake()
         return incarnation
 
-    async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
+    async def plan(self, step: int, claims: Sequence[Claim], version: int, parent: str = "") -> bool:
         """See ``TrainerQueue.plan``."""
-        plan = Plan.of(step, claims, version)
+        plan = Plan.of(step, claims, version, parent)
         self._check_not_fenced()
         standing = self._store.plans.get(step)
         if standing is not None:
@@ -101,6 +101,31 @@ class MemoryTrainerQueue:
         forgotten = {plan.step: replace(plan, entry_ids=()) for plan in plans if plan.step not in known}
         self._store.lineage |= forgotten
         return len(forgotten)
+
+    async def roll_back(self, step: int, given_up: Sequence[int]) -> RolledBack:
+        """See ``TrainerQueue.roll_back``."""
+        self._check_not_fenced()
+        store, waiting, lost = self._store, 0, 0
+        for plan in [plan for each in given_up if (plan := store.plans.pop(each, None)) is not None]:
+            for entry_id, group_id in zip(plan.entry_ids, plan.group_ids, strict=True):
+                self._stream.give(entry_id, HANDED_BACK, deliveries=self._stream.pending[entry_id].deliveries)
+                store.outstanding[group_id] = plan.oldest_version
+            store.count("planned", -len(plan.entry_ids))
+            store.unconsume(plan.version, len(plan.entry_ids))
+            waiting += len(plan.entry_ids)
+        for plan in [store.lineage.pop(each) for each in list(store.lineage) if each > step]:
+            counted = 0
+            for group_id, tokens in zip(plan.group_ids, plan.token_counts, strict=True):
+                is_known = group_id < store.next_group_id and group_id not in store.outstanding
+                if is_known and store.counters.get("trained", 0) > 0:
+                    store.count("trained", -1)
+                    store.count("tokens:trained", -tokens)
+                    store.count_end(counter_of(Resolution.DROPPED, LOST_WITH_CHECKPOINT), tokens)
+                    counted += 1
+            store.unconsume(plan.version, counted)
+            lost += counted
+        store.wake()
+        return RolledBack(waiting, lost)
 
     async def retained(self) -> Retained:
         """See ``TrainerQueue.retained``."""

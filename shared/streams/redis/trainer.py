@@ -7,7 +7,7 @@ from typing import Any
 from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import FENCED, Claim, Resolution, counter_of
 from shared.streams.keys import PLANNED, HopName, StreamKeys
-from shared.streams.plans import LINEAGE_STEPS, Plan, Retained
+from shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
 from shared.streams.redis.hop import TrainerHop, claim_of
 from shared.streams.redis.scripts import Argument, ScriptRunner
 
@@ -31,7 +31,7 @@ class RedisTrainerQueue:
         wanted = "" if incarnation is None else incarnation
         number = await self._runner.run("take_over", [self._stream, self._keys.state], [self.hop.consumer, wanted])
         if number < 0:
-            raise ClaimLost(f"{FENCED}: incarnation {incarnation} is not newer", incarnation=incarnation)
+            raise not_newer(incarnation, recorded=-int(number))
         self._incarnation = int(number)
         return self._incarnation
 
@@ -42,9 +42,9 @@ class RedisTrainerQueue:
         arguments: list[Argument] = [self.hop.consumer, self._incarnation]
         return int(await self._runner.run("take_over", [self._stream, self._keys.state], arguments)) >= 0
 
-    async def plan(self, step: int, claims: Sequence[Claim], version: int) -> bool:
+    async def plan(self, step: int, claims: Sequence[Claim], version: int, parent: str = "") -> bool:
         """See ``TrainerQueue.plan``."""
-        plan = Plan.of(step, claims, version)
+        plan = Plan.of(step, claims, version, parent)
         keys = self._keys
         held = [part for claim in claims for part in (claim.entry_id, claim.deliveries, claim.header.group_id)]
         names = [self._stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.plans]
@@ -93,6 +93,17 @@ class RedisTrainerQueue:
         lines = [part for plan in plans for part in (plan.step, replace(plan, entry_ids=()).to_bytes())]
         keys = [self._keys.state, self._keys.plans, self._keys.lineage]
         return int(await self._fenced("restore_lineage", keys, [self.hop.consumer, *lines], fenced=-1))
+
+    async def roll_back(self, step: int, given_up: Sequence[int]) -> RolledBack:
+        """See ``TrainerQueue.roll_back``."""
+        keys = self._keys
+        names = [self._stream, keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.plans, keys.lineage]
+        if given_up:
+            await self._runner.run("create_group", [self._stream, keys.plans])
+        counter = counter_of(Resolution.DROPPED, LOST_WITH_CHECKPOINT)
+        answer = await self._fenced("roll_back", names, [self.hop.consumer, step, counter, *given_up], fenced=-1)
+        waiting, lost = map(int, answer)
+        return RolledBack(waiting, lost)
 
     async def retained(self) -> Retained:
         """See ``TrainerQueue.retained``."""

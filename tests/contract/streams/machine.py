@@ -55,6 +55,7 @@ class Fleet(RuleBasedStateMachine):
         self._handed_over: set[str] = set()
         self._planned: dict[int, tuple[int, ...]] = {}
         self._committed: set[int] = set()
+        self._rolled_back: set[int] = set()
         self._issued = 0
         self._version = 0
         self.new_trainer()
@@ -214,6 +215,17 @@ class Fleet(RuleBasedStateMachine):
         assert self.do(queue.commit([step])) == int(is_live)
         if is_live:
             self._committed.add(step)
+
+    @rule(step=st.integers(0, 6))
+    def roll_back(self, step: int) -> None:
+        given_up = [each for each in self._planned if each > step and each not in self._committed]
+        lost = {each for each in self._committed if each > step} - self._rolled_back
+        found = self.do(self._trainers[-1].roll_back(step, given_up))
+        again = [group_id for each in given_up for group_id in self._planned.pop(each)]
+        assert (found.waiting, found.lost) == (len(again), sum(len(self._planned[each]) for each in lost))
+        self._rolled_back |= lost
+        for group_id in again:
+            del self._moves[HopName.SCORED, group_id]
 
     @rule()
     def publish(self) -> None:

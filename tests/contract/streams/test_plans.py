@@ -1,12 +1,15 @@
 """The trainer's queue: fencing, plans, replay, commit."""
 
+from dataclasses import asdict
+
+import msgpack
 import pytest
 
 from shared.errors import ClaimLost, NotFound
 from shared.streams.hop import Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
-from shared.streams.plans import LINEAGE_STEPS, Plan
+from shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, RolledBack, TrainerQueue
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 
@@ -282,3 +285,78 @@ async def test_what_only_a_checkpoint_removes_from_the_scored_stream_is_measured
     after = await trainer.retained()
     assert (after.entries, after.planned) == (2, 0)
     assert 0 < after.size_bytes <= found.size_bytes
+
+
+async def steps_of(plane: DataPlane, *sizes: int) -> TrainerQueue:
+    """Plan one step after the other, step ``n`` under version ``n - 1``, of so many groups each."""
+    await scored(plane, sum(sizes))
+    trainer = await a_trainer(plane)
+    for step, size in enumerate(sizes, start=1):
+        assert await trainer.plan(step, await trainer.hop.claim(size, wait_seconds=0), version=step - 1)
+    return trainer
+
+
+async def test_steps_that_no_checkpoint_contains_any_more_do_not_count_as_trained(plane: DataPlane) -> None:
+    trainer = await steps_of(plane, 2, 2, 1)
+    await trainer.commit([1, 2, 3])
+    before = await ledger_of(plane)
+
+    assert await trainer.roll_back(1, []) == RolledBack(waiting=0, lost=3)
+    assert await trainer.roll_back(1, []) == RolledBack(0, 0)
+
+    ledger = await ledger_of(plane)
+    assert (before.trained, ledger.trained, ledger.dropped) == (5, 2, {LOST_WITH_CHECKPOINT: 3})
+    assert ledger.tokens.trained * 5 == before.tokens.trained * 2
+    assert ledger.consumed_since_publication == 2, "of step 1 alone"
+    assert await trainer.lineage(1) is not None
+    assert await trainer.lineage(2) is await trainer.lineage(3) is None
+
+
+async def test_groups_of_a_plan_that_is_given_up_wait_again(plane: DataPlane) -> None:
+    trainer = await steps_of(plane, 1, 2, 1)
+
+    assert await trainer.roll_back(1, [3, 9]) == RolledBack(waiting=1, lost=0)
+
+    ledger = await ledger_of(plane)
+    assert (ledger.planned, ledger.outstanding, ledger.consumed_since_publication) == (3, 1, 3)
+    assert await trainer.load_plan(3) is None
+    (claim,) = await trainer.hop.claim(4, wait_seconds=0)
+    assert claim.header.group_id == 3
+    assert await trainer.plan(3, [claim], version=7)
+    assert await plane.admission.outstanding_older_than(9) == []
+
+
+async def test_what_a_publication_has_covered_is_not_taken_off_the_budget_again(plane: DataPlane) -> None:
+    trainer = await steps_of(plane, 1, 2, 1)
+    await trainer.commit([1, 2])
+    await plane.admission.published(2)
+
+    await trainer.roll_back(0, [3])
+
+    assert (await ledger_of(plane)).consumed_since_publication == 0
+
+
+async def test_a_group_that_was_recorded_and_never_came_again_is_not_counted_as_lost(plane: DataPlane) -> None:
+    await scored(plane, 2)
+    trainer = await a_trainer(plane)
+    first, second = await trainer.hop.claim(2, wait_seconds=0)
+    await trainer.record([Plan.of(1, [first], 0)])
+    assert await trainer.plan(2, [second], version=0)
+    await trainer.commit([2])
+
+    assert await trainer.roll_back(0, []) == RolledBack(waiting=0, lost=1)
+
+
+async def test_only_the_latest_trainer_rolls_back(plane: DataPlane) -> None:
+    earlier = await steps_of(plane, 1)
+    await a_trainer(plane)
+
+    with pytest.raises(ClaimLost):
+        await earlier.roll_back(0, [1])
+
+
+def test_a_plan_of_an_earlier_release_is_read() -> None:
+    plan = Plan(4, 3, (7, 9), ("1-0", "2-0"), 2, 3, token_count=11, token_counts=(6, 5))
+    written = msgpack.packb({key: value for key, value in asdict(plan).items() if key != "token_counts"})
+
+    assert Plan.from_bytes(written) == plan

@@ -17,8 +17,10 @@ from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.errors import StalePolicyVersion
+from shared.lineage import INITIAL, Published, reconcile
 from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest
 from shared.schemas.service import Failure, WorkState
+from shared.schemas.takeover import TakeoverAnswer, TakeoverRequest
 from shared.schemas.task import Message, Task, sample_seed
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.admission import IssueOutcome
@@ -138,8 +140,11 @@ class YesGateway:
 
     def __init__(self, plane: Any) -> None:
         self.plane = plane
+        self.spec: Any = None
         self.version = 0
+        self.committed = INITIAL
         self.published: list[int] = []
+        self.takeovers: list[TakeoverAnswer] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.checkpoints: list[int] = []
         self.images: dict[int, bytes] = {}
@@ -152,11 +157,13 @@ class YesGateway:
         if path.endswith("/checkpoints"):
             self.checkpoints.append(body.step)
             return None
+        if isinstance(body, TakeoverRequest):
+            return self._taken_over(body).model_dump(mode="json")
         assert isinstance(body, PublicationRequest), (method, path)
         version = body.manifest.version
         if version <= self.version:
             raise StalePolicyVersion(f"version {version} is not newer than {self.version}")
-        self.version = version
+        self.version, self.committed = version, Published(version, body.step)
         self.published.append(version)
         await self.plane.admission.published(version)
         return Publication(
@@ -167,6 +174,18 @@ class YesGateway:
             members=(),
             deadline_seconds=5.0,
         ).model_dump(mode="json")
+
+    def _taken_over(self, request: TakeoverRequest) -> TakeoverAnswer:
+        asynchrony = self.spec.asynchrony
+        decided = reconcile(
+            request.standing(),
+            self.committed,
+            self.version,
+            steps_per_version=asynchrony.trigger_parameter_sync_step,
+            total_steps=self.spec.optimisation.steps,
+        )
+        self.takeovers.append(TakeoverAnswer.of(decided))
+        return self.takeovers[-1]
 
     async def on_image(self, version: int, path: Path, checksum: str) -> None:
         """Pull a version as soon as it can be pulled."""
@@ -187,20 +206,24 @@ class ScriptedFleet:
         self.spec, self.plane, self.gateway = spec, plane, gateway
         self.model = Qwen3ForCausalLM.from_pretrained(spec.model.path).eval()
         self.model_version = 0
+        self._tasks, self._generated = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")
         self.ends_before: int | None = None
         """Group that is not issued, nor any later one, while this stands: a trainer goes so far and no further."""
 
     async def run(self) -> None:
         """Work until cancelled."""
-        tasks, generated = self.plane.hop(HopName.TASKS, "rollout"), self.plane.hop(HopName.GENERATED, "reward")
         while True:
-            await self._fill()
-            for claim in await tasks.claim(1, wait_seconds=0.02):
-                self._load_newest()
-                group = answer(self.model, claim.task(), self.model_version, self.spec.rollout.sampling.max_new_tokens)
-                await tasks.forward(claim, group)
-            for claim in await generated.claim(16, wait_seconds=0.0):
-                await generated.forward(claim, claim.group())
+            await self.turn()
+
+    async def turn(self) -> None:
+        """Issue what may be issued, answer one task, grade what was answered."""
+        await self._fill()
+        for claim in await self._tasks.claim(1, wait_seconds=0.02):
+            self._load_newest()
+            group = answer(self.model, claim.task(), self.model_version, self.spec.rollout.sampling.max_new_tokens)
+            await self._tasks.forward(claim, group)
+        for claim in await self._generated.claim(16, wait_seconds=0.0):
+            await self._generated.forward(claim, claim.group())
 
     async def _fill(self) -> None:
         while True:
@@ -224,6 +247,7 @@ async def a_session(
     spec: ExperimentSpec, directory: Path, plane: Any, gateway: YesGateway, **surroundings: Any
 ) -> AsyncIterator[tuple[Session, RunControl]]:
     """Open the trainer's session as the worker process does."""
+    gateway.spec = spec
     states: list[WorkState] = []
     failures: list[Failure] = []
     control = RunControl(states.append)
@@ -249,9 +273,15 @@ async def a_session(
         yield session, control
 
 
-async def train(spec: ExperimentSpec, directory: Path, plane: MemoryDataPlane, gateway: YesGateway) -> bool:
+async def train(
+    spec: ExperimentSpec,
+    directory: Path,
+    plane: MemoryDataPlane,
+    gateway: YesGateway,
+    make_fleet: type[ScriptedFleet] = ScriptedFleet,
+) -> bool:
     """Train to the end beside a scripted fleet."""
-    fleet = ScriptedFleet(spec, plane, gateway)
+    fleet = make_fleet(spec, plane, gateway)
     async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(240):
         working = asyncio.create_task(fleet.run())
         training = asyncio.create_task(session.run())

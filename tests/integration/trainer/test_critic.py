@@ -14,6 +14,7 @@ from services.trainer.models.loading import LoadedModel
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
+from shared.lineage import INITIAL, VersionLine
 from shared.schemas.trajectory import Group
 from shared.streams.intervals import IntervalSet
 from shared.testing.builders import a_group
@@ -106,11 +107,13 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path:
     spec = a_spec(str(save_tiny_model(tmp_path / "model")))
     small = [small_tokens(group) for group in groups()]
     manager = CheckpointManager("e", CheckpointStorage(tmp_path / "checkpoints", keep=2))
-    learner, progress = manager.restore(spec)
+    begun = manager.restore(spec)
+    learner = begun.learner
     learner.train(small, 1)
-    manager.save(learner, Progress(1, IntervalSet.from_list([[0, 1]]), progress.totals), 1)
+    line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=2)
+    manager.save(learner, Progress(1, IntervalSet.from_list([[0, 1]]), begun.progress.totals), line)
 
-    restored, _ = manager.restore(spec)
+    restored = manager.restore(spec).learner
     expected, actual = learner.train(small, 2).metrics, restored.train(small, 2).metrics
 
     assert actual == pytest.approx(expected, rel=1e-6)

@@ -24,6 +24,7 @@ from shared.errors import NotFound
 from shared.schemas.experiment import CheckpointView, MetricBatch
 from shared.schemas.publication import PublicationRequest
 from shared.schemas.service import Assignment, DesiredState, WorkState
+from shared.schemas.takeover import TakeoverRequest
 from shared.serving import add_problem_handlers, bind
 from shared.streams.redis.connection import connect
 from shared.streams.redis.plane import RedisDataPlane
@@ -33,7 +34,12 @@ from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, s
 
 pytestmark = pytest.mark.slow
 
-BODIES = {"publications": PublicationRequest, "metrics": MetricBatch, "checkpoints": CheckpointView}
+BODIES = {
+    "publications": PublicationRequest,
+    "metrics": MetricBatch,
+    "checkpoints": CheckpointView,
+    "takeovers": TakeoverRequest,
+}
 START_SECONDS = 120.0
 
 
@@ -105,6 +111,7 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
             return await super().call(method, path, **arguments)
 
     gateway = Pulled(plane)
+    gateway.spec = spec
     listening = bind("127.0.0.1", 0)
     config = uvicorn.Config(gateway_app(gateway), log_config=None, lifespan="off", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)

@@ -149,7 +149,7 @@ def test_recompute_at_version_uses_the_weights_that_sampled() -> None:
     old = a_group([0.0, 1.0, 1.0, 0.0], 1)
     for each in (learner, recomputed):
         each.train([a_group([0.0, 1.0, 0.5, 0.0])], 1)
-    learner.keep_version(1)
+    learner.keep_version(1, 0)
     weights = learner.flat.buffers[torch.float32].clone()
 
     under_version_0 = learner.train([old], 2).metrics

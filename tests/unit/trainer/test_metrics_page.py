@@ -1,6 +1,7 @@
 """docs/metrics.md names every metric that is recorded."""
 
 import re
+from operator import sub
 from pathlib import Path
 
 from flotilla.importers.metrics import RECORDED
@@ -11,8 +12,11 @@ from services.trainer.learning.metrics import RENAMED
 from services.trainer.models.optimizer import UpdateResult
 from services.trainer.worker.step_report import StepTimes, describe_step
 from shared.schemas.trajectory import Group
+from shared.streams.plans import Plan
 from shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_trajectory
+
+A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTED = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/LAG)?)`", (ROOT / "docs/metrics.md").read_text()))
@@ -25,10 +29,12 @@ def is_documented(name: str) -> bool:
 def test_every_figure_of_a_step_is_in_the_page() -> None:
     group = Group(a_task(0, group_size=1), (a_trajectory(2, [4], 1.0, versions=((0, 1), (3, 3))),))
     times = StepTimes()
-    times.add(StepGroups((), False, wait_seconds=1.0, pace_seconds=0.0), compute=1.0, publish=0.0, checkpoint=0.0)
+    times.add(
+        StepGroups(A_PLAN, (), False, wait_seconds=1.0, pace_seconds=0.0), compute=1.0, publish=0.0, checkpoint=0.0
+    )
     result = StepResult((UpdateResult(grad_norm=1.0, learning_rate=0.1, is_applied=True),), {})
 
-    recorded = describe_groups([group], 3, Totals()) | describe_step(result, times, 0.0, ends_version=True)
+    recorded = describe_groups([group], 3, Totals(), sub) | describe_step(result, times, 0.0, ends_version=True)
 
     assert [name for name in [*recorded, *RENAMED.values(), *RECORDED] if not is_documented(name)] == []
 

@@ -11,6 +11,7 @@ from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements, find_problem
 from shared.config.spec import ExperimentSpec
 from shared.errors import Conflict
+from shared.lineage import INITIAL, ROOT, VersionLine
 from shared.retry import retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import GradeStatus, Group
@@ -21,6 +22,7 @@ from shared.testing.absence import make_absent
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
+LINE = VersionLine.of([INITIAL], steps_per_version=1, total_steps=100)
 
 
 async def never() -> None:
@@ -62,7 +64,7 @@ async def a_source(
     queue = plane.trainer("trainer")
     await queue.take_over()
     trained = IntervalSet() if trained is None else trained
-    async with a_running(GroupSource(queue, requirements, trained, Totals())) as source:
+    async with a_running(GroupSource(queue, requirements, trained, Totals(), LINE)) as source:
         yield source
 
 
@@ -75,7 +77,7 @@ async def a_running(source: GroupSource) -> AsyncIterator[GroupSource]:
 
 
 def planner(spec: ExperimentSpec, plane: MemoryDataPlane, source: GroupSource) -> StepPlanner:
-    return StepPlanner(spec, source._queue, plane.admission, source)
+    return StepPlanner(spec, source._queue, plane.admission, source, LINE)
 
 
 async def settled(plane: MemoryDataPlane) -> None:
@@ -95,7 +97,7 @@ async def test_a_step_takes_the_oldest_groups_in_order() -> None:
         for task in reversed(tasks):
             await answer(plane, a_group([1.0, 0.0], task))
         await settled(plane)
-        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
+        planned = await planner(spec, plane, source).groups_of(1, ROOT, never)
 
     assert [group.task.group_id for group in planned.groups] == [0, 1]
     assert not planned.is_replay
@@ -109,10 +111,10 @@ async def test_a_standing_plan_is_replayed_in_its_order() -> None:
     async with a_source(plane) as source:
         for task in tasks:
             await answer(plane, a_group([1.0, 0.0], task))
-        await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
+        await planner(spec, plane, source).groups_of(1, ROOT, never)
 
     async with a_source(plane) as later:
-        replayed = await planner(spec, plane, later).groups_of(1, 0, ends_version=True, make_durable=never)
+        replayed = await planner(spec, plane, later).groups_of(1, ROOT, never)
 
     assert replayed.is_replay
     assert [group.task.group_id for group in replayed.groups] == [0, 1]
@@ -130,7 +132,7 @@ async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
         await answer(plane, a_group([1.0, 0.0], old, version=0))
         await answer(plane, a_group([1.0, 0.0], new, version=2))
         await settled(plane)
-        planned = await planner(spec, plane, source).groups_of(3, 2, ends_version=True, make_durable=never)
+        planned = await planner(spec, plane, source).groups_of(3, ROOT, never)
 
     assert [group.task.group_id for group in planned.groups] == [new.group_id]
     ledger = await plane.ledger()
@@ -150,9 +152,7 @@ async def test_pace_waits_for_the_group_that_the_next_version_would_find_too_old
         for task in young:
             await answer(plane, a_group([1.0, 0.0], task, version=1))
         await settled(plane)
-        waiting = asyncio.create_task(
-            planner(spec, plane, source).groups_of(2, 1, ends_version=True, make_durable=never)
-        )
+        waiting = asyncio.create_task(planner(spec, plane, source).groups_of(2, ROOT, never))
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done, "the old group is outstanding and would be too old for version 2"
         await answer(plane, a_group([1.0, 0.0], old, version=0))
@@ -172,7 +172,7 @@ async def test_drop_does_not_wait() -> None:
 
     async with a_source(plane) as source:
         await answer(plane, a_group([1.0, 0.0], young, version=1))
-        planned = await planner(spec, plane, source).groups_of(2, 1, ends_version=True, make_durable=never)
+        planned = await planner(spec, plane, source).groups_of(2, ROOT, never)
 
     assert [group.task.group_id for group in planned.groups] == [young.group_id]
 
@@ -203,10 +203,10 @@ async def test_another_plan_of_the_step_is_a_conflict() -> None:
             await answer(plane, a_group([1.0, 0.0], task))
         await settled(plane)
         first, second = source.oldest(2)
-        await source.plan(1, [first], 0)
+        await source.plan(1, [first], 0, ROOT)
 
         with pytest.raises(Conflict, match="another plan"):
-            await source.plan(1, [second], 0)
+            await source.plan(1, [second], 0, ROOT)
 
 
 def test_what_cannot_be_trained_is_told_apart() -> None:
@@ -244,7 +244,7 @@ async def test_an_old_group_that_arrives_while_the_step_paces_is_dropped_and_not
     async with a_source(plane) as source:
         await answer(plane, a_group([1.0, 0.0], new, version=2))
         await settled(plane)
-        work = planner(spec, plane, source).groups_of(3, 2, ends_version=True, make_durable=never)
+        work = planner(spec, plane, source).groups_of(3, ROOT, never)
         planning = asyncio.create_task(work)
         await asyncio.sleep(0.01)
         await answer(plane, a_group([1.0, 0.0], old, version=0))
@@ -266,8 +266,8 @@ async def test_no_group_of_a_batch_is_forgotten_when_the_server_is_absent_in_bet
     await queue.take_over()
     refused = make_absent(queue.hop, "resolve", times)
 
-    async with asyncio.timeout(5), a_running(GroupSource(queue, STRICT, IntervalSet(), Totals())) as source:
-        planned = await planner(spec, plane, source).groups_of(1, 0, ends_version=True, make_durable=never)
+    async with asyncio.timeout(5), a_running(GroupSource(queue, STRICT, IntervalSet(), Totals(), LINE)) as source:
+        planned = await planner(spec, plane, source).groups_of(1, ROOT, never)
 
     assert [group.task.group_id for group in planned.groups] == [1, 2]
     ledger = await plane.ledger()

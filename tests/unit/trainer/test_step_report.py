@@ -1,3 +1,5 @@
+from operator import sub
+
 import pytest
 
 from services.trainer.data.group_metrics import Totals, describe_groups
@@ -7,8 +9,11 @@ from services.trainer.models.optimizer import UpdateResult
 from services.trainer.worker.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
 from shared.errors import ModelError
 from shared.schemas.trajectory import Group
+from shared.streams.plans import Plan
 from shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_group, a_trajectory
+
+A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))
 
 
 def a_result(*, is_applied: bool = True) -> StepResult:
@@ -17,7 +22,7 @@ def a_result(*, is_applied: bool = True) -> StepResult:
 
 
 def waited(seconds: float) -> StepGroups:
-    return StepGroups((), False, wait_seconds=seconds, pace_seconds=0.0)
+    return StepGroups(A_PLAN, (), False, wait_seconds=seconds, pace_seconds=0.0)
 
 
 def test_the_idle_ratio_is_that_of_all_steps_of_a_version() -> None:
@@ -59,7 +64,7 @@ def test_lags_and_partial_trajectories_are_counted_token_by_token() -> None:
     stale = Group(a_task(0, group_size=2), (partial, fresh))
     totals = Totals()
 
-    values = describe_groups([stale, a_group([1.0, 0.0, None], 1, version=3)], 3, totals)
+    values = describe_groups([stale, a_group([1.0, 0.0, None], 1, version=3)], 3, totals, sub)
 
     assert values["lag/max"] == 2
     assert (values["lag/tokens/0"], values["lag/tokens/2"]) == (13, 1)

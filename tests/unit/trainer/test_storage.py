@@ -48,7 +48,7 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
         write(storage, step)
 
     assert names(tmp_path / "checkpoints") == ["step-00000040", "step-00000060"]
-    newest = storage.newest()
+    newest = next(iter(storage.complete()), None)
     assert newest is not None
     assert (newest.step, newest.state.trained) == (60, [[0, 60]])
 
@@ -68,7 +68,7 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path, damage: str) ->
         case "torn state":
             (path / "state.json").write_text((path / "state.json").read_text()[:50])
 
-    newest = storage.newest()
+    newest = next(iter(storage.complete()), None)
 
     assert newest is not None
     assert newest.step == 20

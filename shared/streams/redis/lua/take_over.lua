@@ -1,10 +1,10 @@
 -- Become the one trainer. KEYS: scored stream, state. ARGV: consumer, incarnation or ''.
--- Returns the number of the incarnation, or -1 if a trainer with this number or a later one was here before.
+-- Returns the number of the incarnation; of the recorded one, negative, if that has this number or a later one.
 local stream, state = KEYS[1], KEYS[2]
 local recorded = tonumber(redis.call('HGET', state, 'trainer_incarnation') or '0')
 local is_again = redis.call('HGET', state, 'trainer_owner') == ARGV[1]
 local incarnation = tonumber(ARGV[2]) or (is_again and recorded or recorded + 1)
-if incarnation < recorded or (incarnation == recorded and not is_again) then return -1 end
+if incarnation < recorded or (incarnation == recorded and not is_again) then return -recorded end
 redis.call('HSET', state, 'trainer_incarnation', string.format('%d', incarnation), 'trainer_owner', ARGV[1])
 local summary = redis.pcall('XPENDING', stream, GROUP)
 if is_no_group(summary) then return incarnation end

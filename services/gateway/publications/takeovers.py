@@ -1,0 +1,97 @@
+"""What is true after a trainer took over: the control plane's side of ``shared.lineage.reconcile``.
+
+Nothing goes back here. A version that is lost stays the current one until the trainer has published the weights that it
+has under a higher number; rollouts and the feeder follow that as any other publication.
+"""
+
+import logging
+
+from services.gateway.events.log import EventLog
+from services.gateway.records.repository import Experiment, ExperimentRepository
+from services.gateway.registry.services import Registry
+from services.gateway.store.base import Store
+from shared.errors import Conflict, Unavailable
+from shared.lineage import Published, reconcile
+from shared.schemas.service import ServiceKind
+from shared.schemas.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
+from shared.streams.plans import WORKERS_PER_EPOCH
+
+log = logging.getLogger(__name__)
+
+
+class Takeovers:
+    """Answers trainers that take over."""
+
+    def __init__(self, repository: ExperimentRepository, registry: Registry, store: Store, events: EventLog) -> None:
+        self._repository = repository
+        self._registry = registry
+        self._store = store
+        self._events = events
+
+    async def decide(self, experiment_id: str, request: TakeoverRequest) -> TakeoverAnswer:
+        """Decide which versions the lineage has that the trainer goes on with.
+
+        Raises:
+            Conflict: the experiment is not active, or the caller is not its trainer.
+            Unavailable: the gateway has just started and has not yet heard from every rollout.
+        """
+        experiment = self._of_trainer(experiment_id, request.service_id)
+        record, spec = experiment.record, experiment.spec
+        decided = reconcile(
+            request.standing(),
+            Published(record.policy_version, record.published_step),
+            await self._newest_version(experiment),
+            steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
+            total_steps=spec.optimisation.steps,
+        )
+        if decided.end_step < spec.optimisation.steps:
+            # The checkpoint of the last step may be the one that is gone.
+            await self._repository.update(experiment, is_trained=False)
+        if decided.lost is not None or request.groups_lost or request.groups_waiting:
+            newest = decided.points[-1]
+            facts = {
+                "checkpoint_step": request.step,
+                "step": decided.end_step,
+                "lost_version": decided.lost,
+                "version": newest.version,
+                "groups_lost": request.groups_lost,
+                "groups_waiting": request.groups_waiting,
+            }
+            log.warning("an experiment was rolled back", extra={"experiment_id": experiment_id, **facts})
+            await self._events.append(experiment_id, "rolled_back", **facts)
+        return TakeoverAnswer.of(decided)
+
+    async def raise_epoch(self, experiment_id: str, refused: RefusedIncarnation) -> None:
+        """Appoint a trainer again with a number that the data plane accepts.
+
+        It knows a later one than the database where that came back older.
+
+        Raises:
+            Conflict: the experiment is not active, or the caller is not its trainer.
+        """
+        experiment = self._of_trainer(experiment_id, refused.service_id)
+        recorded = refused.recorded // WORKERS_PER_EPOCH
+        if recorded >= experiment.record.trainer_epoch:
+            facts = {"before": experiment.record.trainer_epoch, "epoch": recorded + 1}
+            await self._repository.update(experiment, trainer_epoch=recorded + 1)
+            await self._events.append(experiment_id, "trainer_epoch_raised", **facts)
+
+    def _of_trainer(self, experiment_id: str, service_id: str) -> Experiment:
+        experiment = self._repository.get(experiment_id)
+        if not experiment.is_active:
+            raise Conflict(f"experiment {experiment_id} is {experiment.state}: nobody takes over")
+        trainer = self._registry.trainer_of(experiment_id)
+        if trainer is None or trainer.id != service_id:
+            raise Conflict(f"{service_id} is not the trainer of {experiment_id}")
+        return experiment
+
+    async def _newest_version(self, experiment: Experiment) -> int:
+        """Find the highest number that was announced, committed or not, or that a rollout serves."""
+        rollouts = self._registry.of(experiment.id, ServiceKind.ROLLOUT)
+        unheard = [service.id for service in rollouts if not service.is_observed]
+        if unheard:
+            raise Unavailable(f"the gateway has not yet heard from {', '.join(unheard)}")
+        announced = [publication.version for publication in await self._store.publications(experiment.id)]
+        observed = [service.observed for service in rollouts]
+        served = [each.policy_version or 0 for each in observed if each.experiment_id == experiment.id]
+        return max([0, *announced, *served])

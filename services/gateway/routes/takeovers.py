@@ -1,0 +1,34 @@
+"""Takeovers: how a trainer learns what is true when it begins or comes back."""
+
+from fastapi import APIRouter
+
+from services.gateway.publications.takeovers import Takeovers
+from services.gateway.routes.dependencies import Gateway
+from shared.schemas.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
+
+router = APIRouter(prefix="/experiments/{experiment_id}/takeovers", tags=["publications"])
+
+
+@router.post("")
+async def take_over(experiment_id: str, request: TakeoverRequest, gateway: Gateway) -> TakeoverAnswer:
+    """Decide what a trainer goes on with: which versions its lineage has, and which are lost.
+
+    Raises:
+        Conflict: the experiment is not active, or the caller is not its trainer (409).
+        Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
+    """
+    return await _takeovers(gateway).decide(experiment_id, request)
+
+
+@router.post("/refused", status_code=204)
+async def refused(experiment_id: str, refusal: RefusedIncarnation, gateway: Gateway) -> None:
+    """Appoint a trainer again that the data plane takes for an earlier one: the database came back older.
+
+    Raises:
+        Conflict: the experiment is not active, or the caller is not its trainer (409).
+    """
+    await _takeovers(gateway).raise_epoch(experiment_id, refusal)
+
+
+def _takeovers(gateway: Gateway) -> Takeovers:
+    return Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)

@@ -1,0 +1,93 @@
+"""Checkpoints on disk as everybody reads them: which are there, and what each says about itself.
+
+The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from re import compile as pattern
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+CHECKPOINTS = "checkpoints"
+"""Folder of an experiment's directory."""
+STATE_FILE = "state.json"
+CHECKPOINT_SCHEMA: Final = 1
+_COMPLETE = pattern(r"step-(\d{8})")
+
+
+class CheckpointState(BaseModel):
+    """Everything of a checkpoint but tensors. Times are not in it: the same training gives the same file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    schema_version: Literal[1] = CHECKPOINT_SCHEMA
+    experiment_id: str
+    step: int = Field(ge=1)
+    version: int = Field(ge=0)
+    """Policy version that the weights are, or, between two publications, that they are trained from."""
+    published_step: int | None = None
+    """Steps that ``version`` contains; null where an earlier release wrote it."""
+    lost_versions: list[list[int]] = []
+    """Numbers, as closed intervals, of versions that are not in this lineage."""
+    lineage: str = ""
+    """Names the groups of every step, in order; empty where an earlier release wrote it."""
+    recent: list[dict[str, Any]] = []
+    """Plans of the last steps, oldest first: a data plane that came back older is told what they trained."""
+    updates: int = Field(ge=0)
+    """Optimiser updates done."""
+    trained: list[list[int]]
+    """Ids of all groups trained in this lineage, as closed intervals."""
+    seed: int
+    """What the losses draw in a step is seeded by this and the step's number: no generator's state needs keeping."""
+    kl_coefficient: float | None
+    totals: Mapping[str, int]
+    """Figures that grow over the experiment."""
+    spec: Mapping[str, Any]
+    software: Mapping[str, str]
+    files: Mapping[str, int]
+    """Size in bytes of each file: a checkpoint with another file size is not complete."""
+    checksums: Mapping[str, str] = {}
+    """xxh3-64 of each file; empty where an earlier release wrote it."""
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    path: Path
+    state: CheckpointState
+
+
+def folders(directory: Path) -> list[tuple[int, Path]]:
+    """List the folders of checkpoints, complete or not, by step in ascending order."""
+    if not directory.is_dir():
+        return []
+    matches = [(path, _COMPLETE.fullmatch(path.name)) for path in directory.iterdir()]
+    return sorted((int(match.group(1)), path) for path, match in matches if match)
+
+
+def complete(directory: Path) -> Iterator[StoredCheckpoint]:
+    """Go through the complete checkpoints, newest first: every file is there and has its size."""
+    for step, path in reversed(folders(directory)):
+        state = _read_state(path)
+        if state is not None and state.step == step:
+            yield StoredCheckpoint(step, path, state)
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Measure every file below a directory, in bytes."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+def _read_state(path: Path) -> CheckpointState | None:
+    try:
+        state = CheckpointState.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
+        found = sizes(path)
+    except (OSError, ValidationError, UnicodeDecodeError):
+        return None
+    return state if all(found.get(name) == size for name, size in state.files.items()) else None

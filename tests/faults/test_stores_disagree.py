@@ -1,0 +1,88 @@
+"""SQL, the data plane, checkpoints and shared memory come back older than each other: the run goes on to its end.
+
+Whatever was lost, a group is trained once on the lineage that survives, the ledger balances, and no version's number
+comes twice.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.survival_faults import Fleet, delete_images
+from tests.faults.test_kill import ids_of, until_completed, until_step
+from tests.fleet import hold_back, make_experiment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+STEPS = 30
+HELD_STEPS = 18
+EVERY_STEPS = 4
+LOST_BYTES = 300_000
+"""More than the log grows in the seconds before a power cut."""
+
+
+async def lose_tail(fleet: Fleet) -> None:
+    await fleet.cut_power()
+    logs = sorted((fleet.data / "redis" / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+    size = logs[-1].stat().st_size
+    os.truncate(logs[-1], max(size // 2, size - LOST_BYTES))
+    await fleet.up()
+
+
+async def lose_newest_checkpoint(fleet: Fleet) -> None:
+    newest = (await fleet.checkpoints())[-1]
+    await asyncio.to_thread(shutil.rmtree, newest)
+    fleet.running.kill("services.trainer.worker")
+
+
+async def lose_every_checkpoint(fleet: Fleet) -> None:
+    await fleet.cut_power()
+    for path in fleet.data.glob("experiments/*/checkpoints"):
+        await asyncio.to_thread(shutil.rmtree, path)
+    await fleet.up()
+
+
+async def damage_newest_checkpoint(fleet: Fleet) -> None:
+    weights = (await fleet.checkpoints())[-1] / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    fleet.running.kill("services.trainer.worker")
+
+
+async def lose_images(fleet: Fleet) -> None:
+    for _ in range(5):
+        await delete_images(fleet, None)  # type: ignore[arg-type]
+        await asyncio.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    "lose", [lose_tail, lose_newest_checkpoint, lose_every_checkpoint, damage_newest_checkpoint, lose_images]
+)
+async def test_a_run_goes_on_whatever_was_lost(tmp_path: Path, lose: Any) -> None:
+    spec = make_experiment(tmp_path, optimisation={"steps": STEPS}, checkpoint={"every_steps": EVERY_STEPS})
+    hold = hold_back(spec, tmp_path, after_step=HELD_STEPS)
+    async with Fleet(tmp_path, rollouts=1, only_kills=True) as fleet:
+        await fleet.start(spec)
+        await until_step(fleet.client, fleet.experiment_id, HELD_STEPS - 1)
+        await lose(fleet)
+        hold.unlink()
+        await until_completed(fleet.client, fleet.experiment_id)
+        ledger = (await fleet.client.call("GET", f"{fleet.path}/ledger"))["train"]
+        checkpoint = (await fleet.checkpoints())[-1]
+        plans = [await fleet.client.call("GET", f"{fleet.path}/steps/{step}") for step in range(1, STEPS + 1)]
+
+    assert ledger["balanced"]
+    assert ledger["outstanding"] == ledger["planned"] == 0
+    trained = Counter(group for plan in plans for group in plan["group_ids"])
+    assert max(trained.values()) == 1
+    assert len(trained) == ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]
+    versions = [plan["version"] for plan in plans]
+    assert versions == sorted(set(versions))
+    assert ids_of(json.loads((checkpoint / "state.json").read_text())["trained"]) == set(trained)

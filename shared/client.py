@@ -8,7 +8,6 @@ import asyncio
 import functools
 import json
 import logging
-import random
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
@@ -20,12 +19,11 @@ from shared.clock import Clock, SystemClock
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, error_for_code
 from shared.faults.armed import armed
 from shared.faults.sites import Site
+from shared.retry import retry
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 1.0
 
 
 def problem_to_error(status: int, body: bytes) -> FlotillaError:
@@ -107,20 +105,21 @@ class GatewayClient:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         query = {key: value for key, value in (params or {}).items() if value is not None}
         end = self._clock.monotonic() + deadline_seconds
-        pause = FIRST_PAUSE_SECONDS
-        while True:
+
+        async def attempt() -> Any:
             remaining = end - self._clock.monotonic()
             budget = max(0.001, min(remaining, attempt_seconds or remaining))
-            try:
-                send = functools.partial(self._send, method, path, content, headers, query, budget)
-                faults = armed()
-                return await (send() if faults is None else faults.around(Site.CLIENT_CALL, send, path=path))
-            except FlotillaError as error:
-                if not error.retryable or self._clock.monotonic() + pause >= end:
-                    raise
-                log.debug("call is tried again", extra={"path": path, "error": repr(error)})
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            send = functools.partial(self._send, method, path, content, headers, query, budget)
+            faults = armed()
+            return await (send() if faults is None else faults.around(Site.CLIENT_CALL, send, path=path))
+
+        return await retry(
+            attempt,
+            waiting_for=f"{method} {path}",
+            deadline_seconds=deadline_seconds,
+            now=self._clock.monotonic,
+            level=logging.DEBUG,
+        )
 
     async def lines(
         self, path: str, *, headers: Mapping[str, str], silence_seconds: float

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from services.reward.address_policy import AddressRefused, Resolver, permitted_a
 from shared.clock import Clock, SystemClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
+from shared.retry import Backoff, retry
 from shared.schemas.grading import GRADING_SCHEMA, Grade, GradingRequest, GradingSample
 from shared.security import signature
 
@@ -40,6 +40,10 @@ class Retryable(GradingFailed):
     def __init__(self, detail: str, after_seconds: float = 0.0) -> None:
         super().__init__(detail)
         self.after_seconds = after_seconds
+
+
+def _asked_pause(error: Exception) -> float:
+    return error.after_seconds if isinstance(error, Retryable) else 0.0
 
 
 def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
@@ -187,25 +191,30 @@ class RemoteVerifier:
         return json.dumps(lists).encode(), name
 
     async def _ask(self, body: bytes, name: str) -> object:
-        deadline = self._clock.monotonic() + self._config.deadline_seconds
-        failure = "no attempt was made"
-        for attempt in range(self._config.max_attempts):
-            remaining = deadline - self._clock.monotonic()
-            if remaining <= 0:
-                break
+        config = self._config
+        deadline = self._clock.monotonic() + config.deadline_seconds
+        attempts = 0
+
+        async def attempt() -> object:
+            nonlocal attempts
+            attempts += 1
             try:
-                async with asyncio.timeout(min(self._config.attempt_seconds, remaining)):
+                async with asyncio.timeout(min(config.attempt_seconds, deadline - self._clock.monotonic())):
                     return await self._attempt(body, name)
             except TimeoutError:
-                failure, pause = "no answer in time", 0.0
-            except Retryable as error:
-                failure, pause = error.detail, error.after_seconds
-            pause = max(pause, random.uniform(0.5, 1.0) * min(self._backoff_seconds * 2**attempt, MAX_BACKOFF_SECONDS))
-            if attempt + 1 < self._config.max_attempts:
-                if pause >= deadline - self._clock.monotonic():
-                    break
-                await asyncio.sleep(pause)
-        raise GradingFailed(f"the grader failed {attempt + 1} times, at last: {failure}")
+                raise Retryable("no answer in time") from None
+
+        try:
+            return await retry(
+                attempt,
+                waiting_for="grader",
+                deadline_seconds=config.deadline_seconds,
+                backoff=Backoff(self._backoff_seconds, MAX_BACKOFF_SECONDS, pause_at_least=_asked_pause),
+                is_retryable=lambda error: isinstance(error, Retryable) and attempts < config.max_attempts,
+                now=self._clock.monotonic,
+            )
+        except Retryable as error:
+            raise GradingFailed(f"the grader failed {attempts} times, at last: {error.detail}") from error
 
     async def _attempt(self, body: bytes, name: str) -> object:
         try:

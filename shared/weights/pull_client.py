@@ -4,20 +4,20 @@ What arrives is written to a temporary file, checked, and only then renamed: a f
 """
 
 import asyncio
+import logging
 from pathlib import Path
 
 import httpx
 
 from shared.client import problem_to_error
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
+from shared.retry import Backoff, retry
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
 """A server that sends nothing for so long is given up, and asked again."""
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 1.0
 CHUNK_BYTES = 1 << 20
 
 
@@ -54,18 +54,29 @@ class WeightPuller:
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         client = httpx.AsyncClient(headers=headers, timeout=timeout, transport=self._transport, trust_env=False)
         pull = _Pull(directory)
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff()
+
+        async def attempt() -> Path:
+            nonlocal last
+            before = pull.num_received
+            try:
+                await pull.go_on(client, url)
+            except Unavailable as error:
+                last = error
+                if pull.num_received > before:
+                    backoff.reset()
+                raise
+            return await asyncio.to_thread(pull.finish)
+
         try:
             async with asyncio.timeout(deadline_seconds), client:
-                while True:
-                    before = pull.num_received
-                    try:
-                        await pull.go_on(client, url)
-                        return await asyncio.to_thread(pull.finish)
-                    except Unavailable as error:
-                        last = error
-                    pause = FIRST_PAUSE_SECONDS if pull.num_received > before else min(2 * pause, LONGEST_PAUSE_SECONDS)
-                    await asyncio.sleep(pause)
+                return await retry(
+                    attempt,
+                    waiting_for=f"weights of version {version}",
+                    backoff=backoff,
+                    is_retryable=lambda error: isinstance(error, Unavailable),
+                    level=logging.DEBUG,
+                )
         except TimeoutError:
             if last is not None:
                 raise last from None

@@ -4,7 +4,6 @@ While it lasts, ``evaluating_version`` is set in the experiment's record: rollou
 a restart of the gateway interrupted is given up, and its tasks are resolved as dropped.
 """
 
-import asyncio
 import logging
 
 from services.gateway.datasets.dataset import Dataset
@@ -18,6 +17,7 @@ from services.gateway.store.writes import PutMetrics
 from shared.clock import Clock, rfc3339
 from shared.config.evaluation import EvaluationConfig
 from shared.errors import Unavailable
+from shared.retry import DATA_PLANE, retry
 from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Lane
 from shared.schemas.trajectory import Group
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 BATCH = 64
 COLLECT_SECONDS = 0.5
-UNAVAILABLE_BACKOFF_SECONDS = 1.0
 LAG = "evaluation/lag_versions"
 """How many versions were published while the evaluation lasted."""
 
@@ -71,15 +70,7 @@ class Evaluator:
 
     async def _begin_again(self) -> None:
         """Abandon what was under way, as soon as the data plane answers."""
-        while True:
-            try:
-                await self.abandon()
-                return
-            except Unavailable as error:
-                log.warning(
-                    "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
-                )
-                await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
+        await retry(self.abandon, waiting_for=DATA_PLANE)
 
     def due(self) -> int | None:
         """Find the version to evaluate now."""

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from services.reward.verifiers.base import NO_LABEL
 from shared.config.reward import CodeConfig
 from shared.errors import GradingFailed
+from shared.retry import Backoff, retry
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.sandbox import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 
@@ -38,6 +39,7 @@ ALIASES = {
 }
 RETRIED_STATUSES = {429, 502, 503, 504}
 ATTEMPTS = 4
+MAX_BACKOFF_SECONDS = 30.0
 QUEUE_SECONDS = 60.0
 """How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
 
@@ -121,6 +123,10 @@ def is_same_output(given: str, expected: str) -> bool:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+class _NoAnswer(GradingFailed):
+    """The sandbox may answer the same request later."""
 
 
 class CodeVerifier:
@@ -211,25 +217,31 @@ class CodeVerifier:
         )
         body = request.model_dump(mode="json")
         attempt_seconds = config.compile_timeout_seconds + config.run_timeout_seconds + QUEUE_SECONDS
-        failure = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(self._backoff_seconds * 2 ** (attempt - 1))
+        attempts = 0
+
+        async def attempt() -> httpx.Response:
+            nonlocal attempts
+            attempts += 1
             try:
                 async with asyncio.timeout(attempt_seconds):
                     reply = await self._client.post(
                         self._url, json=body, headers=self._headers, timeout=attempt_seconds, follow_redirects=False
                     )
             except (httpx.HTTPError, TimeoutError) as error:
-                failure = f"the sandbox does not answer: {error!r}"
-                continue
+                raise _NoAnswer(f"the sandbox does not answer: {error!r}") from error
             if reply.status_code in RETRIED_STATUSES:
-                failure = f"the sandbox answered {reply.status_code}: {reply.text[:200]}"
-                continue
-            if reply.status_code != 200:
-                raise GradingFailed(f"the sandbox refused the program with {reply.status_code}: {reply.text[:300]}")
-            try:
-                return RunCodeResponse.model_validate_json(reply.content)
-            except ValidationError as error:
-                raise GradingFailed(f"the sandbox's answer cannot be read: {error.errors()[0]['msg']}") from error
-        raise GradingFailed(failure)
+                raise _NoAnswer(f"the sandbox answered {reply.status_code}: {reply.text[:200]}")
+            return reply
+
+        reply = await retry(
+            attempt,
+            waiting_for="sandbox",
+            backoff=Backoff(self._backoff_seconds, MAX_BACKOFF_SECONDS),
+            is_retryable=lambda error: isinstance(error, _NoAnswer) and attempts < ATTEMPTS,
+        )
+        if reply.status_code != 200:
+            raise GradingFailed(f"the sandbox refused the program with {reply.status_code}: {reply.text[:300]}")
+        try:
+            return RunCodeResponse.model_validate_json(reply.content)
+        except ValidationError as error:
+            raise GradingFailed(f"the sandbox's answer cannot be read: {error.errors()[0]['msg']}") from error

@@ -1,7 +1,7 @@
 """Connections to the server, and calls that outlive its short absences."""
 
 import asyncio
-import random
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -28,6 +28,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import Unavailable
+from shared.retry import retry
 from shared.settings import VOLATILE_REDIS
 from shared.streams.redis.connection_io import PACKING
 
@@ -37,8 +38,6 @@ ANSWER_SECONDS = 15.0
 """Longest time for one attempt of a command; far above the half second for which one may block."""
 COMPONENT = "redis"
 """What ``Unavailable`` names as its ``component`` where the server is meant."""
-FIRST_PAUSE_SECONDS = 0.05
-LONGEST_PAUSE_SECONDS = 1.0
 
 CONDITIONS: Final[Mapping[str, str]] = {
     "OOM": "the memory of the Redis server is full (maxmemory)",
@@ -139,20 +138,23 @@ async def retried(operation: Callable[[], Awaitable[Answer]], *, deadline_second
     Raises:
         Unavailable: the server was absent until the deadline; its last error is the cause.
     """
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + deadline_seconds
-    pause = FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            async with answer_in_time():
-                return await operation()
-        except (RedisError, OSError) as error:
-            if not is_absence(error):
-                raise
-            if clock() + pause >= deadline:
-                raise unavailable(error, deadline_seconds) from error
-        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def attempt() -> Answer:
+        async with answer_in_time():
+            return await operation()
+
+    try:
+        return await retry(
+            attempt,
+            waiting_for="Redis server",
+            deadline_seconds=deadline_seconds,
+            is_retryable=is_absence,
+            level=logging.DEBUG,
+        )
+    except (RedisError, OSError) as error:
+        if not is_absence(error):
+            raise
+        raise unavailable(error, deadline_seconds) from error
 
 
 async def check_server(url: str, *, may_be_volatile: bool = False) -> str:

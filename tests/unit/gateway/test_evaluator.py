@@ -176,7 +176,6 @@ async def test_one_that_a_restart_interrupted_is_abandoned_and_done_again() -> N
 
 async def test_one_that_the_data_planes_absence_cut_short_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, experiment, evaluator = await an_evaluator()
-    monkeypatch.setattr("services.gateway.evaluation.evaluator.UNAVAILABLE_BACKOFF_SECONDS", 0.001)
     admission = experiment.evaluation.admission
     outages = iter([True, True, False])
 

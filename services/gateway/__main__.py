@@ -1,4 +1,4 @@
-"""Run the gateway: ``python -m services.gateway``."""
+"""Run the gateway: ``python -P -m services.gateway``."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Run a reward service: ``python -m services.reward``."""
+"""Run a reward service: ``python -P -m services.reward``."""
 
 import sys
 

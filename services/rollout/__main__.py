@@ -1,4 +1,4 @@
-"""Run a rollout service: ``python -m services.rollout``."""
+"""Run a rollout service: ``python -P -m services.rollout``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Run a sandbox service: ``python -m services.sandbox``."""
+"""Run a sandbox service: ``python -P -m services.sandbox``."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Run a trainer service: ``python -m services.trainer``."""
+"""Run a trainer service: ``python -P -m services.trainer``."""
 
 import sys
 

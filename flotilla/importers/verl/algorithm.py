@@ -1,7 +1,7 @@
 """Rows of verl's ``algorithm`` and reward sections."""
 
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.values import count, flag, number, text, unchanged
+from flotilla.importers.values import count, flag, integer, number, text, unchanged
 from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
 
 ALGORITHM = "algorithm"
@@ -46,7 +46,7 @@ ALGORITHM_ROWS: tuple[Parameter, ...] = (
                "reward and score are the reward as graded; another is a number that the reward function returns",
                example="acc", default="reward", context={f"{ALGORITHM}.filter_groups.enable": True}),
     refused(f"{ALGORITHM}.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0",
-            default=0),
+            default=0, convert=integer, is_judged=True),
     translated(f"{ALGORITHM}.use_pf_ppo", "algorithm.resampling", flag,
                "sequences are drawn anew by their rewards; verl only does so with gae", example=True, default=False,
                context={f"{ALGORITHM}.adv_estimator": "gae"}),

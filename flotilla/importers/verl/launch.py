@@ -88,6 +88,9 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
 WITHOUT_EFFECT: Final = frozenset({"--cfg", "-c", "--info", "-i", "--package", "-p", "--experimental-rerun"})
 """Hydra's options with a value, that choose no file."""
 PYTHON = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
+ENGINES = frozenset({"rollout.nnodes", "rollout.n_gpus_per_node"})
+"""Keys of the trainers that have engines of their own; one-step-off takes a batch size, fully asynchronous none."""
+ASYNC_ONLY = frozenset({"rollout.total_rollout_steps", "rollout.test_freq"})
 PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate|ray|uv|bash|sh|source|\.)")
 MAX_ABOVE = 8
 
@@ -263,6 +266,13 @@ def _places(folder: str, name: str) -> Iterator[str]:
     if folder and not folder.startswith(("/", "~")):
         for number in range(1, MAX_ABOVE):
             yield posixpath.normpath(posixpath.join("../" * number, folder, name))
+
+
+def kind_of_keys(names: Mapping[str, Any]) -> Kind | None:
+    """Say whether a YAML file is of one-step-off by its keys: it has engines of its own, and a batch size above 0."""
+    is_async = any(name.startswith("async_training.") or name in ASYNC_ONLY for name in names)
+    has_batch = names.get("data.train_batch_size") not in {None, 0}
+    return Kind.ONE_STEP_OFF if ENGINES & set(names) and has_batch and not is_async else None
 
 
 def kind_of_defaults(entries: Any) -> Kind | None:

@@ -6,22 +6,17 @@ from flotilla.importers.adapter import adapter_name, verl_adapter
 from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Source
 from flotilla.importers.trackers import chosen
-from flotilla.importers.values import same
+from flotilla.importers.values import integer, same
 from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from flotilla.importers.verl.algorithm import OVERLONG, RM
 from flotilla.importers.verl.data import ROLLOUT_NAME
 from flotilla.importers.verl.datasets import held_out_rows
-from flotilla.importers.verl.launch import MODULE, TRAINERS, Kind
+from flotilla.importers.verl.launch import ASYNC_ONLY, ENGINES, MODULE, TRAINERS, Kind
 from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
 from shared.config.publication import MAX_SLICE_MEGABYTES
 
 Fields = dict[str, Any]
 
-ASYNC_ONLY = frozenset(
-    {"rollout.total_rollout_steps", "rollout.test_freq", "rollout.nnodes", "rollout.n_gpus_per_node"}
-)
-ENGINES = frozenset({"rollout.nnodes", "rollout.n_gpus_per_node"})
-"""Keys that the one-step-off trainer has, too; it takes a batch size above 0, the fully asynchronous one takes 0."""
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
 ONE_STEP_OFF: Fields = {
     "asynchrony.staleness_threshold": 1.0,
@@ -38,12 +33,8 @@ def kind_of(source: Source) -> Kind:
         kind = source.choose(MODULE, TRAINERS)
         return kind if isinstance(kind, Kind) else Kind.SYNCHRONOUS
     batch = source.value("data.train_batch_size")
-    signs = {name for name in source.given if name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY}
-    if batch == 0 or signs - ENGINES:
-        return Kind.FULLY_ASYNC
-    if signs:
-        return Kind.ONE_STEP_OFF if "data.train_batch_size" in source.given else Kind.FULLY_ASYNC
-    return Kind.SYNCHRONOUS
+    signs = [name for name in source.given if name.startswith(f"{ASYNC}.") or name in ASYNC_ONLY | ENGINES]
+    return Kind.FULLY_ASYNC if batch == 0 or signs else Kind.SYNCHRONOUS
 
 
 def is_fully_async(source: Source) -> bool:
@@ -108,10 +99,11 @@ def draws_more(source: Source) -> bool:
 def _check_generated(source: Source, batch: int) -> None:
     """Refuse prompts that are generated for a step and are not those that it trains on."""
     name = "data.gen_batch_size"
-    if not source.has(name):
+    if name not in source.given or draws_more(source):
         return
-    generated, wanted = source.value(name), 1 if is_fully_async(source) else batch
-    if generated not in {None, wanted} and not draws_more(source):
+    generated = integer(name, source.given[name].value)
+    wanted = 1 if is_fully_async(source) else batch
+    if generated not in {None, wanted}:
         source.refuse(name, f"a step would be made of {generated} prompts, and data.train_batch_size says {batch}: "
                       f"make it {wanted}, or leave it out")  # fmt: skip
 
@@ -292,6 +284,8 @@ def _filter(source: Source) -> Fields:
     name = "algorithm.filter_groups.metric"
     if not source.value("algorithm.filter_groups.enable"):
         return {"reward.filter_zero_spread": False}
+    if source.required("algorithm.filter_groups.max_num_gen_batches") > 0:
+        source.refuse("algorithm.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0")
     metric = source.value(name)
     if metric == "seq_final_reward" and source.value("algorithm.use_kl_in_reward"):
         source.refuse(name, "groups are judged before the KL is taken off the reward: use reward")

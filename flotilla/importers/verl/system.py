@@ -49,7 +49,8 @@ def read_verl(
     if is_script:
         return _from_script(text, overrides, environment, source, beside)
     flat = Composition(beside, OWN).read(text, source=source)
-    kind = launch.kind_of_defaults(flat.get("defaults")) or launch.Kind.SYNCHRONOUS
+    names = flat | dict(pair.lstrip("+~").split("=", 1) for pair in overrides if "=" in pair)
+    kind = launch.kind_of_defaults(flat.get("defaults")) or launch.kind_of_keys(names) or launch.Kind.SYNCHRONOUS
     given = _resolved(flat, [], overrides, kind, environment, where="file")
     is_said = any(each.spelling == launch.MODULE for each in given)
     return given if is_said else [*given, *launch.said(kind, None, "default")]

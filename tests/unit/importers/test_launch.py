@@ -176,6 +176,7 @@ def test_a_file_of_one_step_off_is_known_by_its_defaults_or_its_keys(first: str)
     found = build(SYSTEMS["verl"], read("verl", text, (), {}, source="f.yaml"))
 
     assert found.document["asynchrony"]["max_lag"] == 1
+    assert found.document["algorithm"]["old_log_probs"] == "rollout"
     assert "data.train_batch_size" not in refused(found)
 
 

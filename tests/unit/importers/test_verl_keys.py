@@ -145,3 +145,22 @@ def test_the_prompts_that_are_generated_must_be_those_of_a_step(values: dict[str
     refused = import_flat("verl", {**BASES["verl"], **values}).report.refused
 
     assert [entry.name for entry in refused] == (["data.gen_batch_size"] if is_refused else [])
+
+
+def test_prompts_that_are_generated_as_they_must_be_are_not_said_to_set_anything() -> None:
+    found = import_flat("verl", {**ASYNC, "rollout.total_rollout_steps": 1000, "data.gen_batch_size": 1})
+
+    assert verdicts(found)["data.gen_batch_size"] is Verdict.IGNORED
+
+
+@pytest.mark.parametrize(
+    ("is_filtered", "bound", "is_refused"), [(True, 10, True), (False, 10, False), (True, 0, False)]
+)
+def test_a_bound_on_the_batches_of_a_filter_matters_with_the_filter_alone(
+    is_filtered: bool, bound: int, is_refused: bool
+) -> None:
+    name = "algorithm.filter_groups.max_num_gen_batches"
+
+    report = import_flat("verl", {**BASES["verl"], "algorithm.filter_groups.enable": is_filtered, name: bound}).report
+
+    assert [entry.name for entry in report.refused] == ([name] if is_refused else [])

@@ -173,24 +173,25 @@ class RedisHop:
         mode = "resolve" if next_stream is None else "forward"
         lowest, highest = _bounds([each.claim.entry_id for each in ended])
         facts: list[Argument] = []
-        arguments: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, b""]
+        payloads: list[Argument] = []
         before: list[Argument] = []
         for each in ended:
-            position, held = 0, each.claim
+            number, held = 0, each.claim
             content: list[Argument] = [each.header, each.grades]
             if each.is_appended:
                 # It is alone in its call.
                 before = ["XADD", next_stream or "", "*", "header", each.header, "payload", each.payload]
                 before += ["grades", each.grades]
-                position, content = -1, [b"", b""]
+                number, content = -1, [b"", b""]
             elif next_stream is not None:
-                arguments.append(each.payload)
-                position = len(arguments)
-            facts += (held.entry_id, held.deliveries, each.tokens, str(held.header.group_id), position, *content)
+                payloads.append(each.payload)
+                number = len(payloads)
+            facts += (held.entry_id, held.deliveries, each.tokens, str(held.header.group_id), number, *content)
         # The server's reader knows no binary type: headers and grades travel as raw strings.
-        arguments[6] = msgpack.packb(facts, use_bin_type=False)
+        claims = msgpack.packb(facts, use_bin_type=False)
+        ends: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, claims]
         keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream]
-        return Call([*keys, *markers, self._keys.handed_over], arguments, before)
+        return Call([*keys, self._keys.handed_over, *markers], [*ends, *payloads], before)
 
     async def _sweep(self, count: int) -> list[Claim]:
         lease_ms = max(1, round(self.lease_seconds * 1000))

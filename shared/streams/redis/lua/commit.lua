@@ -2,10 +2,12 @@
 -- The lineage of a step is deleted when another is written that is `kept` steps later.
 -- Returns the number of plans that were resolved now, or -1 if a later trainer took over.
 local stream, ledger, state, plans, lineage = unpack(KEYS)
-if redis.call('HGET', state, 'trainer_owner') ~= ARGV[1] then return -1 end
+local consumer, kept = unpack(ARGV, 1, 2)
+local steps = after(2, ARGV)
+if redis.call('HGET', state, 'trainer_owner') ~= consumer then return -1 end
 local resolved = 0
-for index = 3, #ARGV do
-  local encoded = redis.call('HGET', plans, ARGV[index])
+for _, step in ipairs(steps) do
+  local encoded = redis.call('HGET', plans, step)
   if encoded then
     local plan = cmsgpack.unpack(encoded)
     for _, entry in ipairs(plan.entry_ids) do remove(stream, entry) end
@@ -13,9 +15,9 @@ for index = 3, #ARGV do
     redis.call('HINCRBY', ledger, 'trained', string.format('%d', #plan.entry_ids))
     redis.call('HINCRBY', ledger, 'tokens:trained', string.format('%d', plan.token_count))
     plan.entry_ids = nil
-    redis.call('HSET', lineage, ARGV[index], cmsgpack.pack(plan))
-    redis.call('HDEL', plans, ARGV[index])
-    redis.call('HDEL', lineage, string.format('%d', tonumber(ARGV[index]) - tonumber(ARGV[2])))
+    redis.call('HSET', lineage, step, cmsgpack.pack(plan))
+    redis.call('HDEL', plans, step)
+    redis.call('HDEL', lineage, string.format('%d', tonumber(step) - tonumber(kept)))
     resolved = resolved + 1
   end
 end

@@ -1,22 +1,24 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
--- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), then the marker of each claim,
---   then what was handed over with tasks
+-- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), what was handed over with tasks,
+--   then the marker of each claim
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
---   msgpack of a list of entry, deliveries, tokens, group id, position of the payload, header, grades for each claim,
---   then payloads. The position is -1 where the same transaction has just appended the new entry to the next stream:
+--   msgpack of a list of entry, deliveries, tokens, group id, number of the payload, header, grades for each claim,
+--   then payloads. The number is -1 where the same transaction has just appended the new entry to the next stream:
 --   it is taken away again unless the claim is held. Nothing of this has a meaning when resolving. The counter grows by
 --   the tokens or, when resolving, by the groups. One list, since each further argument costs client and server more
 --   than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
-local stream, ledger, outstanding, next_stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local is_forward, consumer, marker_ms, counter = ARGV[1] == 'forward', ARGV[2], ARGV[3], ARGV[4]
-local claims, number = cmsgpack.unpack(ARGV[7]), #KEYS - 5
-local handed_over = has_any(KEYS[#KEYS])
+local stream, ledger, outstanding, next_stream, handed_over_key = unpack(KEYS, 1, 5)
+local markers = after(5, KEYS)
+local mode, consumer, marker_ms, counter, lowest, highest, encoded_claims = unpack(ARGV, 1, 7)
+local payloads = after(7, ARGV)
+local is_forward, claims, number = mode == 'forward', cmsgpack.unpack(encoded_claims), #markers
+local handed_over = has_any(handed_over_key)
 
 -- What the consumer holds between the lowest and the highest entry: one look for all of them.
 local most = number == 1 and 1 or number + 64
-local rows = redis.pcall('XPENDING', stream, GROUP, ARGV[5], ARGV[6], most, consumer)
+local rows = redis.pcall('XPENDING', stream, GROUP, lowest, highest, most, consumer)
 if is_no_group(rows) then rows = {} end
 if rows.err then error(rows.err) end
 local held = {}
@@ -34,24 +36,23 @@ end
 
 local answers, ended, total = {}, {}, 0
 for index = 1, number do
-  local marker, at = KEYS[4 + index], 7 * index - 6
-  local entry, deliveries = claims[at], claims[at + 1]
-  local position = claims[at + 4]
+  local marker = markers[index]
+  local entry, deliveries, tokens, group_id, payload, header, grades = unpack(claims, 7 * index - 6, 7 * index)
   if is_held(entry, deliveries) then
-    if is_forward and position > 0 then
-      redis.call('XADD', next_stream, '*', 'header', claims[at + 5], 'payload', ARGV[position], 'grades', claims[at + 6])
+    if is_forward and payload > 0 then
+      redis.call('XADD', next_stream, '*', 'header', header, 'payload', payloads[payload], 'grades', grades)
     elseif not is_forward then
-      redis.call('ZREM', outstanding, claims[at + 3])
-      count_end(ledger, counter, claims[at + 2])
+      redis.call('ZREM', outstanding, group_id)
+      count_end(ledger, counter, tokens)
     end
     -- The same claim may come twice in one call: it counts once.
     ended[#ended + 1], held[entry] = entry, false
-    if handed_over then forget_tokens(handed_over, claims[at + 3]) end
+    if handed_over then forget_tokens(handed_over, group_id) end
     redis.call('SET', marker, counter, 'PX', marker_ms)
-    total = total + claims[at + 2]
+    total = total + tokens
     answers[index] = 1
   else
-    if is_forward and position < 0 then take_away_last() end
+    if is_forward and payload < 0 then take_away_last() end
     answers[index] = redis.call('GET', marker) == counter and 1 or 0
   end
 end

@@ -1,6 +1,7 @@
 -- Name the consumers that hold claims. KEYS: streams ... Returns each name once for each stream.
+local streams = KEYS
 local names = {}
-for _, stream in ipairs(KEYS) do
+for _, stream in ipairs(streams) do
   local summary = redis.pcall('XPENDING', stream, GROUP)
   if not is_no_group(summary) then
     if summary.err then error(summary.err) end

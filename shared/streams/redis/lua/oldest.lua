@@ -1,6 +1,7 @@
 -- Age of the oldest entry of each stream that is neither planned nor ended, by the server's clock.
 -- KEYS: streams ... Returns for each its milliseconds since it came, or -1 if there is none.
 -- Entries are delivered in order: one that was delivered is older than every one that was not.
+local streams = KEYS
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 
@@ -28,7 +29,7 @@ local function last_delivered(stream)
 end
 
 local ages = {}
-for index, stream in ipairs(KEYS) do
+for index, stream in ipairs(streams) do
   local summary, oldest, start = redis.pcall('XPENDING', stream, GROUP), nil, '-'
   if not is_no_group(summary) then
     if summary.err then error(summary.err) end

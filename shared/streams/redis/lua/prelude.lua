@@ -1,9 +1,18 @@
 -- What several scripts share; put before each of them.
+-- A script names all of its KEYS and ARGV in its first lines, and knows no positions after that; `after` gives the rest
+-- of a list. The comment at its head says what they are, in that order, and what it returns.
 -- Scripts are not rolled back when they fail, so each checks everything before its first write. A server whose memory
 -- is full refuses a script's first write if it needs memory, and later ones never: so a script that frees memory
 -- begins with that, and runs, and one that needs memory is refused before it has changed anything.
 
 local GROUP, HANDED_BACK, PLANNED = 'hop', 'handed-back', 'planned'
+
+-- What follows the first `count` of KEYS or ARGV. Not by `unpack`, whose results are limited in number.
+local function after(count, list)
+  local rest = {}
+  for index = count + 1, #list do rest[index - count] = list[index] end
+  return rest
+end
 
 local function is_no_group(answer)
   return type(answer) == 'table' and answer.err and string.find(answer.err, 'NOGROUP', 1, true)

@@ -5,7 +5,9 @@
 -- their groups, whose entries are gone, count as ended by the counter and no longer as trained.
 -- Returns {groups that wait again, groups that were trained in vain}, or -1 if a later trainer took over.
 local stream, ledger, outstanding, state, consumed, plans, lineage = unpack(KEYS)
-local consumer, checkpoint, counter = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local consumer, checkpoint_step, counter = unpack(ARGV, 1, 3)
+local steps = after(3, ARGV)
+local checkpoint = tonumber(checkpoint_step)
 if redis.call('HGET', state, 'trainer_owner') ~= consumer then return -1 end
 
 -- Groups of a version that no publication has covered yet take no room in the budget any more.
@@ -21,8 +23,8 @@ local function unconsume(version, count)
 end
 
 local waiting, lost = 0, 0
-for index = 4, #ARGV do
-  local encoded = redis.call('HGET', plans, ARGV[index])
+for _, step in ipairs(steps) do
+  local encoded = redis.call('HGET', plans, step)
   if encoded then
     local plan = cmsgpack.unpack(encoded)
     for position, entry in ipairs(plan.entry_ids) do
@@ -30,7 +32,7 @@ for index = 4, #ARGV do
       redis.call('ZADD', outstanding, string.format('%d', plan.oldest_version),
         string.format('%d', plan.group_ids[position]))
     end
-    redis.call('HDEL', plans, ARGV[index])
+    redis.call('HDEL', plans, step)
     redis.call('HINCRBY', ledger, 'planned', string.format('%d', -#plan.entry_ids))
     unconsume(plan.version, #plan.entry_ids)
     waiting = waiting + #plan.entry_ids

@@ -5,9 +5,11 @@
 --   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
 -- Returns {entries as {id, deliveries, fields}, number of entries given up}; 'full' if what is claimed could not be
 -- forwarded, since the next stream has all the memory that it may; or 'fenced'.
-local stream, ledger, outstanding, state = unpack(KEYS)
-local handed_over = has_any(KEYS[5])
-local consumer, count, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local stream, ledger, outstanding, state, handed_over_key, next_stream = unpack(KEYS)
+local consumer, count, most, lease = unpack(ARGV, 1, 4)
+local held_by_trainer = after(4, ARGV)
+local handed_over = has_any(handed_over_key)
+count, most = tonumber(count), tonumber(most)
 local taken, given_up = {}, 0
 
 -- An entry's fields, with the tokens that it was handed over with.
@@ -48,7 +50,7 @@ local function take(rows)
 end
 
 if lease ~= 'trainer' then
-  if KEYS[6] and is_full(state, KEYS[6]) then return 'full' end
+  if next_stream and is_full(state, next_stream) then return 'full' end
   local rows = redis.pcall('XPENDING', stream, GROUP, '-', '+', count, HANDED_BACK)
   if is_no_group(rows) then return {taken, given_up} end
   take(rows)
@@ -66,9 +68,9 @@ for _, holder in ipairs(summary[4] or {}) do
     take(redis.call('XPENDING', stream, GROUP, '-', '+', count - #taken, holder[1]))
   end
 end
-if ARGV[5] and #taken < count then
+if #held_by_trainer > 0 and #taken < count then
   local held = {}
-  for index = 5, #ARGV do held[ARGV[index]] = true end
+  for _, entry in ipairs(held_by_trainer) do held[entry] = true end
   for _, each in ipairs(taken) do held[each[1]] = true end
   local strays = {}
   for _, row in ipairs(redis.call('XPENDING', stream, GROUP, '-', '+', 1000000, consumer)) do

@@ -80,7 +80,7 @@ def a_gateway(store: MemoryStore | None = None, clock: ManualClock | None = None
     gateway = assemble(
         GatewaySettings(**(fields | settings)), store or MemoryStore(), MemoryPlanes(), answers, clock or ManualClock()
     )
-    # Rounds move experiments; what works inside them (feeder, evaluator, watchdog, ending) is tested on its own.
+    # Reconciling moves experiments; what works inside them (feeder, evaluator, watchdog, ending) is tested on its own.
     gateway.reconciler._work = gateway.reconciler._end = _rest
     return gateway
 
@@ -90,7 +90,7 @@ async def _rest(_experiment: Experiment) -> None:
 
 
 async def stop(gateway: GatewayState) -> None:
-    """End the tasks that rounds have started."""
+    """End the tasks that the reconciler has started."""
     tasks = [task for _, task in gateway.reconciler._tasks.values()]
     for task in tasks:
         task.cancel()
@@ -98,7 +98,7 @@ async def stop(gateway: GatewayState) -> None:
 
 
 async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:
-    """Take an experiment in, running unless told otherwise."""
+    """Add an experiment, running unless another state is given."""
     record = a_record(experiment_id, **({"state": ExperimentState.RUNNING, "started_at": 1.0} | changes))
     return await gateway.repository.add(record, validate_spec(record.spec))
 

@@ -279,7 +279,7 @@ async def test_a_drained_service_is_told_what_is_left_of_its_notice() -> None:
     assert (first.state, first.notice_seconds) == (WorkState.DRAINING, 20.0)
     clock.advance(5.0)
     later = await say(gateway, rollout, observed)
-    assert (later.tag, later.notice_seconds) == (first.tag, 15.0), "time that passes is no news"
+    assert (later.tag, later.notice_seconds) == (first.tag, 15.0), "time that passes changes nothing"
     await gateway.fleet.drain(rollout, 2.0)
     shorter = await say(gateway, rollout, observed)
     assert shorter.tag != first.tag
@@ -333,7 +333,7 @@ async def test_a_restarted_gateway_remembers_when_a_notice_ends() -> None:
     experiment = await add_experiment(before)
     rollout, observed = await a_working_rollout(before, experiment.id)
     await before.fleet.drain(rollout, 20.0)
-    told = await say(before, rollout, observed)
+    desired = await say(before, rollout, observed)
     clock.advance(7.0)
 
     after = a_gateway(store, clock, lease_seconds=1000.0, grace_seconds=1000.0)
@@ -341,7 +341,7 @@ async def test_a_restarted_gateway_remembers_when_a_notice_ends() -> None:
     await after.registry.load()
 
     again = await say(after, rollout, observed)
-    assert (again.state, again.notice_seconds, again.tag) == (WorkState.DRAINING, 13.0, told.tag)
+    assert (again.state, again.notice_seconds, again.tag) == (WorkState.DRAINING, 13.0, desired.tag)
     assert after.registry.view(after.registry.get(rollout)).notice_ends_in_seconds == 13.0
     clock.advance(13.0 + 9.0)
     await after.reconciler.reconcile()

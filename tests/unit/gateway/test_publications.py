@@ -102,19 +102,19 @@ async def test_members_are_told_what_to_do_and_switch_when_all_have_received() -
     await stage.announce()
     await stage.open(1)
 
-    told = await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
-    assert told.publication.rank == 1 and told.publication.rendezvous.epoch == 1  # type: ignore[attr-defined]
+    desired = await stage.report(stage.rollouts[0], ReceiveState.JOINED, 1)
+    assert desired.publication.rank == 1 and desired.publication.rendezvous.epoch == 1  # type: ignore[attr-defined]
     await stage.report(stage.rollouts[1], ReceiveState.JOINED, 1)
     assert await stage.phase() is PublicationPhase.TRANSFERRING
 
     await stage.report(stage.rollouts[0], ReceiveState.RECEIVED, 1)
     assert stage.experiment.record.policy_version == 0
-    told = await stage.report(stage.rollouts[1], ReceiveState.RECEIVED, 1)
+    desired = await stage.report(stage.rollouts[1], ReceiveState.RECEIVED, 1)
 
     assert await stage.phase() is PublicationPhase.COMMITTED
     assert (stage.experiment.record.policy_version, stage.experiment.record.published_step) == (1, 1)
-    assert (told.policy_version, told.publication) == (1, None)  # type: ignore[attr-defined]
-    assert told.weights_url == "http://127.0.0.1/t/v1/weights/1"  # type: ignore[attr-defined]
+    assert (desired.policy_version, desired.publication) == (1, None)  # type: ignore[attr-defined]
+    assert desired.weights_url == "http://127.0.0.1/t/v1/weights/1"  # type: ignore[attr-defined]
 
 
 async def test_rollouts_are_told_which_image_was_committed() -> None:
@@ -124,8 +124,8 @@ async def test_rollouts_are_told_which_image_was_committed() -> None:
 
     await stage.publish(1, epoch=1)
 
-    told = await stage.desired_of(stage.rollouts[0])
-    assert (told.policy_version, told.policy_checksum) == (1, a_manifest(1).checksum)
+    desired = await stage.desired_of(stage.rollouts[0])
+    assert (desired.policy_version, desired.policy_checksum) == (1, a_manifest(1).checksum)
     await stage.restart(store)
     assert (await stage.desired_of(stage.rollouts[0])).policy_checksum == a_manifest(1).checksum
 

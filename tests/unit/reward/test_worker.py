@@ -215,3 +215,22 @@ async def test_what_is_graded_waits_for_the_data_plane_and_is_not_graded_again(m
 
     assert (len(refused), len(world.verifier.seen)) == (3, 2)
     assert (ledger.waiting.scored, ledger.filtered) == ((1, {}) if method == "forward" else (0, {"all_abstained": 1}))
+
+
+@pytest.mark.parametrize(("scores", "is_kept"), [((0.0, 1.0), True), ((1.0, 1.0), False)])
+async def test_a_filter_that_names_a_metric_judges_it_of_what_the_grader_said(
+    scores: tuple[float, float], is_kept: bool
+) -> None:
+    def grade(sample: GradingSample) -> Grade:
+        score = scores[int(sample.id.rpartition("/")[2]) % 2]
+        return Grade.scored(5.0, components={"remote": 5.0}, metrics={"remote/score": score})
+
+    async with a_world(
+        grade,
+        components=[{"kind": "remote", "url": "http://grader:1"}],
+        group_filter={"kind": "mean_in_range", "metric": "remote/score"},
+    ) as world:
+        await world.generate(a_group(0))
+        ledger = await world.until(lambda ledger: bool(ledger.filtered) or ledger.waiting.scored == 1)
+
+    assert (ledger.waiting.scored == 1) is is_kept

@@ -40,8 +40,9 @@ def test_streams(run: Callable[..., Any]) -> None:
     for result in found["results"].values():
         rates = [result[f"{way}_per_second"] for way in ("raw", "unacknowledged", "whole", "graded")]
         assert min(rates) > 1
-        assert result["whole_to_raw"] == pytest.approx(rates[2] / rates[0], rel=0.01)
-        assert result["graded_to_raw"] == pytest.approx(rates[3] / rates[0], rel=0.01)
+        for name, rate in (("whole_to_raw", rates[2]), ("graded_to_raw", rates[3])):
+            rounding = 0.05 * (1 + rate / rates[0]) / rates[0]  # of rates to tenths: much, of what is slow
+            assert result[name] == pytest.approx(rate / rates[0], rel=0.01, abs=rounding)
 
 
 def test_algorithms(run: Callable[..., Any]) -> None:

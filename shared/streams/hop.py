@@ -11,7 +11,6 @@ unique to one incarnation of a process, so a restarted process never passes for 
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -271,7 +270,8 @@ def handed_over(claim: Claim, hop: HopName, partials: Partials, max_bytes: int) 
 async def renewing(hop: Hop, claims: Sequence[Claim]) -> AsyncIterator[Renewal]:
     """Renew ``claims`` at a third of the hop's lease while the block runs.
 
-    While the server does not answer, the claims count as held until their lease has passed.
+    While the server does not answer, the claims count as held, however long: it gives them to nobody else meanwhile,
+    and only its answer tells.
     """
     renewal = Renewal()
     task = asyncio.create_task(_keep_renewing(hop, list(claims), renewal), name=f"renew {hop.name.value}")
@@ -283,14 +283,13 @@ async def renewing(hop: Hop, claims: Sequence[Claim]) -> AsyncIterator[Renewal]:
 
 
 async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
-    renewed_at = time.monotonic()
     while held:
         await asyncio.sleep(hop.lease_seconds / 3)
         try:
             lost = await hop.renew(held)
-            renewed_at = time.monotonic()
-        except Unavailable:
-            lost = held if time.monotonic() - renewed_at > hop.lease_seconds else []
+        except Unavailable as error:
+            log.warning("claims cannot be renewed now", extra={"hop": hop.name.value, "error": error.detail})
+            continue
         except Exception:
             # Nobody awaits this task before the block ends: say it now, and let the holder stop.
             log.exception("renewal ended", extra={"hop": hop.name.value})

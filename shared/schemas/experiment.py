@@ -10,7 +10,7 @@ from shared.schemas.wire import Wire
 
 
 class ExperimentState(StrEnum):
-    """``draft -> starting -> running <-> paused -> stopping -> stopped | completed | failed``."""
+    """``draft -> starting -> running <-> paused -> stopping -> stopped | completed``, or failed: resumable."""
 
     DRAFT = "draft"
     STARTING = "starting"
@@ -23,7 +23,7 @@ class ExperimentState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing leads out of this state."""
+        """Whether nothing happens in this state any more, unless somebody resumes what failed."""
         return self in {ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 
 

@@ -103,9 +103,8 @@ class Evaluator:
             return
         metrics = summarise_sets(groups, self._dataset.parts, num_issued=num_issued)
         metrics[LAG] = float(self._experiment.record.policy_version - version)
-        # Not the step that was done meanwhile: the result belongs to the version, and versions follow steps.
-        spec = self._experiment.spec
-        step = min(version * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+        # Not the step that was done meanwhile: the result belongs to the version.
+        step = await self._repository.step_of(self._experiment, version)
         at = rfc3339(self._clock.now())
         points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         seconds = round(self._clock.monotonic() - started_at, 3)

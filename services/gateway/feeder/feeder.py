@@ -109,9 +109,8 @@ class Feeder:
         return 0.0 if result.count else BLOCKED_SECONDS
 
     async def _store_wait(self, version: int, seconds: float) -> None:
-        spec = self._experiment.spec
-        # The step that ends with the next publication, to which the trainer's figures of this version belong.
-        step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+        # The step that ended with the next publication, to which the trainer's figures of this version belong.
+        step = self._experiment.record.published_step
         at = rfc3339(self._clock.now())
         point = MetricPoint(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
         await self._store.put_metrics(self._experiment.id, [point])

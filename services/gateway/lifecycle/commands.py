@@ -85,7 +85,7 @@ class ExperimentCommands:
         if action is Action.DELETE:
             await self._delete(experiment)
             return experiment
-        if action is Action.START:
+        if action is Action.START or experiment.state is ExperimentState.FAILED:
             await asyncio.to_thread(checks.check, experiment.spec)
             await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
@@ -99,10 +99,15 @@ class ExperimentCommands:
         state = after_action(before, action)
         assert state is not None
         changes: dict[str, Any] = {}
+        if state is ExperimentState.STARTING and experiment.id in self._leaving:
+            raise ActionNotAllowed(f"cannot {action} {experiment.id}: it is being deleted")
         if action is Action.START:
-            if experiment.id in self._leaving:
-                raise ActionNotAllowed(f"cannot start {experiment.id}: it is being deleted")
             changes["started_at"] = self._clock.now()
+        if before is ExperimentState.FAILED:
+            if experiment.record.final_ledger is None:
+                raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
+            # What the failure left is undone; the trainer goes on from its newest checkpoint.
+            changes |= {"outcome": None, "problem": None, "final_ledger": None, "is_trained": False}
         if action is Action.STOP:
             changes["outcome"] = ExperimentState.STOPPED.value
         self._stage_state(change, experiment, state, **changes)

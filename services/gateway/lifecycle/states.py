@@ -1,7 +1,7 @@
 """The life of an experiment as a pure state machine.
 
     draft -> starting -> running <-> paused -> stopping -> stopped | completed
-                          any of these, when something breaks -> failed
+                          any of these, when something breaks -> failed -> starting, when it is resumed
 
 Actions come from people and may be refused; events are the gateway's own conclusions and never are, because they
 apply only where ``EVENTS`` has them.
@@ -45,7 +45,7 @@ ACTIONS: Final[dict[State, dict[Action, State | None]]] = {
     State.STOPPING: {},
     State.STOPPED: {Action.DELETE: None},
     State.COMPLETED: {Action.DELETE: None},
-    State.FAILED: {Action.DELETE: None},
+    State.FAILED: {Action.RESUME: State.STARTING, Action.DELETE: None},
 }
 
 EVENTS: Final[dict[State, dict[LifecycleEvent, State]]] = {

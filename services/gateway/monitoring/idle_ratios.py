@@ -3,6 +3,7 @@
 from services.gateway.monitoring.idleness import Idleness
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment
+from services.gateway.records.versions import step_of
 from services.gateway.store.base import Store
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
@@ -24,8 +25,8 @@ class IdleRatios:
         found = self._idleness.of(experiment).record(service_id, observed.policy_version, observed.load)
         if found is not None:
             version, ratio = found
-            spec = experiment.spec
-            step = min((version + 1) * spec.asynchrony.trigger_parameter_sync_step, spec.optimisation.steps)
+            # The step with which the version ended: that of the one which the rollout serves now.
+            step = await step_of(self._store, experiment.record, observed.policy_version or 0)
             at = rfc3339(self._clock.now())
             point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
             await self._store.put_metrics(experiment.id, [point])

@@ -44,21 +44,22 @@ class Takeovers:
             steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
             total_steps=spec.optimisation.steps,
         )
-        if decided.end_step < spec.optimisation.steps:
-            # The checkpoint of the last step may be the one that is gone.
-            await self._repository.update(experiment, is_trained=False)
-        if decided.lost is not None or request.groups_lost or request.groups_waiting:
-            newest = decided.points[-1]
-            facts = {
-                "checkpoint_step": request.step,
-                "step": decided.end_step,
-                "lost_version": decided.lost,
-                "version": newest.version,
-                "groups_lost": request.groups_lost,
-                "groups_waiting": request.groups_waiting,
-            }
-            log.warning("an experiment was rolled back", extra={"experiment_id": experiment_id, **facts})
-            await self._events.append(experiment_id, "rolled_back", **facts)
+        async with self._repository.transaction() as change:
+            if decided.end_step < spec.optimisation.steps:
+                # The checkpoint of the last step may be the one that is gone.
+                step = min(record.step, decided.end_step)
+                self._repository.stage(change, experiment, is_trained=False, step=step)
+            if decided.lost is not None or request.groups_lost or request.groups_waiting:
+                facts = {
+                    "checkpoint_step": request.step,
+                    "step": decided.end_step,
+                    "lost_version": decided.lost,
+                    "version": decided.points[-1].version,
+                    "groups_lost": request.groups_lost,
+                    "groups_waiting": request.groups_waiting,
+                }
+                log.warning("an experiment was rolled back", extra={"experiment_id": experiment_id, **facts})
+                self._events.stage(change, experiment_id, "rolled_back", **facts)
         return TakeoverAnswer.of(decided)
 
     async def raise_epoch(self, experiment_id: str, refused: RefusedIncarnation) -> None:
@@ -70,11 +71,12 @@ class Takeovers:
             Conflict: the experiment is not active, or the caller is not its trainer.
         """
         experiment = self._of_trainer(experiment_id, refused.service_id)
-        recorded = refused.recorded // WORKERS_PER_EPOCH
-        if recorded >= experiment.record.trainer_epoch:
-            facts = {"before": experiment.record.trainer_epoch, "epoch": recorded + 1}
-            await self._repository.update(experiment, trainer_epoch=recorded + 1)
-            await self._events.append(experiment_id, "trainer_epoch_raised", **facts)
+        epoch = refused.recorded // WORKERS_PER_EPOCH + 1
+        before = experiment.record.trainer_epoch
+        if epoch > before:
+            async with self._repository.transaction() as change:
+                self._repository.stage(change, experiment, trainer_epoch=epoch)
+                self._events.stage(change, experiment_id, "trainer_epoch_raised", before=before, epoch=epoch)
 
     def _of_trainer(self, experiment_id: str, service_id: str) -> Experiment:
         experiment = self._repository.get(experiment_id)

@@ -4,17 +4,21 @@ A record is replaced in memory once the store has it, together with all that cha
 Methods named ``stage`` take part in a transaction; what they return is true once that is stored.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from services.gateway.digest import digest
+from services.gateway.records.versions import step_of
 from services.gateway.signals import Signal
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, ExperimentRecord
 from services.gateway.store.transaction import Transaction
 from services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExperiment
+from shared.checkpoints import CHECKPOINTS, complete
 from shared.clock import Clock, rfc3339
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
@@ -177,8 +181,20 @@ class ExperimentRepository:
         change.write(DeleteExperiment(experiment.id))
         change.then(lambda: self._experiments.pop(experiment.id, None))
 
+    async def step_of(self, experiment: Experiment, version: int) -> int:
+        """Find the optimiser steps that a version contains."""
+        return await step_of(self._store, experiment.record, version)
+
     async def durable_step(self, experiment: Experiment) -> int:
-        """Find the step of its last checkpoint; 0 without one."""
+        """Find the step of its newest complete checkpoint; 0 without one.
+
+        The disk decides, if the trainer writes to one that is seen here: the database may be older than it, or name a
+        checkpoint that is gone.
+        """
+        directory = Path(experiment.record.directory) / CHECKPOINTS
+        if await asyncio.to_thread(directory.is_dir):
+            newest = await asyncio.to_thread(lambda: next(complete(directory), None))
+            return 0 if newest is None else newest.step
         return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
 
     def stage_audit(self, change: Transaction, experiment_id: str, action: str, **detail: Any) -> None:

@@ -121,10 +121,11 @@ async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
 @router.post("/{experiment_id}/resume")
 async def resume(experiment_id: str, gateway: Gateway) -> ExperimentView:
-    """Go on after a pause.
+    """Go on after a pause, or from the newest checkpoint after a failure whose cause is removed.
 
     Raises:
-        ActionNotAllowed: it is not paused (409).
+        ActionNotAllowed: it is neither paused nor failed, or its services have not come to rest yet (409).
+        DataError, ModelError: what the spec points to is not there any more (422).
     """
     return await _act(experiment_id, Action.RESUME, gateway)
 

@@ -18,7 +18,7 @@ from shared.checkpoints import complete
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 from shared.lineage import Published
-from shared.streams.memory.hop import MemoryDataPlane
+from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.plans import LOST_WITH_CHECKPOINT
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 

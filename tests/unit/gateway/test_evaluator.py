@@ -122,14 +122,14 @@ async def test_the_next_is_due_after_some_versions_and_the_last_one_when_trainin
         await answer(experiment, [1.0])
         await until(lambda: experiment.record.evaluated_version == 0)
 
-        await gateway.repository.update(experiment, policy_version=4)
+        await gateway.repository.update(experiment, policy_version=4, published_step=4)
         await asyncio.sleep(0.01)
         assert experiment.record.evaluating_version is None
-        await gateway.repository.update(experiment, policy_version=5)
+        await gateway.repository.update(experiment, policy_version=5, published_step=5)
         assert {task.pinned_version for task in await answer(experiment, [1.0])} == {5}
         await until(lambda: experiment.record.evaluated_version == 5)
 
-        await gateway.repository.update(experiment, policy_version=6, is_trained=True)
+        await gateway.repository.update(experiment, policy_version=6, published_step=6, is_trained=True)
         await answer(experiment, [0.0])
         await until(lambda: experiment.record.evaluated_version == 6)
 

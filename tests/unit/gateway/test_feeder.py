@@ -82,7 +82,7 @@ async def test_on_policy_tasks_bear_the_version_that_will_sample_them() -> None:
 async def gateway_commits(feeder: Feeder, version: int) -> None:
     from dataclasses import replace
 
-    feeder._experiment.record = replace(feeder._experiment.record, policy_version=version)
+    feeder._experiment.record = replace(feeder._experiment.record, policy_version=version, published_step=version)
 
 
 async def test_what_is_filtered_is_replaced() -> None:

@@ -37,8 +37,9 @@ def test_an_action_is_either_allowed_or_refused_with_the_names_of_those_that_are
 
 
 @pytest.mark.parametrize("state", [state for state in State if state.is_final])
-def test_nothing_leads_out_of_a_final_state_but_deletion(state: State) -> None:
-    assert allowed_actions(state) == [Action.DELETE]
+def test_nothing_leads_out_of_a_final_state_but_deletion_and_out_of_failure_a_person(state: State) -> None:
+    may_resume = [Action.RESUME] if state is State.FAILED else []
+    assert allowed_actions(state) == [*may_resume, Action.DELETE]
     assert all(after_event(state, event) is state for event in LifecycleEvent)
 
 

@@ -84,6 +84,8 @@ class Failed(Line):
     failure: Failure
     is_permanent: bool
     """Whether starting again would fail the same way."""
+    is_passing: bool = False
+    """Whether the reason passes by itself, such as a server that did not answer: no death to count."""
 
 
 TO_WORKER: TypeAdapter[Launch | Order | Offered] = TypeAdapter(

@@ -99,6 +99,7 @@ class Supervisor(StateFollower):
         self._offering: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
         self._is_hopeless = False
+        self._is_passing = False
         self._is_leaving = False
         self._restarts = Restarts(
             MAX_DEATHS,
@@ -160,12 +161,12 @@ class Supervisor(StateFollower):
             **vars(self._addresses),
         )
         self._enter(WorkState.STARTING)
-        self._is_leaving = False
+        self._is_leaving = self._is_passing = False
         try:
             self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
         except OSError as error:
             # Too many processes, no memory for one more: such reasons pass.
-            self._after_death(f"no process can be started: {error}")
+            self._start_again(f"no process can be started: {error}", self._backoff.postpone())
             return
         log.info("worker is started", extra={"pid": self._worker.pid, "number": self._started_workers})
         self._watching = asyncio.create_task(self._watch(self._worker), name="worker")
@@ -184,7 +185,7 @@ class Supervisor(StateFollower):
             offering.add_done_callback(self._offering.discard)
         elif isinstance(message, Failed):
             self._failure = message.failure
-            self._is_hopeless = message.is_permanent
+            self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
         else:
             is_news = self._status is None or (message.step, message.version) != (
                 self._status.step,
@@ -194,6 +195,7 @@ class Supervisor(StateFollower):
             if message.state is not WorkState.STARTING:
                 # It works again: what it died of before is no longer its state.
                 self._failure = None
+                self._backoff.reset()
             self._enter(message.state)
             if is_news:
                 self.notify()
@@ -212,6 +214,9 @@ class Supervisor(StateFollower):
             self._fail(self._failure)
             return
         cause = self._failure.cause if self._failure else ending.cause
+        if self._is_passing:
+            self._start_again(cause, self._backoff.postpone())
+            return
         step = self._status.step if self._status is not None else 0
         if step is not None and step > self._furthest_step:
             # It got further than ever before it died: whatever it died of does not keep it from going on.
@@ -226,9 +231,12 @@ class Supervisor(StateFollower):
             window = f"{DEATH_WINDOW_SECONDS:g} s without getting further"
             self._give_up(f"died {MAX_DEATHS} times within {window}, the last time: {cause}")
             return
-        log.error("worker died, it is started again", extra={"cause": cause, "pause_seconds": pause})
-        self._failure = Failure(component=COMPONENT, cause=cause, fatal=False)
         self._backoff.postpone(pause)
+        self._start_again(cause, pause)
+
+    def _start_again(self, cause: str, pause: float) -> None:
+        log.error("worker ended, another one is started", extra={"cause": cause, "pause_seconds": pause})
+        self._failure = Failure(component=COMPONENT, cause=cause, fatal=False)
         self._enter(WorkState.STARTING)
         self.notify()
         self._changed.set()

@@ -202,14 +202,14 @@ def describe_failure(error: BaseException) -> Failed:
     if isinstance(error, ClaimLost):
         return Failed(failure=Failure(component=COMPONENT, cause=error.detail, fatal=False), is_permanent=True)
     if isinstance(error, FlotillaError):
-        return _failed(error.detail, is_permanent=isinstance(error, HOPELESS))
+        return _failed(error.detail, is_permanent=isinstance(error, HOPELESS), is_passing=error.retryable)
     text = str(error).strip().splitlines()
     return _failed(f"{type(error).__name__}: {text[0] if text else 'no message'}", is_permanent=False)
 
 
-def _failed(cause: str, *, is_permanent: bool) -> Failed:
+def _failed(cause: str, *, is_permanent: bool, is_passing: bool = False) -> Failed:
     failure = Failure(component=COMPONENT, cause=cause[:MAX_CAUSE_CHARACTERS], fatal=is_permanent)
-    return Failed(failure=failure, is_permanent=is_permanent)
+    return Failed(failure=failure, is_permanent=is_permanent, is_passing=is_passing)
 
 
 def _first(group: BaseException) -> BaseException:

@@ -12,6 +12,8 @@ from services.trainer.supervisor.process import ExitStatus, environment_of
 from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
 from services.trainer.wire import Failed, Launch, Line, Order, Status
+from services.trainer.worker.run import describe_failure
+from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.weights.pull import PublishedImages
 from tests.unit.trainer.builders import a_spec
@@ -168,6 +170,36 @@ async def test_dying_again_and_again_is_fatal(monkeypatch: pytest.MonkeyPatch) -
         assert failure.fatal
         assert failure.cause.endswith("the last time: it hurts")
         assert len(rig.workers) == MAX_DEATHS
+
+
+async def test_a_reason_that_passes_is_no_death_however_often_it_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.0)
+    failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        for number in range(1, 3 * MAX_DEATHS):
+            await rig.until(lambda number=number: len(rig.workers) == number)
+            rig.workers[-1].say(Failed(failure=failure, is_permanent=False, is_passing=True))
+            rig.workers[-1].end(1)
+            await rig.until(lambda number=number: len(rig.workers) == number + 1)
+            assert rig.supervisor.observe().failure == failure
+
+        rig.workers[-1].say(a_status())
+
+        assert rig.state is WorkState.RUNNING
+        assert rig.supervisor.observe().failure is None
+
+
+@pytest.mark.parametrize("error", [Unavailable("no Redis server answers"), DeadlineExceeded("too slow")])
+def test_what_a_server_did_not_answer_in_time_is_a_reason_that_passes(error: FlotillaError) -> None:
+    told = describe_failure(error)
+
+    assert (told.is_permanent, told.is_passing, told.failure.fatal) == (False, True, False)
+
+
+def test_a_defect_of_the_training_is_none() -> None:
+    assert not describe_failure(RuntimeError("shapes differ")).is_passing
+    assert not describe_failure(ModelError("no config.json")).is_passing
 
 
 async def test_a_hopeless_failure_is_fatal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

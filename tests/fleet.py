@@ -1,13 +1,17 @@
 """Whole fleets for tests: a tiny random model, an experiment on it, and `flotilla up` in a process."""
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -72,11 +76,19 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
+@cache
+def tiny_model() -> Path:
+    """Make the model once in a process: it takes seconds, and is the same each time."""
+    directory = Path(tempfile.mkdtemp(prefix="flotilla-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_model(directory / "model")
+
+
 def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
     """Write model, data and grader into ``directory``, and give a spec that uses them."""
     model = directory / "model"
     if not model.exists():
-        make_model(model)
+        shutil.copytree(tiny_model(), model)
     rows = [{"prompt": f"Ana has {n} pens, buys {n % 7}.", "answer": str(n + n % 7)} for n in range(200)]
     for name in ("train", "heldout"):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -61,7 +61,7 @@ class Script:
     Attributes:
         variables: final values of what it assigns.
         environment: values of names that it does not assign, from where it is started.
-        arrays: of what it assigns lists to; an element that is not known stands there as it is written, and why.
+        arrays: of what it assigns lists to; an element that is not known is kept as it is written, with the reason.
         unknown: why the value of a name is not known; said when something uses it.
         commands: those that run, or may.
     """
@@ -141,7 +141,7 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[tuple["re.Match[str]", str]]]:
-    """Take the assignments off that stand before a command."""
+    """Split off the assignments in front of a command."""
     assigned: list[tuple[re.Match[str], str]] = []
     for number, word in enumerate(words):
         if (match := ASSIGNMENT.match(word)) is None:

@@ -57,7 +57,7 @@ class Chain:
     """Follows commands that ``&&`` and ``||`` join: the first is taken to succeed, unless it is one that asks.
 
     Attributes:
-        join: what stands before the next command.
+        join: the operator before the next command.
         is_doubtful: whether that only runs if another one fails.
         before: the first word of the command before it.
     """

@@ -68,8 +68,20 @@ class Watchdog:
         self._window = window
         self._why_blocked = why_blocked
         self._stall_seconds = stall_seconds
-        self._progress: tuple[object, ...] = ()
-        self._progress_at = clock.monotonic()
+        self._progress: tuple[object, ...] | None = None
+        self._progress_at = clock.monotonic() - self._known_seconds()
+
+    def _known_seconds(self) -> float:
+        """How long nothing is known to have happened before the first look.
+
+        A stall that an earlier process named lasts until there is progress. Else the record's last change counts, but
+        for a third of the patience this one looks for itself: much goes on that no record tells.
+        """
+        known = self._experiment.record.problem
+        if known is not None and known["component"] != SCHEDULER:
+            return self._stall_seconds
+        silent = max(0.0, self._clock.now() - self._experiment.record.updated_at)
+        return min(silent, self._stall_seconds * 2 / 3)
 
     async def run(self) -> None:
         """Look about every second until cancelled."""
@@ -92,7 +104,9 @@ class Watchdog:
         ]
         progress = (record.state, progress_of(record.step, record.policy_version, train, evaluation))
         if train is not None and progress != self._progress:
-            self._progress, self._progress_at = progress, now
+            # The first look has nothing to compare with: it is no progress.
+            self._progress_at = self._progress_at if self._progress is None else now
+            self._progress = progress
         is_paused = experiment.state is ExperimentState.PAUSED
         blocked = self._why_blocked()
         if blocked is not None and blocked.component == REDIS:

@@ -45,6 +45,8 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
     answer = Stored(stored=len(points))
     async with gateway.store.transaction() as change:
         change.write(PutMetrics(experiment_id, points))
+        # A step that ends while the experiment is stopped is reported by its metrics alone.
+        gateway.repository.stage_step(change, experiment, batch.step)
         stage_answer(change, answer)
     gateway.measurements.of(experiment).add_step(gateway.clock.monotonic(), batch.step, batch.values)
     return answer

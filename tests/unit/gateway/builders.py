@@ -74,11 +74,20 @@ async def answers() -> None:
     """Ping nothing."""
 
 
-def a_gateway(store: MemoryStore | None = None, clock: ManualClock | None = None, **settings: Any) -> GatewayState:
+def a_gateway(
+    store: MemoryStore | None = None,
+    clock: ManualClock | None = None,
+    planes: MemoryPlanes | None = None,
+    **settings: Any,
+) -> GatewayState:
     """Put a gateway together in memory; nothing of it runs."""
     fields: dict[str, Any] = {"token": "t", "redis_url": "redis://nowhere", "data": Path("/nowhere")}
     gateway = assemble(
-        GatewaySettings(**(fields | settings)), store or MemoryStore(), MemoryPlanes(), answers, clock or ManualClock()
+        GatewaySettings(**(fields | settings)),
+        store or MemoryStore(),
+        planes or MemoryPlanes(),
+        answers,
+        clock or ManualClock(),
     )
     # Reconciling moves experiments; what works inside them (feeder, evaluator, watchdog, ending) is tested on its own.
     gateway.reconciler._work = gateway.reconciler._end = _rest
@@ -99,7 +108,8 @@ async def stop(gateway: GatewayState) -> None:
 
 async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:
     """Add an experiment, running unless another state is given."""
-    record = a_record(experiment_id, **({"state": ExperimentState.RUNNING, "started_at": 1.0} | changes))
+    usual = {"state": ExperimentState.RUNNING, "started_at": 1.0, "updated_at": gateway.clock.now()}
+    record = a_record(experiment_id, **(usual | changes))
     return await gateway.repository.add(record, validate_spec(record.spec))
 
 

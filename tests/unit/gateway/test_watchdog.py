@@ -57,6 +57,44 @@ async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_re
     assert events.count("stalled") == events.count("progress_resumed") == 1
 
 
+async def test_a_stall_that_was_named_lasts_over_a_restart_until_there_is_progress() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    problem = {"component": "reward", "cause": "1 generated groups wait and none is claimed", "at": "then"}
+    experiment = await add_experiment(gateway, problem=problem)
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value, experiment.id)
+    dataset = Dataset([{"prompt": "p", "label": "1"}], experiment.spec.data, 0)
+    await experiment.train.admission.issue(dataset.task(0, group_size=2), limit=9)
+    watchdog = a_watchdog(gateway, clock)
+
+    await watchdog.look()
+    clock.advance(1.0)
+    await watchdog.look()
+    stalled = gateway.commands.view(experiment).problem
+    assert stalled is not None and stalled.component == "rollout"
+
+    await experiment.train.admission.issue(dataset.task(1, group_size=2), limit=9)
+    await watchdog.look()
+    assert gateway.commands.view(experiment).problem is None
+
+
+async def test_what_stood_still_before_a_restart_is_named_soon_after_it() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, updated_at=clock.now() - 25.0)
+    watchdog = a_watchdog(gateway, clock)
+
+    await watchdog.look()
+    clock.advance(9.0)
+    await watchdog.look()
+    assert gateway.commands.view(experiment).problem is None
+    clock.advance(2.0)
+    await watchdog.look()
+
+    assert gateway.commands.view(experiment).problem is not None
+
+
 async def test_a_full_stream_is_named_at_once() -> None:
     gateway = a_gateway()
     experiment = await add_experiment(gateway)

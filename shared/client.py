@@ -89,7 +89,8 @@ class GatewayClient:
         Args:
             method: HTTP method.
             path: path below the base URL, such as ``/v1/services``.
-            body: a pydantic model, or anything that JSON can hold.
+            body: a pydantic model, or anything that JSON can hold; or a function that makes one for each attempt, for
+                what may have changed while the server could not be reached.
             params: query parameters; those that are None are left out.
             deadline_seconds: time for all attempts together.
             attempt_seconds: time for one attempt; by default what remains.
@@ -99,8 +100,7 @@ class GatewayClient:
             Unavailable: the server could not be reached within the deadline.
             DeadlineExceeded: the server did not answer within the deadline.
         """
-        content = _encode(body)
-        headers = {"Content-Type": "application/json"} if content is not None else {}
+        headers = {"Content-Type": "application/json"} if body is not None else {}
         if method == "POST":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         query = {key: value for key, value in (params or {}).items() if value is not None}
@@ -109,6 +109,7 @@ class GatewayClient:
         async def attempt() -> Any:
             remaining = end - self._clock.monotonic()
             budget = max(0.001, min(remaining, attempt_seconds or remaining))
+            content = _encode(body() if callable(body) else body)
             send = functools.partial(self._send, method, path, content, headers, query, budget)
             faults = armed()
             return await (send() if faults is None else faults.around(Site.CLIENT_CALL, send, path=path))

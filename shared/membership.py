@@ -110,11 +110,14 @@ class Membership:
             raise
 
     async def _exchange(self, service_id: str, wait_seconds: float) -> None:
-        observed = self._observe().model_copy(update={"acknowledged": self._acknowledged})
+        def observe() -> ObservedState:
+            # For each attempt: one that was made before the gateway went away would be taken for the newest.
+            return self._observe().model_copy(update={"acknowledged": self._acknowledged})
+
         answer = await self._client.call(
             "PUT",
             f"/v1/services/{service_id}/status",
-            body=observed,
+            body=observe,
             params={"wait": wait_seconds},
             deadline_seconds=wait_seconds + 5.0,
         )

@@ -15,7 +15,7 @@ from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, 
 from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
-from services.trainer.algorithms.metrics import Metrics, combine, summarise
+from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
 from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
 from services.trainer.algorithms.resampling import redraw
 from services.trainer.algorithms.sample_weights import sequence_weights
@@ -324,7 +324,8 @@ class Learner:
             torch.autograd.backward(objective.loss)
             self.optimizer.collect()
             tallies.append(objective.metrics)
-        return combine(tallies)
+        # Without an advantage nothing is computed, because the loss and its gradient are exactly 0: that is a figure.
+        return combine(tallies) or {name: once(torch.zeros(())) for name in ("loss", "policy_loss")}
 
     def _adapt_kl(self, metrics: Metrics, num_sequences: int) -> None:
         config = self.spec.algorithm.kl

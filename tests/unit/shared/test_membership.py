@@ -83,3 +83,30 @@ async def test_a_member_that_was_forgotten_registers_again() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert gateway.left == ["s2"]
+
+
+async def test_a_call_that_is_repeated_after_an_absence_tells_what_is_observed_then() -> None:
+    gateway, version, is_away = ScriptedGateway(), 7, False
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal version
+        if is_away and request.method == "PUT":
+            version += 1
+            raise httpx.ConnectError("refused")
+        return await gateway(request)
+
+    async def apply(_: DesiredState) -> None:
+        return
+
+    client = GatewayClient("http://gateway", "t", transport=httpx.MockTransport(answer))
+    registration = Registration(kind=ServiceKind.ROLLOUT, address="http://r", host="h", pid=1, incarnation="i")
+    member = Membership(client, registration, lambda: ObservedState(policy_version=version), apply, poll_seconds=1)
+    await member._registered()
+    is_away = True
+    polling = asyncio.create_task(member._poll("s1"))
+    await gateway.until(lambda: version > 7)
+    is_away = False
+
+    await polling
+
+    assert gateway.observed[-1].policy_version == version > 7

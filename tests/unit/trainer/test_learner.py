@@ -135,6 +135,14 @@ def test_groups_without_a_difference_leave_only_momentum() -> None:
     assert result.updates[0].grad_norm == 0
 
 
+def test_a_step_without_an_advantage_has_a_loss_of_zero() -> None:
+    flat = [a_group([1.0, 1.0], n) for n in range(2)]
+
+    _, metrics = trained(flat, {})
+
+    assert (metrics["loss/total"], metrics["loss/policy"]) == (0.0, 0.0)
+
+
 def test_recompute_at_version_uses_the_weights_that_sampled() -> None:
     spec = a_spec(
         algorithm={"old_log_probs": "recompute_at_version"},

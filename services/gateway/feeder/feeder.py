@@ -18,7 +18,7 @@ from shared.clock import Clock, rfc3339
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Task
-from shared.streams.redis.connection import COMPONENT
+from shared.streams.redis.connection import is_refusal
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,7 @@ class Feeder:
                 pause = await self.feed()
                 self._status.refusal = None
             except Unavailable as error:
-                if error.context.get("component") == COMPONENT:
-                    self._status.refusal = error.detail
+                self._status.refusal = error.detail if is_refusal(error) else None
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )

@@ -39,6 +39,8 @@ ANSWER_SECONDS = 15.0
 COMPONENT = "redis"
 """What ``Unavailable`` names as its ``component`` where the server is meant."""
 
+NO_ANSWER: Final = "no_answer"
+"""What ``Unavailable`` names as its ``condition`` where there is none of those below."""
 CONDITIONS: Final[Mapping[str, str]] = {
     "OOM": "the memory of the Redis server is full (maxmemory)",
     "MISCONF": "the Redis server cannot write its log: its disk is full, or fails",
@@ -121,10 +123,15 @@ def unavailable(error: Exception, deadline_seconds: float) -> Unavailable:
     code = condition_of(error)
     if code is None:
         detail = f"the Redis server did not answer within {deadline_seconds:g} s: {error}"
-        return Unavailable(detail, component=COMPONENT, condition="no_answer")
+        return Unavailable(detail, component=COMPONENT, condition=NO_ANSWER)
     # The server's words, without the command before them and the script's digest behind.
     words = str(error).rpartition(ANNOTATION)[2].partition(" script: ")[0].strip("(),'\"")
     return Unavailable(f"{CONDITIONS[code]} ({words})", component=COMPONENT, condition=code)
+
+
+def is_refusal(error: Unavailable) -> bool:
+    """Tell whether the server answered, and said why it does nothing: an absent one may be back in a moment."""
+    return error.context.get("component") == COMPONENT and error.context.get("condition") != NO_ANSWER
 
 
 def answer_in_time() -> asyncio.Timeout:

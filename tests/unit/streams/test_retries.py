@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.errors import Unavailable
-from shared.streams.redis.connection import address_of, is_absence, retried
+from shared.streams.redis.connection import address_of, is_absence, is_refusal, retried
 
 
 async def test_an_absent_server_is_asked_again() -> None:
@@ -38,6 +38,17 @@ async def test_after_the_deadline_it_is_unavailable_with_its_cause() -> None:
 
     assert isinstance(raised.value.__cause__, RedisTimeoutError)
     assert asyncio.get_running_loop().time() - started < 10
+
+
+@pytest.mark.parametrize(("error", "refuses"), [(OSError("gone"), False), (ResponseError("MISCONF disk"), True)])
+async def test_a_server_that_refuses_is_told_from_one_that_is_not_there(error: Exception, refuses: bool) -> None:
+    async def operation() -> None:
+        raise error
+
+    with pytest.raises(Unavailable) as raised:
+        await retried(operation, deadline_seconds=0.01)
+
+    assert is_refusal(raised.value) is refuses
 
 
 async def test_a_wrong_command_is_not_repeated() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class ExperimentCommands:
         if start:
             await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
+            record = replace(record, number=1 + max((e.record.number for e in self._repository), default=0))
             experiment = self._repository.stage_new(change, record, spec)
             self._repository.stage_audit(change, experiment_id, "create")
             self._events.stage(change, experiment_id, "experiment_created", name=spec.name)
@@ -103,6 +105,7 @@ class ExperimentCommands:
             raise ActionNotAllowed(f"cannot {action} {experiment.id}: it is being deleted")
         if action is Action.START:
             changes["started_at"] = self._clock.now()
+            changes["start_number"] = 1 + max((e.record.start_number for e in self._repository), default=0)
         if before is ExperimentState.FAILED:
             if experiment.record.final_ledger is None:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")

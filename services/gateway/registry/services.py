@@ -178,7 +178,8 @@ class Registry:
             record = replace(known.record, **fields)
         else:
             service_id = f"{registration.kind}-{secrets.token_hex(4)}"
-            record = ServiceRecord(id=service_id, registered_at=self._clock.now(), **fields)
+            number = 1 + max((each.record.number for each in self), default=0)
+            record = ServiceRecord(id=service_id, registered_at=self._clock.now(), number=number, **fields)
         service = known or LiveService(record, self._clock.monotonic() + self.lease_seconds)
 
         def follow() -> None:

@@ -81,7 +81,9 @@ class Scheduler:
         )
 
     def _demands(self) -> list[Demand]:
-        active = sorted((e for e in self._repository if e.is_active), key=lambda e: e.record.started_at or 0.0)
+        active = [experiment for experiment in self._repository if experiment.is_active]
+        # Rows of before there was a number have none: the clock orders these among themselves.
+        active.sort(key=lambda e: (e.record.start_number, e.record.started_at or 0.0))
         return [
             Demand(
                 experiment_id=experiment.id,

@@ -101,11 +101,11 @@ class MemoryStore(TransactionalStore):
 
     async def experiments(self) -> list[ExperimentRecord]:
         """List all, oldest first."""
-        return sorted(self._experiments.values(), key=lambda record: (record.created_at, record.id))
+        return sorted(self._experiments.values(), key=lambda record: (record.number, record.created_at, record.id))
 
     async def services(self) -> list[ServiceRecord]:
         """List all, oldest first."""
-        return sorted(self._services.values(), key=lambda record: (record.registered_at, record.id))
+        return sorted(self._services.values(), key=lambda record: (record.number, record.registered_at, record.id))
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""

@@ -29,6 +29,8 @@ class ExperimentRecord:
         evaluating_version: version under evaluation now; still set after a restart that abandoned it.
         problem: ``{component, cause, at}`` of a failure or of a stall.
         final_ledger: both lanes' ledgers at the end.
+        number, start_number: grow with each experiment that is created, or started, whatever the clock says;
+            0 in rows of before there was one.
     """
 
     id: str
@@ -50,6 +52,8 @@ class ExperimentRecord:
     evaluating_version: int | None = None
     problem: Mapping[str, Any] | None = None
     final_ledger: Mapping[str, Any] | None = None
+    number: int = 0
+    start_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class ServiceRecord:
         is_draining: takes no new assignment.
         notice_ends_at: until when it may finish what it has in hand, in seconds since the epoch; None unless it drains.
         registered_at: seconds since the epoch.
+        number: grows with each service that registers: their order, whatever the clock says.
     """
 
     id: str
@@ -76,6 +81,7 @@ class ServiceRecord:
     is_draining: bool = False
     notice_ends_at: float | None = None
     experiment_id: str | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

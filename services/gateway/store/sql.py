@@ -154,13 +154,13 @@ class SqlStore(TransactionalStore):
     async def experiments(self) -> list[ExperimentRecord]:
         """List all, oldest first."""
         table = tables.experiments
-        rows = await self._rows(sa.select(table).order_by(table.c.created_at, table.c.id))
+        rows = await self._rows(sa.select(table).order_by(table.c.number, table.c.created_at, table.c.id))
         return [ExperimentRecord(**{**row, "state": ExperimentState(row["state"])}) for row in rows]
 
     async def services(self) -> list[ServiceRecord]:
         """List all, oldest first."""
         table = tables.services
-        rows = await self._rows(sa.select(table).order_by(table.c.registered_at, table.c.id))
+        rows = await self._rows(sa.select(table).order_by(table.c.number, table.c.registered_at, table.c.id))
         return [ServiceRecord(**row) for row in rows]
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:

@@ -43,6 +43,8 @@ experiments = Table(
     Column("evaluating_version", Integer),
     Column("problem", Document),
     Column("final_ledger", Document),
+    Column("number", Integer, nullable=False, server_default="0"),
+    Column("start_number", Integer, nullable=False, server_default="0"),
 )
 
 services = Table(
@@ -59,6 +61,7 @@ services = Table(
     Column("is_draining", Boolean, nullable=False),
     Column("notice_ends_at", Float(53)),
     Column("experiment_id", String(96)),
+    Column("number", Integer, nullable=False, server_default="0"),
 )
 
 publications = Table(

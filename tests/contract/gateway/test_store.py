@@ -68,6 +68,18 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
     assert found[1].state is ExperimentState.RUNNING
 
 
+async def test_experiments_and_services_come_in_the_order_of_their_numbers(
+    store: Store,
+) -> None:
+    records = [a_record("first", number=1, created_at=9.0), a_record("then", number=2, created_at=1.0)]
+    services = [replace(SERVICE, number=1, registered_at=9.0), replace(SERVICE, id="s0", number=2, registered_at=1.0)]
+    await store.apply([PutExperiment(record) for record in reversed(records)])
+    await store.apply([PutService(record) for record in reversed(services)])
+
+    assert await store.experiments() == records
+    assert await store.services() == services
+
+
 async def test_services_come_back_until_they_are_deleted(store: Store) -> None:
     await store.apply([PutService(SERVICE)])
     await store.apply([PutService(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))])
@@ -301,7 +313,7 @@ async def test_migrations_make_exactly_the_tables_that_the_code_uses(database_ur
 async def test_a_service_of_an_earlier_gateways_database_is_read(database_url: str) -> None:
     engine = open_engine(database_url)
     upgrade(engine, "0001")
-    row = {name: value for name, value in asdict(SERVICE).items() if name != "notice_ends_at"}
+    row = {name: value for name, value in asdict(SERVICE).items() if name not in {"notice_ends_at", "number"}}
     with engine.begin() as connection:
         columns = [tables.services.c[name] for name in row]
         earlier = sa.table("services", *(sa.column(column.name, column.type) for column in columns))

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.gateway.lifecycle.states import Action
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
@@ -208,3 +209,15 @@ async def test_an_experiment_that_has_ended_is_not_changed() -> None:
     with pytest.raises(ActionNotAllowed, match="completed"):
         await gateway.commands.change("over", "{resources: {priority: 1}}")
     await asyncio.sleep(0)
+
+
+async def test_who_started_first_comes_first_although_the_clock_was_set_back_since() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    for name in ("first", "second"):
+        await add_experiment(gateway, name, state=ExperimentState.DRAFT, started_at=None)
+        async with gateway.store.transaction() as change:
+            gateway.commands._stage_action(change, gateway.repository.get(name), Action.START)
+        clock.advance(-3600.0)
+
+    assert [share.experiment_id for share in gateway.scheduler.view().experiments] == ["first", "second"]

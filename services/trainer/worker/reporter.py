@@ -1,9 +1,16 @@
-"""Sends metrics and checkpoints to the gateway, in order, however long it is away; training never waits for it."""
+"""Sends metrics and checkpoints to the gateway, in order, however long it is away; training never waits for it.
+
+What is not sent yet is in a file, too: a worker that is killed would else leave steps without figures that its last
+checkpoint contains, and which nobody trains again.
+"""
 
 import asyncio
 import logging
 from collections import deque
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from services.trainer.worker.publisher import Gateway
 from shared.errors import FlotillaError
@@ -22,9 +29,10 @@ class Reporter:
     Args:
         gateway: takes the reports.
         experiment_id: whose they are.
+        unsent: the file that holds the metrics that are not sent yet, one batch per line.
     """
 
-    def __init__(self, gateway: Gateway, experiment_id: str) -> None:
+    def __init__(self, gateway: Gateway, experiment_id: str, unsent: Path) -> None:
         self._gateway = gateway
         self._path = f"/v1/experiments/{experiment_id}"
         self._waiting: deque[tuple[str, Any]] = deque()
@@ -32,10 +40,27 @@ class Reporter:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.num_lost = 0
+        self._unsent = unsent
 
     def metrics(self, batch: MetricBatch) -> None:
         """Report the figures of a step."""
+        try:
+            with self._unsent.open("a", encoding="utf-8") as file:
+                file.write(batch.model_dump_json() + "\n")
+        except OSError as error:
+            log.warning("unsent metrics cannot be kept in a file", extra={"error": repr(error)})
         self._add("metrics", batch)
+
+    def resend(self, step: int) -> None:
+        """Report again what a worker before this one could not send, up to a step: later ones are trained again."""
+        lines = self._unsent.read_text(encoding="utf-8").splitlines() if self._unsent.exists() else []
+        for line in lines:
+            try:
+                batch = MetricBatch.model_validate_json(line)
+            except ValidationError:
+                continue  # its writer was killed within the line
+            if batch.step <= step:
+                self._add("metrics", batch)
 
     def checkpoint(self, view: CheckpointView) -> None:
         """Report a durable checkpoint."""
@@ -48,6 +73,7 @@ class Reporter:
                 kind, body = self._waiting[0]
                 await self._send(kind, body)
                 self._waiting.popleft()
+            self._unsent.unlink(missing_ok=True)
             self._is_empty.set()
             self._changed.clear()
             await self._changed.wait()

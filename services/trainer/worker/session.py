@@ -32,6 +32,7 @@ from shared.weights.transport import WeightSender
 
 log = logging.getLogger(__name__)
 
+UNSENT = "unsent_metrics.jsonl"
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
 )
@@ -113,7 +114,8 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
         how = spec.asynchrony.publication
         images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
-        reporter = Reporter(around.gateway, around.experiment_id)
+        reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
+        reporter.resend(progress.step)
         source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals, line)
         publisher = Publisher(
             around.gateway,

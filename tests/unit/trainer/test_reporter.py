@@ -1,0 +1,48 @@
+"""No step is without figures that a checkpoint contains, whenever its worker was killed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from services.trainer.worker.reporter import Reporter
+from shared.schemas.experiment import MetricBatch
+from tests.unit.gateway.builders import running
+
+
+class Gateway:
+    """Notes the steps that are reported, while it is there."""
+
+    def __init__(self, *, is_there: bool) -> None:
+        self.steps: list[int] = []
+        self._is_there = asyncio.Event()
+        if is_there:
+            self._is_there.set()
+
+    async def call(self, _method: str, _path: str, *, body: Any = None, **_how: Any) -> Any:
+        await self._is_there.wait()
+        self.steps.append(body.step)
+
+
+def a_batch(step: int) -> MetricBatch:
+    return MetricBatch(step=step, version=step, values={"loss": 1.0})
+
+
+async def test_metrics_that_a_killed_worker_did_not_send_are_sent_by_the_next_one(tmp_path: Path) -> None:
+    unsent = tmp_path / "unsent.jsonl"
+    killed = Reporter(Gateway(is_there=False), "e", unsent)
+    async with running(killed.run()):
+        for step in (1, 2, 3):
+            killed.metrics(a_batch(step))
+        assert not await killed.flush(0.01)
+    with unsent.open("a") as file:
+        file.write('{"step": 4, "ver')
+
+    gateway = Gateway(is_there=True)
+    reporter = Reporter(gateway, "e", unsent)
+    reporter.resend(2)
+    async with running(reporter.run()):
+        reporter.metrics(a_batch(3))
+        assert await reporter.flush(2.0)
+
+    assert gateway.steps == [1, 2, 3]
+    assert not unsent.exists()

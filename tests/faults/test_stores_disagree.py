@@ -8,7 +8,9 @@ import asyncio
 import json
 import os
 import shutil
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,39 @@ async def lose_images(fleet: Fleet) -> None:
         await asyncio.sleep(0.3)
 
 
+async def lose_every_recent_transaction(fleet: Fleet) -> None:
+    """Let the database be older than a trainer that has taken over since."""
+    database, copy = fleet.data / "gateway.sqlite", fleet.data / "earlier.sqlite"
+    with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    before = set(fleet.running.pids("services.trainer.worker"))
+    fleet.running.kill("services.trainer")
+    async with asyncio.timeout(120):
+        while not set(fleet.running.pids("services.trainer.worker")) - before or not await works(fleet, "trainer"):
+            await asyncio.sleep(0.1)
+    await fleet.cut_power()
+    for path in fleet.data.glob("gateway.sqlite*"):
+        path.unlink()
+    copy.rename(database)
+    await fleet.up()
+
+
+async def works(fleet: Fleet, kind: str) -> bool:
+    """Whether a service of this kind says that it runs the experiment."""
+    listed = await fleet.client.call("GET", "/v1/services", params={"kind": kind}, deadline_seconds=30)
+    return any(each["observed"]["state"] == "running" for each in listed["items"])
+
+
 @pytest.mark.parametrize(
-    "lose", [lose_tail, lose_newest_checkpoint, lose_every_checkpoint, damage_newest_checkpoint, lose_images]
+    "lose",
+    [
+        lose_tail,
+        lose_newest_checkpoint,
+        lose_every_checkpoint,
+        damage_newest_checkpoint,
+        lose_images,
+        lose_every_recent_transaction,
+    ],
 )
 async def test_a_run_goes_on_whatever_was_lost(tmp_path: Path, lose: Any) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": STEPS}, checkpoint={"every_steps": EVERY_STEPS})

@@ -294,7 +294,7 @@ async def _quiet(services: list[Simulated], process: psutil.Process, quiet_secon
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """Give the smallest value that ``share`` of the values do not exceed."""
+    """Return the smallest value that ``share`` of the values do not exceed."""
     return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered)) - 1))]
 
 

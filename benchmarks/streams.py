@@ -9,7 +9,7 @@ They move entries of the same size from one stream to the next on the same serve
 - *whole*: ``claim`` and ``forward_many`` of groups at hand, as a hop does that changes all: each is encoded and sent
   as a whole. Fenced, counted in the ledger, safe to repeat.
 - *graded*: what the reward service does, ``claim``, ``group``, a grade for each trajectory, ``forward_many``. Only the
-  grades are encoded anew. Decoding and grading are the service's work, not the hop's, and half of its time for short
+  grades are encoded again. Decoding and grading are the service's work, not the hop's, and half of its time for short
   groups.
 
 Of both, four batches are in work at a time, as services have several groups in work.

@@ -56,7 +56,7 @@ class Membership:
         self._changed.set()
 
     async def run(self) -> None:
-        """Stay a member until cancelled; a gateway that is away is waited for."""
+        """Stay a member until cancelled; a gateway that is unavailable is waited for."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._repeat(self._poll), name="membership poll")
@@ -82,7 +82,7 @@ class Membership:
             except Unauthorized:
                 log.error("the gateway refuses this service's token", extra={"gateway": self._client.base_url})  # noqa: TRY400
             except FlotillaError as error:
-                log.debug("gateway is away", extra={"error": repr(error)})
+                log.debug("gateway is unavailable", extra={"error": repr(error)})
             self.is_connected = False
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)

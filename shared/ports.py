@@ -13,7 +13,7 @@ ATTEMPTS: Final = 200
 def lasting_port(host: str) -> int:
     """Find a free port for a server that may end and be started again on it.
 
-    The system gives it to nobody who asks for just any port. A client that calls while the server is away could
+    The system gives it to nobody who asks for just any port. A client that calls while the server is unavailable could
     otherwise be given the very port that it calls, reach itself, and keep the server from coming back.
 
     Raises:

@@ -25,10 +25,10 @@ class Following(Protocol):
     notify: Callable[[], None]
 
     def observe(self) -> ObservedState:
-        """Say what is going on."""
+        """Return what is going on."""
 
     async def apply(self, desired: DesiredState) -> None:
-        """Take a desired state in."""
+        """Note a desired state."""
 
     async def run(self) -> None:
         """Follow it until cancelled."""

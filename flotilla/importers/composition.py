@@ -54,7 +54,7 @@ class Composition:
     defined: set[str] = field(default_factory=set)
 
     def read(self, text: str, *, source: str, folder: str = "") -> dict[str, Any]:
-        """Give dotted names; ``defaults`` stays among them as it was written.
+        """Return dotted names; ``defaults`` stays among them as it was written.
 
         Args:
             text: what the file holds.
@@ -110,7 +110,7 @@ class Composition:
 
 
 def _package(wanted: str, package: str, group: str) -> str:
-    """Say below which name a file's values stand: by itself below that of its folder."""
+    """Return below which name a file's values stand: by itself below that of its folder."""
     if wanted == "_global_":
         return ""
     below = "" if wanted == "_here_" else wanted or ".".join(part for part in group.split("/") if part.strip("."))

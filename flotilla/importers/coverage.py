@@ -41,7 +41,7 @@ class Covered:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Give it as plain data."""
+        """Return it as plain data."""
         return {
             "file": self.file,
             "name": self.name,

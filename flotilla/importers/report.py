@@ -33,7 +33,7 @@ class Entry:
     fields: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Give it as plain data."""
+        """Return it as plain data."""
         return {
             "name": self.name,
             "value": self.value,

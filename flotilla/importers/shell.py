@@ -182,7 +182,7 @@ def _expanded(words: Sequence[str], script: Script, where: str) -> Command:
 
 
 def _elements_of(word: str, script: Script, where: str) -> list[Element]:
-    """Give the words that one becomes; one that is not known as it is written."""
+    """Return the words that one becomes; one that is not known as it is written."""
     try:
         array = ARRAY.fullmatch(word.strip('"'))
         if array is None:

@@ -62,7 +62,7 @@ class Source:
         return name in self.given
 
     def value(self, name: str) -> Any:
-        """Give a parameter's value, else the system's default; UNSET where it has none.
+        """Return a parameter's value, else the system's default; UNSET where it has none.
 
         Raises:
             InvalidSpec: the value is of the wrong type.
@@ -76,7 +76,7 @@ class Source:
         return UNSET if row.default is UNSET else row.convert(name, row.default)
 
     def required(self, name: str) -> Any:
-        """Give a value that must not be null.
+        """Return a value that must not be null.
 
         Raises:
             InvalidSpec: it is null.
@@ -87,7 +87,7 @@ class Source:
         return value
 
     def choose(self, name: str, choices: Mapping[str, Any]) -> Any:
-        """Give what a value stands for; an unknown value is refused, and gives None."""
+        """Return what a value stands for; an unknown value is refused, and gives None."""
         value = self.value(name)
         found = choices.get(str(value), UNSET)
         if found is UNSET:
@@ -109,5 +109,5 @@ class Source:
         self.set_aside.setdefault(spelling, why)
 
     def lack(self, what: str) -> None:
-        """Say what must be known and is not."""
+        """Return what must be known and is not."""
         self.missing.append(what)

@@ -13,7 +13,7 @@ def experiment_name(value: Any) -> str:
 
 
 def is_private_host(url: str) -> bool:
-    """Say whether a URL names a host that only its own network knows."""
+    """Return whether a URL names a host that only its own network knows."""
     try:
         host = urlsplit(url).hostname or ""
     except ValueError:

@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def is_null(value: Any) -> bool:
-    """Say whether nothing was written, or null in one of its spellings."""
+    """Return whether nothing was written, or null in one of its spellings."""
     return value is None or (isinstance(value, str) and value.strip().lower() in NULLS)
 
 
@@ -128,7 +128,7 @@ def numbers(name: str, value: Any) -> list[float] | None:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Say whether two written values mean the same, as ``True`` and ``"true"``, ``1`` and ``"1.0"`` do."""
+    """Return whether two written values mean the same, as ``True`` and ``"true"``, ``1`` and ``"1.0"`` do."""
     return bool(_plain(left) == _plain(right))
 
 

@@ -104,7 +104,7 @@ def judged_metric(config: RewardConfig) -> str | None:
 
 
 def why_filtered(group: Group, config: RewardConfig) -> str | None:
-    """Say why a graded group is not worth training on, if so."""
+    """Return why a graded group is not worth training on, if so."""
     rewards = group.rewards()
     metric = judged_metric(config)
     if metric is not None:
@@ -154,7 +154,7 @@ class RewardConsumer:
 
     @property
     def why_hopeless(self) -> str | None:
-        """Say why grading will not recover by itself, once too many groups in a row could not be graded."""
+        """Return why grading will not recover by itself, once too many groups in a row could not be graded."""
         if self.failures_in_a_row < self._config.max_consecutive_failures:
             return None
         return f"{self.failures_in_a_row} groups in a row could not be graded; the last error: {self.last_error}"

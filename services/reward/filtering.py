@@ -12,7 +12,7 @@ from shared.schemas.trajectory import GradeStatus, Group
 
 
 def keeps(rewards: Sequence[float], config: GroupFilterConfig) -> bool:
-    """Say whether a group with these rewards is trained on.
+    """Return whether a group with these rewards is trained on.
 
     Rewards are compared as float32, the precision they travel in, and averaged in float64.
     """
@@ -33,7 +33,7 @@ def keeps(rewards: Sequence[float], config: GroupFilterConfig) -> bool:
 def sample_mask(
     rewards: ArrayLike, lengths: ArrayLike, group_index: ArrayLike, config: SampleMaskConfig
 ) -> NDArray[np.bool_]:
-    """Say which trajectories enter the loss.
+    """Return which trajectories enter the loss.
 
     Args:
         rewards: [S].

@@ -47,7 +47,7 @@ class Waiting:
         return ObservedState(experiment_id=desired.assignment.experiment_id, state=state)
 
     async def apply(self, desired: DesiredState) -> None:
-        """Take note of the experiment."""
+        """Note the experiment."""
         self._desired = desired
         self.notify()
 

@@ -17,7 +17,7 @@ class Limits:
     """Upper bounds for one program with all its processes, and for its compiler.
 
     Attributes:
-        memory_bytes: of the whole process tree; also the address space of each process where its runtime bears that.
+        memory_bytes: of the whole process tree; also the address space of each process where its runtime allows that.
         disk_bytes: all files in the working directory together.
         file_bytes: one file.
         files: number of files and directories in the working directory.

@@ -189,7 +189,7 @@ class BestResamplingConfig(Config):
 ResamplingConfig = Annotated[
     PowerResamplingConfig | ExtremesResamplingConfig | BestResamplingConfig, Field(discriminator="kind")
 ]
-"""PF-PPO (Shen et al. 2024): as many sequences as a step has are drawn from it anew, with replacement."""
+"""PF-PPO (Shen et al. 2024): as many sequences as a step has are drawn from it again, with replacement."""
 
 
 class ValueLossConfig(Config):
@@ -205,7 +205,7 @@ class ValueLossConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Steps in which only the critic learns."""
     learning_rate: float | None = Field(None, gt=0)
-    """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and bears more."""
+    """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and takes more."""
 
 
 WITHOUT_SEQUENCE_BASELINE = frozenset({"gae", "turn_reinforce", "optimal_token_baseline"})
@@ -237,7 +237,7 @@ class AlgorithmConfig(Config):
     sequence_weights: SequenceWeightsConfig | None = None
     """Weights of whole sequences in the policy loss; null for none."""
     resampling: ResamplingConfig | None = None
-    """Draw the step's sequences anew by their rewards, once advantages are known and before it is split into
+    """Draw the step's sequences again by their rewards, once advantages are known and before it is split into
     mini-batches (PF-PPO); the draw depends on the seed and the step's number alone. Null trains each once."""
     value_loss: ValueLossConfig | None = None
     """The critic's loss; null for its defaults where there is a critic."""

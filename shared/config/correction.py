@@ -84,7 +84,7 @@ class CorrectionConfig(Config):
 
     numerator: Literal["old", "current"] = "old"
     """``old``: the loss's old policy against the sampler, fixed for the batch. ``current``: the policy being trained
-    against the sampler, taken anew in every micro-batch (for losses without a ratio of their own)."""
+    against the sampler, taken again in every micro-batch (for losses without a ratio of their own)."""
     weight: WeightConfig | None = WeightConfig()
     """Multiplies each token's loss; null for none."""
     rejections: tuple[RejectionConfig, ...] = ()

@@ -21,12 +21,12 @@ MAX_RATIO: Final = 1000
 
 
 def is_url(path: str) -> bool:
-    """Say whether a path names a place that fsspec reaches, such as ``s3://bucket/train.parquet``."""
+    """Return whether a path names a place that fsspec reaches, such as ``s3://bucket/train.parquet``."""
     return "://" in path
 
 
 def is_data_file(path: str) -> bool:
-    """Say whether a path names a file of rows, or a pattern of such files; else it is a folder of them."""
+    """Return whether a path names a file of rows, or a pattern of such files; else it is a folder of them."""
     return path.lower().endswith(DATA_SUFFIXES)
 
 

@@ -70,7 +70,7 @@ class EvaluationConfig(Config):
         return self
 
     def sampling(self, training: SamplingConfig) -> SamplingConfig:
-        """Give how held-out problems are answered: as in training, but for what is said here."""
+        """Return how held-out problems are answered: as in training, but for what is said here."""
         own = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}
         return training.model_copy(update={name: value for name, value in own.items() if value is not None})
 

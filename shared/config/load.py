@@ -74,7 +74,7 @@ def parse_document(text: str, *, source: str, loader: type[DocumentLoader] = Doc
 
 
 def _place(error: yaml.YAMLError, text: str) -> str:
-    """Say where a document cannot be read, and why."""
+    """Return where a document cannot be read, and why."""
     if isinstance(error, yaml.reader.ReaderError):
         line, letter = text.count("\n", 0, error.position) + 1, text[error.position]
         return f" at line {line}: the character U+{ord(letter):04X} may not stand in it"

@@ -17,7 +17,7 @@ class OptimisationConfig(Config):
     epochs_per_step: int = Field(1, ge=1)
     """Passes over a step's groups."""
     shuffle: bool = False
-    """In each pass draw anew which samples of the step a mini-batch holds, groups apart; false keeps groups together,
+    """In each pass draw again which samples of the step a mini-batch holds, groups apart; false keeps groups together,
     in the order in which they arrived. Advantages are computed before. The draw depends on the seed and the step."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""

@@ -121,7 +121,7 @@ def apply_overrides(document: Mapping[str, Any], texts: Sequence[str]) -> dict[s
 
 
 def origin_of(path: Sequence[str], document: Mapping[str, Any], overrides: Sequence[Override]) -> str:
-    """Say where the value at a path of the resolved spec comes from: the last that wrote it."""
+    """Return where the value at a path of the resolved spec comes from: the last that wrote it."""
     origin = FILE if _holds(document, path) else DEFAULT
     for override in overrides:
         size = len(override.path)

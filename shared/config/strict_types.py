@@ -13,7 +13,7 @@ NUMBERS = frozenset({int, float})
 
 
 def is_guessed(annotation: Any) -> bool:
-    """Say whether a type holds a number or a truth somewhere, so that ``check_exact`` has something to check."""
+    """Return whether a type holds a number or a truth somewhere, so that ``check_exact`` has something to check."""
     options = _options(annotation)
     if options & {int, float, bool}:
         return True

@@ -62,7 +62,7 @@ class DocumentLoader(ValueLoader):
 
 
 def too_large(document: Any) -> str | None:
-    """Say what is too much about a document, if anything is: anchors let a few lines stand for any number of values."""
+    """Return what is too much about a document, if anything is: anchors let a few lines mean any number of values."""
     level, count = [document], 0
     for _ in range(MAX_DEPTH):
         level = [value for each in level for value in _values(each)]

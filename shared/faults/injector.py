@@ -163,7 +163,7 @@ class Injector:
         return answer
 
     def delivered(self, reader: str, items: Sequence[Item]) -> list[Item]:
-        """Give what a reader of a stream gets, in the order and at the time that the plan says.
+        """Return what a reader of a stream gets, in the order and at the time that the plan says.
 
         Args:
             reader: its name; what is held back for one goes to no other.
@@ -184,7 +184,7 @@ class Injector:
         return [*arrived, *due]  # type: ignore[list-item]
 
     def each_slice(self, site: Site, slices: Iterable[Item]) -> Iterator[Item]:
-        """Give slices one by one, reaching the site before each."""
+        """Return slices one by one, reaching the site before each."""
         for number, piece in enumerate(slices):
             self.hit(site, slices=number)
             yield piece

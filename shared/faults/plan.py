@@ -39,7 +39,7 @@ class Fault(TextConfig):
     process: Literal[PROCESSES] | None = Field(None, alias="in")  # type: ignore[valid-type]
     """In which processes; in all if not given."""
     nth: int | None = Field(None, ge=1)
-    """At this reach of the site, from 1, counted in each process anew."""
+    """At this reach of the site, from 1, counted in each process from 0."""
     probability: float | None = Field(None, gt=0, le=1)
     """At each reach with this probability, drawn from ``seed``."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """What is graded and what a grade is: the wire schema between the fleet and any grader, ours or somebody else's.
 
 A grade is ``scored`` with a finite reward, ``abstained`` (the grader has no opinion) or ``error`` (it could not tell).
-Neither of the last two ever bears a reward: a failed grade is not a zero.
+Neither of the last two ever has a reward: a failed grade is not a zero.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ class Grade(TolerantWire):
 
     @classmethod
     def scored(cls, reward: float, **fields: Any) -> "Grade":
-        """Make a grade that bears ``reward``; an error grade if the reward is not finite."""
+        """Make a grade that has ``reward``; an error grade if the reward is not finite."""
         if not abs(reward) < float("inf"):
             return cls.error(f"the reward is {reward}, which is not finite")
         return cls(status=GradeStatus.SCORED, reward=reward, **fields)

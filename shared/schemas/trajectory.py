@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
 
 
 class GradeStatus(StrEnum):
-    """How grading of a sample ended. Only ``scored`` bears a reward."""
+    """How grading of a sample ended. Only ``scored`` has a reward."""
 
     PENDING = "pending"
     SCORED = "scored"
@@ -44,7 +44,7 @@ class Trajectory:
         loss_mask: [T] uint8, 1 where the policy sampled the token.
         log_probs: [T] float32 nats under the version that sampled the token; 0 where ``loss_mask`` is 0.
         versions: run-length ``(start, version)`` over token positions, first start 0, starts increasing.
-            The prompt bears the version of the first sampled token.
+            The prompt has the version of the first sampled token.
         finish_reason: why it ended.
         text: the completion decoded for graders and people; never re-tokenised.
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.
@@ -72,7 +72,7 @@ class Trajectory:
         is_one_run = len(self.versions) == 1 and self.versions[0][0] == 0
         if not is_one_run and not _increases(self.versions, length):
             raise ValueError(f"versions must start at 0 and increase within {length} tokens, got {self.versions}")
-        # Counting takes half as long as ``all``, which matters for short answers: every hop makes each of them anew.
+        # Counting takes half as long as ``all``, which matters for short answers: every hop makes each of them again.
         if np.count_nonzero(np.isfinite(self.log_probs)) != length:
             raise ValueError("log_probs must be finite")
 
@@ -90,7 +90,7 @@ class Trajectory:
         return expanded
 
     def sampled_versions(self) -> npt.NDArray[np.int64]:
-        """Give the version of each sampled token."""
+        """Return the version of each sampled token."""
         sampled: npt.NDArray[np.int64] = self.token_versions()[self.loss_mask.astype(bool)]
         return sampled
 
@@ -103,7 +103,7 @@ class Trajectory:
         reason: str | None = None,
         timings: Mapping[str, float] | None = None,
     ) -> "Trajectory":
-        """Make a copy that bears a grade; components and timings stay where none are given.
+        """Make a copy that has a grade; components and timings stay where none are given.
 
         Raises:
             ValueError: a scored trajectory without a finite reward, or another status with one.

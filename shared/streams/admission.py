@@ -27,7 +27,7 @@ class IssueResult:
             takes more memory than it may; ``cursor_moved`` if the first task's id is not the next one, which is also
             the answer to a repeated issue.
         count: how many were issued, from the first on.
-        next_group_id: the id that the next task must bear.
+        next_group_id: the id that the next task must have.
     """
 
     outcome: IssueOutcome
@@ -99,4 +99,4 @@ def check_consecutive(tasks: Sequence[Task]) -> None:
     """
     ids = [task.group_id for task in tasks]
     if ids and ids != list(range(ids[0], ids[0] + len(ids))):
-        raise ValueError(f"tasks must bear consecutive ids, got {ids}")
+        raise ValueError(f"tasks must have consecutive ids, got {ids}")

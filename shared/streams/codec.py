@@ -1,6 +1,6 @@
 """Tasks and groups as the fields of a stream entry, all msgpack: a small header, a payload and, of groups, grades.
 
-The header can be read without the payload, by dashboards and by the server's scripts. Both bear a schema number; a
+The header can be read without the payload, by dashboards and by the server's scripts. Both have a schema number; a
 reader refuses a payload of another schema and ignores header fields that it does not know.
 
 A group's payload is its body: task, tokens, log-probabilities, all that its grading leaves as it was. What a grader
@@ -125,7 +125,7 @@ def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
 
 
 def _moments(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Give mean and population standard deviation; None without rewards."""
+    """Return mean and population standard deviation; None without rewards."""
     if not rewards:
         return None, None
     # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.

@@ -138,7 +138,7 @@ class Hop(Protocol):
         ...
 
     async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Start the leases anew, and return those claims that are held no more."""
+        """Restart the leases, and return those claims that are held no more."""
         ...
 
     def renewing(self, *claims: Claim) -> AbstractAsyncContextManager[Renewal]:

@@ -1,6 +1,6 @@
 """Names of everything that one experiment keeps in Redis.
 
-All keys of an experiment bear the same hash tag, so that its scripts may touch them together on a cluster.
+All keys of an experiment have the same hash tag, so that its scripts may touch them together on a cluster.
 """
 
 from dataclasses import dataclass

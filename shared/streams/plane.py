@@ -34,7 +34,7 @@ class DataPlane(Protocol):
         """End all claims that consumers hold of tasks and generated groups, and return how many these were.
 
         It is for those who are dead: nobody then waits for their leases. Each such delivery counts. One that lives
-        after all finds its claims lost, as after a lease, and claims anew.
+        after all finds its claims lost, as after a lease, and claims again.
         """
         ...
 

@@ -187,7 +187,7 @@ class EndpointClient:
         return done.checksum
 
     def member_pid(self, epoch: int) -> int:
-        """Say which process is this service's member of the epoch, for logs and diagnosis.
+        """Return which process is this service's member of the epoch, for logs and diagnosis.
 
         Raises:
             NotFound: the epoch is not open.

@@ -62,7 +62,7 @@ class WeightImage:
         Args:
             image_bytes: its size, header included.
             directory: where the file goes; None chooses shared memory where there is room.
-            is_partial: whether it bears another name until :meth:`hand_over`.
+            is_partial: whether it has another name until :meth:`hand_over`.
 
         Raises:
             WeightTransferFailed: no directory has room for it.

@@ -116,7 +116,7 @@ class ImageLayout:
 
 
 def header_bytes(image: bytes) -> int:
-    """Say how many bytes go before the first tensor, by an image's first ``LENGTH_BYTES``."""
+    """Return how many bytes go before the first tensor, by an image's first ``LENGTH_BYTES``."""
     return LENGTH_BYTES + int.from_bytes(image[:LENGTH_BYTES], "little")
 
 

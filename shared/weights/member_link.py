@@ -71,7 +71,7 @@ class MemberLink:
         return reply
 
     def note_exit(self, code: int) -> None:
-        """Learn from the endpoint that the process ended."""
+        """Record, from the endpoint, that the process ended."""
         if not self.exited.done():
             self.exited.set_result(code)
         self._settle_if_ended()

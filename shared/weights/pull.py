@@ -58,7 +58,7 @@ class PublishedImages:
             self._checksums.pop(old, None)
 
     def withdraw(self) -> None:
-        """Offer nothing any more: the next experiment counts its versions anew."""
+        """Offer nothing any more: the next experiment counts its versions from 0."""
         self._images.clear()
         self._checksums.clear()
 

@@ -95,7 +95,7 @@ def view_of(mapped: mmap.mmap, spec: TensorSpec) -> Tensor:
 
 
 def on_wire(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """Say as which dtype a tensor travels: only floating-point ones are ever cast."""
+    """Return as which dtype a tensor travels: only floating-point ones are ever cast."""
     return wire_dtype if wire_dtype is not None and dtype.is_floating_point else dtype
 
 

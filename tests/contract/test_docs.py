@@ -7,8 +7,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-OURS = r"(?:flotilla|services|shared|tests|benchmarks|examples|docker|docs)"
-FILE = re.compile(rf"`({OURS}/[\w./-]+)(?::\w+)?`")
+OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "docs")
+FILE = re.compile(rf"`((?:{'|'.join(OURS)})/[\w./-]+)(?::\w+)?`")
+SHORT = re.compile(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|lua|md))`")
+"""The end of a path, such as ``redis/hop.py``."""
 LINK = re.compile(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)")
 
 
@@ -23,6 +25,15 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = FILE.findall(page.read_text(encoding="utf-8"))
 
     assert [name for name in named if "prepared" not in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_end_of_a_path_that_a_page_names_is_that_of_a_file(page: Path) -> None:
+    there = [path.relative_to(ROOT).as_posix() for top in OURS for path in (ROOT / top).rglob("*.*")]
+
+    named = set(SHORT.findall(page.read_text(encoding="utf-8")))
+
+    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

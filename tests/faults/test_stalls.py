@@ -70,7 +70,7 @@ async def stopped(fleet: RunningFleet, name: str) -> AsyncIterator[None]:
 
 
 async def until_seen(watch: Watch, component: str, num_before: int) -> None:
-    """Wait until the diagnosis bears the problem too, after so many others."""
+    """Wait until the diagnosis has the problem too, after so many others."""
     async with asyncio.timeout(NAMED_SECONDS):
         while component not in watch.problems[num_before:]:
             await asyncio.sleep(0.05)

@@ -67,7 +67,7 @@ async def watch(arguments: argparse.Namespace) -> int:
 
 
 async def diagnose(arguments: argparse.Namespace) -> int:
-    """Say what bounds the speed of an experiment."""
+    """Return what bounds the speed of an experiment."""
     _, content = await _read(arguments, "diagnosis")
     if arguments.json:
         sys.stdout.write(json.dumps(content, indent=2) + "\n")

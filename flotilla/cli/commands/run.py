@@ -160,7 +160,7 @@ async def _display(plain: bool) -> AsyncIterator[Live | None]:
 
 
 async def follow(progress: Progress, client: GatewayClient, fleet: LocalFleet | None, *, plain: bool) -> None:
-    """Show an experiment until it ends; a gateway that is away for a while is waited for.
+    """Show an experiment until it ends; a gateway that is unavailable for a while is waited for.
 
     Raises:
         WorkerDied: a process of the fleet was given up.

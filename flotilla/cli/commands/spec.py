@@ -46,7 +46,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 async def check(arguments: argparse.Namespace) -> int:
-    """Say whether the file is valid, and with ``--data`` what it names: one line per problem, exit 1."""
+    """Return whether the file is valid, and with ``--data`` what it names: one line per problem, exit 1."""
     entries: Sequence[Mapping[str, Scalar]] = ()
     lines: list[str] = []
     answer: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _told(rows: "Rows") -> str:
 
 
 def _unprepared(launch: LaunchFile) -> list[str]:
-    """Say that something may be missing because nobody has made it yet."""
+    """Warn that something may be missing because nobody has made it yet."""
     if launch.prepare is None or (launch.path.parent / launch.prepare.output).exists():
         return []
     command = " ".join(launch.prepare.command)

@@ -65,7 +65,7 @@ def _program(command: Command) -> tuple[int, str] | None:
 
 
 def _options(command: Command, position: int) -> dict[str, str]:
-    """Give the options that say which file is read; an unknown folder may be the script's own."""
+    """Return the options that say which file is read; an unknown folder may be the script's own."""
     found: dict[str, str] = {}
     words: Sequence[str] = command.words
     for number in range(position + 1, len(words)):
@@ -77,7 +77,7 @@ def _options(command: Command, position: int) -> dict[str, str]:
 
 
 def _places(program: str, folder: str, name: str) -> Iterator[str]:
-    """Say where a file may lie: below the program's folder, which is above the script's, or beside the script."""
+    """Return where a file may lie: below the program's folder, which is above the script's, or beside the script."""
     for number in range(MAX_ABOVE):
         yield posixpath.normpath(posixpath.join("../" * number, program, folder, name))
     for number in range(MAX_ABOVE):

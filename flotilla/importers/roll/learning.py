@@ -225,7 +225,7 @@ def policy_loss(source: Source) -> Fields:
 
 
 def response_length(source: Source) -> int:
-    """Give the most tokens of an answer."""
+    """Return the most tokens of an answer."""
     answer, whole = source.value("response_length"), source.value("sequence_length")
     if answer is not None:
         return int(answer)

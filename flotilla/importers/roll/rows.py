@@ -48,7 +48,7 @@ RUN: tuple[Parameter, ...] = (
     translated("tracker_kwargs.project", "tracking.trackers", text, "project of wandb", example="another",
                default="flotilla", context={"track_with": "wandb"}),
     *ignored(KEY, "tracker_kwargs.api_key", is_secret=True),
-    *ignored("a run of wandb bears the experiment's name, exp_name", "tracker_kwargs.name"),
+    *ignored("a run of wandb has the experiment's name, exp_name", "tracker_kwargs.name"),
     refused("tracker_kwargs", "of a tracker's options log_dir and project are offered", default={}, harmless=(None,),
             is_tree=True, is_secret=True),
     *unsupported(DIRECTORY, "output_dir", "logging_dir"),

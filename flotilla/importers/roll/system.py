@@ -219,7 +219,7 @@ def _domains(source: Source, files: Sequence[str]) -> list[Fields]:
 
 
 def _below(source: Source, tree: str) -> dict[str, Any]:
-    """Give what was written below the name of a tree, be it as one mapping."""
+    """Return what was written below the name of a tree, be it as one mapping."""
     found: dict[str, Any] = {}
     for spelling, value in source.trees.get(tree, {}).items():
         found |= {f"{spelling}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
@@ -306,7 +306,7 @@ def read_roll(
 
 
 def default_of(name: str) -> object:
-    """Give ROLL's default of a parameter, for interpolations; UNSET if it has none."""
+    """Return ROLL's default of a parameter, for interpolations; UNSET if it has none."""
     if name in BACKENDS:
         return {}
     row = ROLL.parameters.get(name)

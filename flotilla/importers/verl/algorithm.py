@@ -48,7 +48,7 @@ ALGORITHM_ROWS: tuple[Parameter, ...] = (
     refused(f"{ALGORITHM}.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0",
             default=0, convert=integer, is_judged=True),
     translated(f"{ALGORITHM}.use_pf_ppo", "algorithm.resampling", flag,
-               "sequences are drawn anew by their rewards; verl only does so with gae", example=True, default=False,
+               "sequences are drawn again by their rewards; verl only does so with gae", example=True, default=False,
                context={f"{ALGORITHM}.adv_estimator": "gae"}),
     translated(f"{ALGORITHM}.pf_ppo.reweight_method", "algorithm.resampling.kind", text, "pow, max_min or max_random",
                example="max_min", default="pow", context=FILTERED),

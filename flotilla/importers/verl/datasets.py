@@ -60,7 +60,7 @@ def _places(source: Source, name: str) -> list[Fields]:
 
 
 def _settings(source: Source) -> Fields:
-    """Give the section ``data`` as the class would read it."""
+    """Return the section ``data`` as the class would read it."""
     found: Fields = {}
     for row in source.system.parameters.values():
         section, _, name = row.name.partition(".")

@@ -139,7 +139,7 @@ def find_launch(script: Script, source: str) -> Launch | None:
 
 
 def _programs(command: Command) -> Iterator[tuple[Command, str, int]]:
-    """Give what a command starts by Python, with the position of its first argument."""
+    """Return what a command starts by Python, with the position of its first argument."""
     is_python = False
     for position, word in enumerate(command.words):
         following = command.words[position + 1] if position + 1 < len(command.words) else ""
@@ -206,7 +206,7 @@ def _refusal(word: str, error: InvalidSpec) -> Given:
 
 
 def program_given(launch: Launch) -> list[Given]:
-    """Give the program as a parameter, where it is not verl's usual one."""
+    """Return the program as a parameter, where it is not verl's usual one."""
     if launch.module in TRAINERS:
         return said(launch.kind, launch.module, "script")
     last = launch.module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
@@ -215,7 +215,7 @@ def program_given(launch: Launch) -> list[Given]:
 
 
 def said(kind: Kind, module: str | None, where: str) -> list[Given]:
-    """Give the program of a kind that its parameters alone do not tell from the synchronous one."""
+    """Return the program of a kind that its parameters alone do not tell from the synchronous one."""
     if kind not in {Kind.ONE_STEP_OFF, Kind.DAPO}:
         return []
     usual = next(name for name, each in TRAINERS.items() if each is kind)
@@ -260,7 +260,7 @@ def _is_of_verl(folder: str) -> bool:
 
 
 def _places(folder: str, name: str) -> Iterator[str]:
-    """Say where a file may lie: as written, in the folder that the user names, or from a folder above."""
+    """Return where a file may lie: as written, in the folder that the user names, or from a folder above."""
     yield posixpath.normpath(posixpath.join(folder, name))
     yield name
     if folder and not folder.startswith(("/", "~")):
@@ -269,13 +269,13 @@ def _places(folder: str, name: str) -> Iterator[str]:
 
 
 def kind_of_keys(names: Mapping[str, Any]) -> Kind | None:
-    """Say whether a YAML file is of one-step-off by its keys: it has engines of its own, and a batch size above 0."""
+    """Return one-step-off if a file's keys say so: it has engines of its own, and a batch size above 0."""
     is_async = any(name.startswith("async_training.") or name in ASYNC_ONLY for name in names)
     has_batch = names.get("data.train_batch_size") not in {None, 0}
     return Kind.ONE_STEP_OFF if ENGINES & set(names) and has_batch and not is_async else None
 
 
 def kind_of_defaults(entries: Any) -> Kind | None:
-    """Say which trainer a YAML file is of, by the file of verl's that its ``defaults`` name."""
+    """Return which trainer a YAML file is of, by the file of verl's that its ``defaults`` name."""
     names = [str(entry).partition("@")[0].rpartition("/")[2] for entry in entries] if isinstance(entries, list) else []
     return next((OWN[name] for name in names if name in OWN), None)

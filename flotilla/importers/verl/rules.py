@@ -28,7 +28,7 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def kind_of(source: Source) -> Kind:
-    """Say which of verl's trainers the file is of: by its name, else by the keys that only one of them has."""
+    """Return which of verl's trainers the file is of: by its name, else by the keys that only one of them has."""
     if source.has(MODULE):
         kind = source.choose(MODULE, TRAINERS)
         return kind if isinstance(kind, Kind) else Kind.SYNCHRONOUS
@@ -43,14 +43,14 @@ def is_fully_async(source: Source) -> bool:
 
 
 def mini_batches(source: Source) -> int:
-    """Give require_batches, the mini-batches of one step."""
+    """Return require_batches, the mini-batches of one step."""
     if is_fully_async(source):
         return int(source.required(f"{ASYNC}.require_batches"))
     return max(int(source.required("data.train_batch_size")) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
 
 
 def steps(source: Source) -> int | None:
-    """Give the number of steps, if it can be known."""
+    """Return the number of steps, if it can be known."""
     per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
     if is_fully_async(source):
         limits = [source.value("rollout.total_rollout_steps")]
@@ -174,7 +174,7 @@ def lengths(source: Source) -> Fields:
 
 
 def _length(source: Source, own: str, general: str) -> int:
-    """Give the sampler's own length, else the dataset's; where both are the same, both are in force."""
+    """Return the sampler's own length, else the dataset's; where both are the same, both are in force."""
     value, written = source.value(own), source.given.get(general)
     if value in {None, UNSET}:
         return int(source.required(general))
@@ -196,7 +196,7 @@ def evaluation(source: Source) -> Fields:
 
 
 def _period_of_evaluation(source: Source) -> str:
-    """Give the name that is read: releases of the fully asynchronous trainer differ."""
+    """Return the name that is read: releases of the fully asynchronous trainer differ."""
     older, newer = "rollout.test_freq", "trainer.test_freq"
     if not is_fully_async(source):
         return newer

@@ -57,7 +57,7 @@ def read_verl(
 
 
 def default_of(name: str) -> object:
-    """Give verl's default of a parameter, for interpolations; UNSET if it has none."""
+    """Return verl's default of a parameter, for interpolations; UNSET if it has none."""
     row = VERL.parameters.get(name)
     if row is None:
         return UNSET

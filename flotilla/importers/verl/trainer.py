@@ -125,7 +125,7 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
              f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),
 )  # fmt: skip
 
-OFFLINE = "scoring answers that were made before is no training: sample the answers anew with the section evaluation"
+OFFLINE = "scoring answers that were made before is no training: sample the answers again with the section evaluation"
 SFT = "the fleet trains by reinforcement only: fine-tune first, then set model.path to the result"
 
 OTHER_ROWS: tuple[Parameter, ...] = (

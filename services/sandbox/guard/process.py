@@ -62,7 +62,7 @@ class Drain:
             pass
 
     def text(self) -> str:
-        """Give what was kept as base64; a cut stream ends with a note, so that it equals no expected output."""
+        """Return what was kept as base64; a cut stream ends with a note, so that it equals no expected output."""
         note = f"\n[output cut after {self._limit_bytes} bytes]\n".encode() if self._is_cut else b""
         return base64.b64encode(bytes(self._kept) + note).decode()
 

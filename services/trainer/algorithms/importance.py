@@ -83,7 +83,7 @@ def kept_by(
     *,
     log_ratio_clamp: float | None = 20.0,
 ) -> Tensor:
-    """Say which tokens [T] pass one rejection test; tokens outside the mask do not influence it."""
+    """Return which tokens [T] pass one rejection test; tokens outside the mask do not influence it."""
     x = numerator_log_probs.detach().float() - rollout_log_probs.float()
     x = x if log_ratio_clamp is None else x.clamp(-log_ratio_clamp, log_ratio_clamp)
     statistic = _statistic(rejection.statistic, x, numerator_log_probs.detach().float(), rollout_log_probs.float())
@@ -97,7 +97,7 @@ def kept_by(
 
 
 def kept_by_veto(veto: VetoConfig, x: Tensor, sequences: PackedSequences) -> Tensor:
-    """Say which tokens [T] belong to sequences none of whose sampled tokens lies outside the veto's band."""
+    """Return which tokens [T] belong to sequences none of whose sampled tokens lies outside the veto's band."""
     bad = sequences.response_mask & ~_within(x.detach().float().exp(), veto.lower, veto.upper)
     return sequences.spread(sequences.sum(bad.float())) == 0
 

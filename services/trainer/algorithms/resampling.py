@@ -44,7 +44,7 @@ def resample(weights: Tensor, generator: torch.Generator | None = None) -> Tenso
 
 
 def redraw(config: ResamplingConfig, scores: Tensor, seed: int) -> Tensor:
-    """Draw a step's sequences anew.
+    """Draw a step's sequences again.
 
     Args:
         config: by which weights.

@@ -116,7 +116,7 @@ class TrainingBatch:
 
 
 def scored_trajectories(group: Group) -> tuple[Trajectory, ...]:
-    """List the members that bear a reward: an abstention or a failed grade is not a sample of reward 0."""
+    """List the members that have a reward: an abstention or a failed grade is not a sample of reward 0."""
     return tuple(t for t in group.trajectories if t.status is GradeStatus.SCORED and t.reward is not None)
 
 

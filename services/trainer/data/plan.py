@@ -112,7 +112,7 @@ class StepPlanner:
             log.info("waiting for groups", extra={"step": step, "ready": self._source.num_ready, "needed": self._count})
 
     async def _why_durable(self) -> str | None:
-        """Say why groups are missing that a checkpoint would let come; None if it would not."""
+        """Return why groups are missing that a checkpoint would let come; None if it would not."""
         if self._source.num_again:
             return "groups came again that no checkpoint contains"
         retained = await retry(self._queue.retained, waiting_for=DATA_PLANE)

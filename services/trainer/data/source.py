@@ -179,7 +179,7 @@ class GroupSource:
         return [plan for number, plan in sorted(self._plans.items()) if number <= step]
 
     async def on_durable(self, trained: IntervalSet) -> None:
-        """Take in which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
+        """Record which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
         self._durable = IntervalSet.from_list(trained.to_list())
         for step, plan in list(self._plans.items()):
             if all(group_id in self._durable for group_id in plan.group_ids):
@@ -241,7 +241,7 @@ def _sampled_by(group: Group) -> set[int]:
 
 
 def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, str, str] | None:
-    """Say why a group can never be trained: resolution, reason and detail; None if it can."""
+    """Return why a group can never be trained: resolution, reason and detail; None if it can."""
     scored = scored_trajectories(group)
     if len(scored) < requirements.min_scored:
         detail = f"{len(scored)} of {len(group.trajectories)} scored, {requirements.min_scored} needed"

@@ -157,7 +157,7 @@ class Learner:
     def _passes(
         self, prepared: _Prepared, ranges: Sequence[range], seed: int
     ) -> Iterator[tuple[_Prepared, list[tuple[range, list[MicroBatch]]]]]:
-        """Give the step's samples, and its mini-batches, once for each pass over them."""
+        """Return the step's samples, and its mini-batches, once for each pass over them."""
         config = self.spec.optimisation
         if not config.shuffle:
             mini_batches = [self._micro_batches(prepared, members) for members in ranges]

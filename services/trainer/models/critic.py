@@ -73,7 +73,7 @@ class Critic:
         return found
 
     def observe(self, returns: Tensor, response_mask: Tensor) -> None:
-        """Take note of a batch's returns [T] before it is learned, if they are to be whitened."""
+        """Note a batch's returns [T] before it is learned, if they are to be whitened."""
         if self.config.whiten_returns:
             self.moments = self.moments.updated(returns, response_mask)
 
@@ -105,13 +105,13 @@ class Critic:
         return self.optimizer.update()
 
     def state(self) -> dict[str, Tensor]:
-        """Give weights and optimiser state as named tensors."""
+        """Return weights and optimiser state as named tensors."""
         weights = {f"weight/{name}": parameter.detach() for name, parameter in self._named_parameters()}
         moments = {f"moments/{name}": getattr(self.moments, name) for name in MOMENTS}
         return weights | moments | self.optimizer.state()
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take in what ``state`` gave.
+        """Load what ``state`` returned.
 
         Raises:
             ModelError: the tensors are of another model.

@@ -62,7 +62,7 @@ class Policy:
         )
 
     def resolve_packing(self, wanted: Packing) -> Packing:
-        """Say how rows may be filled.
+        """Return how rows may be filled.
 
         Raises:
             ModelError: packed rows were asked for, and this model's sequences would see each other.

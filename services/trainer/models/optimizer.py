@@ -118,7 +118,7 @@ class PolicyOptimizer:
                 parameter.copy_(self._masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Give all state as named tensors: both moments and the step count of each parameter, and masters."""
+        """Return all state as named tensors: both moments and the step count of each parameter, and masters."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, value in self._adam.state.get(master, {}).items():
@@ -128,7 +128,7 @@ class PolicyOptimizer:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Take in what ``state`` gave.
+        """Load what ``state`` returned.
 
         Raises:
             ModelError: the tensors are of another model.

@@ -12,7 +12,7 @@ _PREFIX = "version"
 
 
 class VersionedWeights:
-    """Copies of the flat weights, one for each version that a trained token may bear.
+    """Copies of the flat weights, one for each version that a trained token may have.
 
     Args:
         flat: the model's weights.
@@ -53,7 +53,7 @@ class VersionedWeights:
             self._fill(present)
 
     def state(self) -> dict[str, Tensor]:
-        """Give the copies as named tensors."""
+        """Return the copies as named tensors."""
         return {
             f"{_PREFIX}/{version}/{str(dtype).removeprefix('torch.')}": buffer
             for version, buffers in self._kept.items()
@@ -61,7 +61,7 @@ class VersionedWeights:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take in what ``state`` gave, in place of what was kept."""
+        """Load what ``state`` returned, in place of what was kept."""
         self._kept = {}
         for name, tensor in tensors.items():
             _, version, dtype = name.split("/")

@@ -144,7 +144,7 @@ class CheckpointPolicy:
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
 
     def take_figures(self) -> dict[str, float]:
-        """Say what a step's report tells: checkpoints made early since the last one, and what is retained."""
+        """Return what a step's report tells: checkpoints made early since the last one, and what is retained."""
         early, self._early = self._early, 0
         return {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
 

@@ -49,7 +49,7 @@ class RunControl:
         self._may_run.set()
 
     def become(self, state: WorkState) -> None:
-        """Say what the loop does now."""
+        """Return what the loop does now."""
         if state is not self.state:
             self.state = state
             self._on_state(state)

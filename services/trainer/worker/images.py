@@ -83,7 +83,7 @@ class ImagePool:
         return manifest.model_copy(update={"image_path": str(path), "delta": self._make_patch(image)})
 
     def renew(self, path: Path) -> Path:
-        """Give an image whose file somebody deleted another one; blocks. One that is there stays as it is.
+        """Return an image whose file somebody deleted another one; blocks. One that is there stays as it is.
 
         Raises:
             WeightTransferFailed: there is no room for it.
@@ -110,7 +110,7 @@ class ImagePool:
         image.close()
 
     def acknowledge(self, path: Path, manifest: Manifest) -> None:
-        """Learn that a version is committed: the next patch is made against its image, which is kept for that."""
+        """Note that a version is committed: the next patch is made against its image, which is kept for that."""
         if self._delta is not None:
             self._base = next(image for image in self._images if image.path == path), manifest.checksum
 

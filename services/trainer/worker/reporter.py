@@ -1,4 +1,4 @@
-"""Sends metrics and checkpoints to the gateway, in order, however long it is away; training never waits for it.
+"""Sends metrics and checkpoints to the gateway, in order, however long it is unavailable; training never waits for it.
 
 What is not sent yet is in a file, too: a worker that is killed would else leave steps without figures that its last
 checkpoint contains, and which nobody trains again.

@@ -139,7 +139,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 
 
 def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
-    """Say what a group must have to be trained under this spec."""
+    """Return what a group must have to be trained under this spec."""
     advantage = spec.algorithm.advantage
     compares = advantage.kind in GROUP_ESTIMATORS and spec.rollout.group_size > 1
     return Requirements(

@@ -16,7 +16,7 @@ class GradientWatch:
         self._broken_steps = 0
 
     def check(self, result: StepResult, step: int) -> None:
-        """Take in what a step gave.
+        """Record what a step gave.
 
         Raises:
             ModelError: for several steps in a row, no gradient was finite.
@@ -36,7 +36,7 @@ class StepTimes:
         self._elapsed = 0.0
 
     def add(self, planned: StepGroups, compute: float, publish: float, checkpoint: float) -> None:
-        """Take in a step's durations in seconds."""
+        """Record a step's durations in seconds."""
         step = planned.wait_seconds + compute + publish + checkpoint
         self._waited += planned.wait_seconds
         self._elapsed += step

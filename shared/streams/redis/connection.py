@@ -114,7 +114,7 @@ def condition_of(error: Exception) -> str | None:
 
 
 def is_absence(error: Exception) -> bool:
-    """Tell whether the server may answer the same command later: it is away, or refuses for a reason of its own."""
+    """Tell whether the server may answer the same command later: it is absent, or refuses for a reason of its own."""
     return isinstance(error, RedisConnectionError | RedisTimeoutError | OSError) or condition_of(error) is not None
 
 

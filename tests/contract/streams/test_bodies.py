@@ -60,7 +60,7 @@ async def test_a_group_that_was_graded_arrives_whole_and_its_header_says_so(plan
     first, second = claim.group().trajectories
     judged = (
         first.graded(GradeStatus.SCORED, 0.75, components={"format": 1.0}, timings={"grading_seconds": 2.0}),
-        second.graded(GradeStatus.ERROR, None, reason="the grader is away"),
+        second.graded(GradeStatus.ERROR, None, reason="the grader is unavailable"),
     )
 
     assert await reward.forward(claim, replace(claim.group(), trajectories=judged))

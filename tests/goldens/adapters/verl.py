@@ -262,7 +262,7 @@ def dynamic_filter(case: Case) -> dict[str, Any]:
 
 
 def split_groups(case: Case, config: Any) -> dict[str, Any]:
-    """Say which groups a filter keeps."""
+    """Return which groups a filter keeps."""
     kept = [
         name for name, rewards in case.inputs["groups"].items() if config is None or keeps(rewards.tolist(), config)
     ]

@@ -24,7 +24,7 @@ class SavedModel:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SavedModel]:
-    """Give a family's model, saved once."""
+    """Return a family's model, saved once."""
     models: dict[str, SavedModel] = {}
 
     def give(family: str) -> SavedModel:

@@ -1,4 +1,4 @@
-"""Weight updates in flight: every token is what the version that it bears says, exactly."""
+"""Weight updates in flight: every token is what its version says, exactly."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -42,6 +42,6 @@ async def url(served: tuple[str, GatewayState]) -> str:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[GatewayClient]:
-    """A client that bears the token."""
+    """A client that has the token."""
     async with GatewayClient(url, TOKEN) as opened:
         yield opened

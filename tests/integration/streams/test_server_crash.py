@@ -134,7 +134,7 @@ def log_of(directory: Path) -> Path:
 
 
 async def keep_one_log(url: str) -> None:
-    """Let the server never write its log anew: of two files, only the later may lose its end."""
+    """Let the server never rewrite its log: of two files, only the later may lose its end."""
     async with connect(url) as client:
         await client.config_set("auto-aof-rewrite-percentage", 0)
 

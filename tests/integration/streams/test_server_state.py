@@ -182,7 +182,7 @@ async def test_consumers_that_are_gone_are_forgotten_and_those_that_hold_somethi
 
     names = {consumer["name"].decode() for consumer in await redis.xinfo_consumers(stream, CONSUMER_GROUP)}
     assert names == {holder.consumer, "handed-back"}
-    # Who speaks again is made anew.
+    # A consumer that speaks again is created again.
     assert await claim_ids(gone, wait_seconds=1) == [returned.header.group_id]
     assert await holder.renew([held]) == []
     await ledger_of(plane)

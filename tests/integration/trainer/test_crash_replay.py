@@ -110,7 +110,7 @@ async def test_durability_step_commits_each_step_at_once(tmp_path: Path) -> None
 
 
 class SilentGateway(YesGateway):
-    """Answers no announcement, as one that is away."""
+    """Answers no announcement, as one that is unavailable."""
 
     async def call(self, method: str, path: str, *, body: Any = None, **arguments: Any) -> Any:
         if isinstance(body, PublicationRequest):

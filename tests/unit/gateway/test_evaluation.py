@@ -31,7 +31,7 @@ def test_without_an_interval_only_the_start_and_the_end() -> None:
 
 
 def test_an_error_is_no_zero() -> None:
-    failed = a_trajectory().graded(GradeStatus.ERROR, None, reason="grader is away")
+    failed = a_trajectory().graded(GradeStatus.ERROR, None, reason="grader is unavailable")
     abstained = a_trajectory().graded(GradeStatus.ABSTAINED, None)
     groups = [
         a_group(a_task(0), rewards=[1.0, 0.0]),

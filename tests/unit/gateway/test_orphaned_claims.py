@@ -97,7 +97,7 @@ async def test_a_data_plane_that_is_away_is_asked_again() -> None:
 
     async def look() -> int:
         asked.append("looked")
-        raise Unavailable("the server is away")
+        raise Unavailable("the server is unavailable")
 
     claims = of(gateway, experiment)
     claims.look = look  # type: ignore[method-assign]

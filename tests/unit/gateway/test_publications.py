@@ -250,7 +250,7 @@ async def test_a_sender_that_dies_aborts_and_its_successor_opens_a_new_epoch() -
 
 
 async def test_a_sender_that_announces_again_begins_a_new_epoch_once_it_had_opened_one() -> None:
-    # The trainer's worker was started anew inside the same service: the old store is gone with it.
+    # The trainer's worker was started again inside the same service: the old store is gone with it.
     stage = await Stage.of(1)
     first = await stage.announce()
     assert await stage.announce() == first

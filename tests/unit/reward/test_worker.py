@@ -110,7 +110,7 @@ async def test_rewards_are_written_onto_their_trajectories() -> None:
 
 async def test_a_sample_whose_grade_failed_has_no_reward() -> None:
     def grade(sample: GradingSample) -> Grade:
-        return Grade.error("grader is away") if sample.id.endswith("/0") else Grade.scored(1.0)
+        return Grade.error("grader is unavailable") if sample.id.endswith("/0") else Grade.scored(1.0)
 
     async with a_world(grade) as world:
         await world.generate(a_group(0))
@@ -119,7 +119,7 @@ async def test_a_sample_whose_grade_failed_has_no_reward() -> None:
 
     assert [t.status for t in group.trajectories] == [GradeStatus.ERROR, GradeStatus.SCORED]
     assert [t.reward for t in group.trajectories] == [None, 1.0]
-    assert group.trajectories[0].reason == "grader is away"
+    assert group.trajectories[0].reason == "grader is unavailable"
 
 
 async def test_a_group_that_nobody_could_grade_fails() -> None:

@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "recomputed, corrected": {"old_log_probs": "recompute"},
     "gspo": {"policy_loss": {"kind": "gspo"}, "aggregation": {"mode": "seq-mean-token-mean"}},
-    "drawn anew, with loss weights": {
+    "drawn again, with loss weights": {
         "resampling": {"kind": "pow"},
         "kl": {"placement": "loss"},
         "sequence_weights": {"length": True},

@@ -1,5 +1,5 @@
 -- Forget consumers that hold nothing and were silent for long: every process leaves one behind. KEYS: streams.
--- ARGV: milliseconds of silence. Returns how many were forgotten. One that speaks again is made anew by its command.
+-- ARGV: milliseconds of silence. Returns how many were forgotten. One that speaks again is made again by its command.
 local streams = KEYS
 local silent_ms = tonumber(unpack(ARGV))
 local forgotten = 0

@@ -1,4 +1,4 @@
--- Start leases anew. KEYS: stream. ARGV: consumer, then (entry, deliveries) of each claim.
+-- Restart leases. KEYS: stream. ARGV: consumer, then (entry, deliveries) of each claim.
 -- Returns the positions, from 1, of the claims that are lost.
 local stream = unpack(KEYS)
 local consumer = unpack(ARGV, 1, 1)

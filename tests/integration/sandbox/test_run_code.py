@@ -219,7 +219,9 @@ async def test_the_service_refuses_to_start_without_isolation(monkeypatch: pytes
     monkeypatch.setattr("services.sandbox.install.why_not", lambda level: None if level == "D" else "not here")
     settings = SandboxSettings.model_validate({"token": TOKEN, "concurrency": 1})
 
-    with pytest.raises(Unavailable, match=r"A: not here; B: not here; C: not here; unsafe_sandbox would allow D"):
+    with pytest.raises(
+        Unavailable, match=r"FLOTILLA_UNSAFE_SANDBOX=1 for level D.*A: not here; B: not here; C: not here"
+    ):
         async with open_state(settings):
             pass
 

@@ -11,6 +11,7 @@ from typing import Any
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.errors import NotFound
+from shared.streams.intervals import IntervalSet
 
 REASONED = ("filtered", "dropped", "failed")
 ENDED = "experiment_ended"
@@ -29,7 +30,8 @@ class Account:
         is_lineage_checkpoint: whether the lineage of all steps and the checkpoint hold the same groups.
         balanced: the last ledger's own verdict.
         reasons: how many groups ended otherwise, and why.
-        over_max_lag_groups: groups of steps that trained a token older than ``max_lag``, from the stored versions.
+        over_max_lag_groups: groups of steps that trained a token older than ``max_lag``, from the stored versions;
+            numbers of lost versions do not count.
         largest_lag, max_lag: what occurred, and what was allowed.
         discarded_token_share: tokens (by their characters) of groups that were graded and never trained, but for those
             under way at the end, over those of all graded groups.
@@ -93,11 +95,11 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
     view = await client.call("GET", base, deadline_seconds=30)
     spec = validate_spec(view["spec"])
     ledger = (await client.call("GET", f"{base}/ledger", deadline_seconds=30))["train"]
-    in_checkpoint, steps = newest_checkpoint(Path(view["directory"]))
+    in_checkpoint, steps, lost_versions = newest_checkpoint(Path(view["directory"]))
     plans = [plan for step in range(1, steps + 1) if (plan := await _plan(client, base, step)) is not None]
     lineage = Counter(group_id for plan in plans for group_id in plan["group_ids"])
     max_lag = spec.asynchrony.resolved_max_lag
-    lags = [(plan["version"] - plan["oldest_version"], len(plan["group_ids"])) for plan in plans]
+    lags = [(lag_of(plan, lost_versions), len(plan["group_ids"])) for plan in plans]
     reasons = {kind: dict(ledger[kind]) for kind in REASONED}
     resolved = ledger["trained"] + sum(sum(each.values()) for each in reasons.values())
     lengths = _lengths(directory / "lengths")
@@ -124,11 +126,25 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
     )
 
 
-def newest_checkpoint(directory: Path) -> tuple[set[int], int]:
-    """Read the groups that the newest checkpoint of an experiment's directory contains, and its step."""
+def newest_checkpoint(directory: Path) -> tuple[set[int], int, IntervalSet]:
+    """Read the newest checkpoint of an experiment's directory.
+
+    Returns:
+        The groups that it contains, its step, and the numbers of versions that were lost on the way to it.
+    """
     newest = max((directory / "checkpoints").glob("step-*"))
     state = json.loads((newest / "state.json").read_text())
-    return {number for start, end in state["trained"] for number in range(start, end + 1)}, int(state["step"])
+    trained = IntervalSet.from_list(state["trained"])
+    return set(trained), int(state["step"]), IntervalSet.from_list(state.get("lost_versions", []))
+
+
+def lag_of(plan: Mapping[str, Any], lost_versions: Iterable[int]) -> int:
+    """Count the versions between the oldest one that sampled a token of a step and the one that the step trains.
+
+    A version that was lost has a number and no weights: none of the lineage was trained or sampled in between.
+    """
+    oldest, trained = plan["oldest_version"], plan["version"]
+    return int(trained - oldest - sum(oldest < version <= trained for version in lost_versions))
 
 
 async def _plan(client: GatewayClient, base: str, step: int) -> dict[str, Any] | None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accounting import Account, account, deciles_of, newest_checkpoint
+from benchmarks.accounting import Account, account, deciles_of, lag_of, newest_checkpoint
 from benchmarks.scale import quantile
 from benchmarks.streams import median_ratio
 from benchmarks.survival_report import markdown
 from shared.errors import NotFound
+from shared.streams.intervals import IntervalSet
 from tests.unit.gateway.builders import a_spec
 
 ROWS = 10
@@ -112,9 +113,16 @@ def test_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
     for step in (4, 12):
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "trained": [[0, step - 1]]}))
+        state = {"step": step, "trained": [[0, step - 1]], "lost_versions": [[9, 10]]}
+        (folder / "state.json").write_text(json.dumps(state))
 
-    assert newest_checkpoint(tmp_path) == (set(range(12)), 12)
+    assert newest_checkpoint(tmp_path) == (set(range(12)), 12, IntervalSet([9, 10]))
+
+
+def test_numbers_of_lost_versions_make_no_lag() -> None:
+    plan = {"version": 11, "oldest_version": 8}
+
+    assert (lag_of(plan, []), lag_of(plan, [9, 10]), lag_of(plan, [7, 8, 12])) == (3, 1, 3)
 
 
 def test_deciles_go_from_the_shortest_answers_to_the_longest() -> None:

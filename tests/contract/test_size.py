@@ -16,8 +16,7 @@ LONGER = {
 
 
 def modules() -> list[Path]:
-    found = [path for top in ("flotilla", "services", "shared") for path in (ROOT / top).rglob("*.py")]
-    return sorted(path for path in found if "migrations" not in path.parts)
+    return sorted(path for top in ("flotilla", "services", "shared") for path in (ROOT / top).rglob("*.py"))
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

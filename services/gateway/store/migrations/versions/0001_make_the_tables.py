@@ -13,6 +13,12 @@ depends_on: Sequence[str] | None = None
 
 def upgrade() -> None:
     """Go forward."""
+    _make_records()
+    _make_series()
+    _make_fleet()
+
+
+def _make_records() -> None:
     op.create_table(
         "audit",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
@@ -68,6 +74,9 @@ def upgrade() -> None:
         sa.Column("final_ledger", sa.JSON(none_as_null=True), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
+
+
+def _make_series() -> None:
     op.create_table(
         "idempotency",
         sa.Column("key", sa.String(length=400), nullable=False),
@@ -93,6 +102,9 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("metrics_in_order", "metrics", ["experiment_id", "sequence"], unique=False)
+
+
+def _make_fleet() -> None:
     op.create_table(
         "publications",
         sa.Column("experiment_id", sa.String(length=96), nullable=False),

@@ -91,6 +91,8 @@ class ExperimentCommands:
             await asyncio.to_thread(checks.check, experiment.spec)
             await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
+            # Asked again: it may have been deleted while files were read.
+            experiment = self._repository.get(experiment_id)
             self._stage_action(change, experiment, action)
             stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
         return experiment
@@ -125,9 +127,10 @@ class ExperimentCommands:
             InvalidSpec: the change names another section, or does not validate.
             ActionNotAllowed: the experiment has ended.
         """
-        experiment = self._repository.get(experiment_id)
+        self._repository.get(experiment_id)
         document = parse_document(body, source="the request body")
         async with self._repository.transaction() as change:
+            experiment = self._repository.get(experiment_id)
             if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
                 raise ActionNotAllowed(
                     f"cannot change an experiment that is {experiment.state}", state=experiment.state.value

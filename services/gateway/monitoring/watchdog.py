@@ -6,7 +6,8 @@ of one, always in the same phase, and the diagnosis would take that phase for th
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import Blockage
@@ -149,6 +150,8 @@ class Watchdog:
             return
         is_new = known is None or known["component"] != component
         async with self._repository.transaction() as change:
+            if self._has_changed(known):
+                return
             if self._repository.stage_problem(change, self._experiment, component, cause) and is_new:
                 self._events.stage(change, self._experiment.id, "stalled", component=component, cause=cause)
 
@@ -156,9 +159,15 @@ class Watchdog:
         known = self._experiment.record.problem
         if known is not None and known["component"] != SCHEDULER:
             async with self._repository.transaction() as change:
+                if self._has_changed(known):
+                    return
                 self._repository.stage(change, self._experiment, problem=None)
                 facts = {"component": known["component"]}
                 self._events.stage(change, self._experiment.id, "progress_resumed", **facts)
+
+    def _has_changed(self, known: Mapping[str, Any] | None) -> bool:
+        """Whether somebody else named a problem, or ended the experiment with one, while this waited for its turn."""
+        return not self._experiment.is_active or self._experiment.record.problem != known
 
     async def _oldest(self) -> dict[HopName, float]:
         try:

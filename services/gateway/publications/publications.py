@@ -289,7 +289,11 @@ class Publications:
         """Apply ``DeadlinePassed`` to every phase that took too long."""
         now = self._clock.monotonic()
         for experiment_id in [key for key, entry in self._open.items() if entry.deadline <= now]:
-            await self.apply(experiment_id, Late())
+            async with self._store.transaction() as change:
+                # Asked again: the phase may have ended, and another begun, while this waited for its turn.
+                entry = self._open.get(experiment_id)
+                if entry is not None and entry.deadline <= now:
+                    self.stage(change, experiment_id, Late())
 
     def stage_gone(self, change: Transaction, experiment_id: str, service: LiveService, reason: str) -> None:
         """Record that a service does not work for the experiment any more."""
@@ -301,13 +305,9 @@ class Publications:
 
     def stage_close(self, change: Transaction, experiment_id: str, reason: str) -> None:
         """Abort what is open and forget the epoch: the experiment ends."""
-
-        def follow() -> None:
-            self._epochs.pop(experiment_id, None)
-            self._checksums.pop(experiment_id, None)
-
         self.stage(change, experiment_id, SenderGone(reason))
-        change.then(follow)
+        # The checksum stays: one that failed goes on with its version when it is resumed.
+        change.then(lambda: self._epochs.pop(experiment_id, None))
         self.durations.stage_close(change, experiment_id)
 
     def _move_to(self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
@@ -349,7 +349,7 @@ class Publications:
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)
         is_committed = after.phase is PublicationPhase.COMMITTED
         if is_committed:
-            self._checksums.setdefault(experiment.id, {})[after.version] = after.manifest.checksum
+            self._checksums[experiment.id] = {after.version: after.manifest.checksum}
         if after.is_over:
             self._open.pop(experiment.id, None)
             if is_committed and after.epoch.is_ready:

@@ -65,7 +65,8 @@ class Teardown:
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )
-                if error.context.get("component") == COMPONENT:
+                # One that failed keeps its cause.
+                if error.context.get("component") == COMPONENT and not self._experiment.state.is_final:
                     await self._repository.set_problem(self._experiment, COMPONENT, error.detail)
                 await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
         for service in self._registry.of(self._experiment.id):

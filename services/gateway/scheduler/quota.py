@@ -135,6 +135,8 @@ class Scheduler:
         if (cause is None and not is_ours) or (is_ours and known is not None and known["cause"] == cause):
             return
         async with self._repository.transaction() as change:
+            if not experiment.is_active or experiment.record.problem != known:
+                return  # it has ended with a cause, or another problem was named, while this waited for its turn
             if cause is None:
                 self._repository.stage(change, experiment, problem=None)
             elif self._repository.stage_problem(change, experiment, SCHEDULER, cause):

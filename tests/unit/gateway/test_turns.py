@@ -1,0 +1,176 @@
+"""Who waits for a turn of the store looks again once it comes: what was true before may have changed meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from services.gateway.lifecycle import commands
+from services.gateway.lifecycle.states import Action
+from services.gateway.monitoring.watchdog import Watchdog
+from services.gateway.publications.negotiation import Opened
+from services.gateway.records.repository import Experiment
+from services.gateway.runtime import teardown
+from services.gateway.runtime.teardown import Teardown
+from services.gateway.state import GatewayState
+from services.gateway.store.memory import MemoryStore
+from shared.clock import ManualClock
+from shared.errors import NotFound, Unavailable
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from shared.schemas.service import ObservedState, ServiceKind, WorkState
+from shared.streams.ledger import Ledger
+from shared.streams.redis.connection import COMPONENT
+from tests.unit.gateway.builders import a_gateway, a_manifest, a_request, add_experiment, add_service, say, turns
+
+KNOWN = {"component": "rollout", "cause": "1 tasks wait and none is claimed", "at": "then"}
+
+
+async def in_turn(gateway: GatewayState, *calls: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """Let calls wait for the store's turn in this order, then let them go."""
+    async with gateway.store.transaction():
+        waiting = []
+        for call in calls:
+            waiting.append(asyncio.ensure_future(call()))
+            await turns()
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def cause_of(gateway: GatewayState, experiment: Experiment) -> tuple[str, str] | None:
+    problem = gateway.commands.view(experiment).problem
+    return None if problem is None else (problem.component, problem.cause)
+
+
+async def test_a_phase_that_ends_while_its_lateness_waits_is_not_late() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, publication_seconds=10.0)
+    experiment = await add_experiment(gateway, trainer_epoch=1)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+    await gateway.publications.announce(experiment.id, a_request(trainer, 1))
+    meeting = Opened(Rendezvous(host="h", port=1, epoch=1, world_size=2))
+    await gateway.publications.apply_to_version(experiment.id, 1, meeting)
+    clock.advance(11.0)
+
+    def joined() -> Awaitable[Any]:
+        report = PublicationReport(version=1, epoch=1, state=ReceiveState.JOINED)
+        observed = ObservedState(
+            experiment_id=experiment.id, state=WorkState.RUNNING, policy_version=0, publication=report
+        )
+        return say(gateway, rollout, observed)
+
+    await in_turn(gateway, joined, gateway.publications.check_deadlines)
+
+    publication = await gateway.publications.get(experiment.id, 1)
+    assert (publication.phase, publication.epoch) == (PublicationPhase.TRANSFERRING, 1)
+
+
+def a_watchdog(gateway: GatewayState, experiment: Experiment) -> Watchdog:
+    return Watchdog(
+        experiment,
+        gateway.repository,
+        gateway.registry,
+        gateway.publications,
+        gateway.events,
+        gateway.clock,
+        window=gateway.measurements.of(experiment).window,
+        why_blocked=gateway.feeder_status.of(experiment).why_blocked,
+        stall_seconds=30.0,
+    )
+
+
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["a stall is named", "a stall is over"])
+async def test_a_failure_keeps_its_cause_whatever_the_watchdog_has_seen(known: dict[str, str] | None) -> None:
+    gateway = a_gateway(clock=ManualClock())
+    experiment = await add_experiment(gateway, problem=known)
+    watchdog = a_watchdog(gateway, experiment)
+
+    await in_turn(
+        gateway,
+        lambda: gateway.commands.fail(experiment, "trainer", "out of memory"),
+        watchdog._clear if known else lambda: watchdog._name("reward", "2 generated groups wait"),
+    )
+
+    assert experiment.state is ExperimentState.FAILED
+    assert cause_of(gateway, experiment) == ("trainer", "out of memory")
+
+
+async def test_a_failure_keeps_its_cause_when_the_scheduler_no_longer_waits() -> None:
+    gateway = a_gateway(clock=ManualClock())
+    experiment = await add_experiment(gateway, problem={"component": "scheduler", "cause": "too few", "at": "then"})
+
+    await in_turn(
+        gateway,
+        lambda: gateway.commands.fail(experiment, "trainer", "out of memory"),
+        lambda: gateway.scheduler._report_waiting(experiment, None),
+    )
+
+    assert cause_of(gateway, experiment) == ("trainer", "out of memory")
+
+
+async def test_a_failure_keeps_its_cause_while_the_data_plane_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = a_gateway(clock=ManualClock())
+    experiment = await add_experiment(gateway)
+    await gateway.commands.fail(experiment, "trainer", "out of memory")
+    absences = [Unavailable("the Redis server reads its log", component=COMPONENT)]
+
+    async def drain(*_: Any, **__: Any) -> Ledger:
+        if absences:
+            raise absences.pop()
+        return await experiment.train.ledger()
+
+    async def finished() -> None:
+        return None
+
+    monkeypatch.setattr(teardown, "drain_outstanding", drain)
+    monkeypatch.setattr(teardown, "UNAVAILABLE_BACKOFF_SECONDS", 0.0)
+    await Teardown(
+        experiment,
+        gateway.repository,
+        gateway.registry,
+        gateway.fleet,
+        gateway.commands,
+        gateway.clock,
+        idle_timeout_seconds=1.0,
+        finish_tracking=finished,
+    ).run()
+
+    assert not absences and experiment.record.final_ledger is not None
+    assert cause_of(gateway, experiment) == ("trainer", "out of memory")
+
+
+@pytest.mark.parametrize("action", [Action.START, Action.RESUME])
+async def test_an_experiment_deleted_while_its_files_are_read_is_not_stored_again(
+    action: Action, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    store = MemoryStore()
+    gateway = a_gateway(store, ManualClock())
+    state = ExperimentState.DRAFT if action is Action.START else ExperimentState.FAILED
+    experiment = await add_experiment(gateway, state=state, final_ledger={}, directory=str(tmp_path / "e"))
+    loop, may_go_on = asyncio.get_running_loop(), asyncio.Event()
+
+    def slow(_spec: object) -> None:
+        asyncio.run_coroutine_threadsafe(may_go_on.wait(), loop).result(5.0)
+
+    monkeypatch.setattr(commands.checks, "check", slow)
+    acting = asyncio.create_task(gateway.commands.act(experiment.id, action))
+    await turns()
+    await gateway.commands.act(experiment.id, Action.DELETE)
+    may_go_on.set()
+
+    with pytest.raises(NotFound):
+        await acting
+    assert await store.experiments() == []
+
+
+async def test_a_resumed_experiment_knows_the_image_of_its_version() -> None:
+    gateway = a_gateway(clock=ManualClock())
+    experiment = await add_experiment(gateway, trainer_epoch=1)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    await gateway.publications.announce(experiment.id, a_request(trainer, 1))
+    assert experiment.record.policy_version == 1
+
+    await gateway.commands.fail(experiment, "trainer", "out of memory")
+
+    assert gateway.publications.checksum_of(experiment.id, 1) == a_manifest(1).checksum

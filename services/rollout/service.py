@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
 FIRST_PAUSE_SECONDS = 0.5
+LOOK_SECONDS = 1.0
+"""Between two looks at the engine's load."""
 
 
 class Session(reconciling.Session, Protocol):
@@ -172,12 +174,13 @@ class RolloutService(SessionFollower[Session]):
             self._changed.set()
 
     async def _after_engine_death(self, error: WorkerDied) -> None:
-        self._engine_died = None
         if self._session is not None and self._session.worker.answered:
             self._restarts.forget()
         pause = self._restarts.died()
         log.error("the engine's process ended", extra={"cause": error.detail, "again_after_seconds": pause})
         await self._end_session(keep_assignment=True)
+        # Whatever was told of it until now is this one death.
+        self._engine_died = None
         self._failure = Failure(component="rollout engine", cause=error.detail, fatal=pause is None)
         if pause is None:
             self._backoff.reset()
@@ -203,7 +206,7 @@ class RolloutService(SessionFollower[Session]):
     async def _watch_load(self) -> None:
         last_tokens, last_time = 0, time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_SECONDS)
             session = self._session
             if session is None:
                 if self._state is not WorkState.FINISHED:
@@ -213,7 +216,8 @@ class RolloutService(SessionFollower[Session]):
             try:
                 load = await session.engine.load()
             except WorkerDied as error:
-                self._on_engine_death(error)
+                if session is self._session:
+                    self._on_engine_death(error)
                 continue
             except FlotillaError:
                 continue

@@ -98,6 +98,7 @@ class Supervisor(StateFollower):
         self._watching: asyncio.Task[None] | None = None
         self._offering: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
+        self._told: Failure | None = None  # by the worker, of its own end
         self._is_hopeless = False
         self._is_passing = False
         self._is_leaving = False
@@ -147,7 +148,6 @@ class Supervisor(StateFollower):
 
     async def _start(self, assignment: Assignment) -> None:
         telemetry.experiment_id.set(assignment.experiment_id)
-        self._backoff.reset()
         try:
             spec = validate_spec(assignment.spec)
         except InvalidSpec as error:
@@ -162,6 +162,7 @@ class Supervisor(StateFollower):
         )
         self._enter(WorkState.STARTING)
         self._is_leaving = self._is_passing = False
+        self._told = None
         try:
             self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
         except OSError as error:
@@ -184,7 +185,7 @@ class Supervisor(StateFollower):
             self._offering.add(offering)
             offering.add_done_callback(self._offering.discard)
         elif isinstance(message, Failed):
-            self._failure = message.failure
+            self._failure = self._told = message.failure
             self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
         else:
             is_news = self._status is None or (message.step, message.version) != (
@@ -210,10 +211,10 @@ class Supervisor(StateFollower):
         if self._is_leaving or worker is not self._worker:
             return
         self._worker = None
-        if self._is_hopeless and self._failure is not None:
-            self._fail(self._failure)
+        if self._is_hopeless and self._told is not None:
+            self._fail(self._told)
             return
-        cause = self._failure.cause if self._failure else ending.cause
+        cause = self._told.cause if self._told else ending.cause
         if self._is_passing:
             self._start_again(cause, self._backoff.postpone())
             return

@@ -260,6 +260,54 @@ async def test_an_engine_that_keeps_dying_without_an_answer_is_fatal() -> None:
         assert (failure.fatal, failure.cause) == (True, "out of memory")
 
 
+async def test_a_death_that_is_told_by_many_is_one_death() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        for number in range(1, MAX_DEATHS):
+            await world.until(lambda n=number: len(world.sessions) == n and world.is_in(WorkState.RUNNING))
+            tell = world.on_death
+            assert tell is not None
+
+            async def close(session: ScriptedSession = world.sessions[-1], tell: Any = tell) -> None:
+                # Whoever asked the engine last hears of its death as it is closed.
+                tell(WorkerDied("the engine was closed"))
+                session.is_closed = True
+
+            world.sessions[-1].close = close  # type: ignore[method-assign]
+            tell(WorkerDied("out of memory"))
+            await world.until(lambda n=number: len(world.sessions) > n or world.is_in(WorkState.FAILED))
+
+        await world.until(lambda: len(world.sessions) == MAX_DEATHS and world.is_in(WorkState.RUNNING))
+        assert world.service.observe().failure is None
+
+
+async def test_a_look_at_an_engine_that_was_replaced_meanwhile_tells_of_no_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_service, "LOOK_SECONDS", 0.001)
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        first, asked, is_dead = world.sessions[0], asyncio.Event(), asyncio.Event()
+
+        async def load() -> EngineLoad:
+            asked.set()
+            await is_dead.wait()
+            raise WorkerDied("out of memory")
+
+        first.load = load  # type: ignore[method-assign]
+        await asked.wait()
+        assert world.on_death is not None
+        world.on_death(WorkerDied("out of memory"))
+        await world.until(lambda: len(world.sessions) == 2 and world.is_in(WorkState.RUNNING))
+
+        is_dead.set()
+        await asyncio.sleep(0.02)
+
+        assert len(world.sessions) == 2
+        assert not world.sessions[1].is_closed
+
+
 async def test_an_engine_that_answers_between_its_deaths_is_always_replaced() -> None:
     async with a_world() as world:
         world.answered = 1

@@ -15,6 +15,7 @@ from services.trainer.wire import Failed, Launch, Line, Order, Status
 from services.trainer.worker.run import describe_failure
 from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
+from shared.start_backoff import StartBackoff
 from shared.weights.pull import PublishedImages
 from tests.unit.trainer.builders import a_spec
 
@@ -188,6 +189,50 @@ async def test_a_reason_that_passes_is_no_death_however_often_it_ends_a_worker(m
 
         assert rig.state is WorkState.RUNNING
         assert rig.supervisor.observe().failure is None
+
+
+async def test_the_pauses_grow_while_a_reason_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
+    failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
+    pauses: list[float] = []
+    postpone = StartBackoff.postpone
+
+    def noted(backoff: StartBackoff, pause_seconds: float | None = None) -> float:
+        pauses.append(postpone(backoff, pause_seconds))
+        return pauses[-1]
+
+    monkeypatch.setattr(StartBackoff, "postpone", noted)
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        for number in range(1, 5):
+            await rig.until(lambda number=number: len(rig.workers) == number)
+            if number == 4:
+                rig.workers[-1].say(a_status())
+            rig.workers[-1].say(Failed(failure=failure, is_permanent=False, is_passing=True))
+            rig.workers[-1].end(1)
+        await rig.until(lambda: len(rig.workers) == 5)
+
+    assert pauses == [0.001, 0.002, 0.004, 0.001], "the fourth had worked in between"
+
+
+async def test_a_worker_that_dies_without_a_word_is_not_given_the_cause_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
+    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        rig.workers[-1].say(Failed(failure=failure, is_permanent=False, is_passing=True))
+        rig.workers[-1].end(1)
+        await rig.until(lambda: len(rig.workers) == 2)
+        assert rig.supervisor.observe().failure == failure, "it is not known to have passed"
+
+        rig.workers[-1].end(-9, "killed because memory ran out")
+        await rig.until(lambda: len(rig.workers) == 3)
+
+        told = rig.supervisor.observe().failure
+        assert told is not None
+        assert told.cause == "killed because memory ran out"
 
 
 @pytest.mark.parametrize("error", [Unavailable("no Redis server answers"), DeadlineExceeded("too slow")])

@@ -186,10 +186,9 @@ class Fleet:
         failure = observed.failure
         if failure is not None and (failure != before.failure or failure.fatal):
             await self._record_failure(service, experiment)
-        if (
-            service.kind is ServiceKind.ROLLOUT
-            and before.policy_version is not None
-            and observed.policy_version is None
+        has_no_engine = service.kind is ServiceKind.ROLLOUT and observed.policy_version is None
+        if has_no_engine and (
+            before.policy_version is not None or self._publications.is_member(experiment.id, service.id)
         ):
             # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
             async with self._store.transaction() as change:

@@ -134,6 +134,13 @@ class Publications:
         entry = self._open.get(experiment_id)
         return entry.negotiation.phase if entry else None
 
+    def is_member(self, experiment_id: str, service_id: str) -> bool:
+        """Whether a service belongs to the open publication, or to the epoch that the next one may use again."""
+        entry, epoch = self._open.get(experiment_id), self._epochs.get(experiment_id)
+        if entry is not None:
+            return service_id in entry.negotiation.members
+        return epoch is not None and service_id in epoch.service_ids
+
     async def announce(self, experiment_id: str, request: PublicationRequest) -> Publication:
         """Open a publication.
 

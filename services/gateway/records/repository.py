@@ -120,6 +120,7 @@ class ExperimentRepository:
     def stage_new(self, change: Transaction, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
         """Add a new experiment."""
         experiment = Experiment(record, spec, self._open_plane)
+        change.stage(experiment, record)
         change.write(PutExperiment(record))
         change.then(lambda: self._experiments.update({record.id: experiment}))
         return experiment
@@ -131,8 +132,15 @@ class ExperimentRepository:
                 self.stage(change, experiment, **changes)
 
     def stage(self, change: Transaction, experiment: Experiment, **changes: Any) -> ExperimentRecord:
-        """Replace fields of its record; nothing is written if all of them have these values already."""
-        record = change.staged(experiment, experiment.record)
+        """Replace fields of its record; nothing is written if all of them have these values already.
+
+        Raises:
+            NotFound: it was deleted, perhaps while the change waited for its turn.
+        """
+        known = experiment.record if self._experiments.get(experiment.id) is experiment else None
+        record = change.staged(experiment, known)
+        if record is None:
+            raise NotFound(f"there is no experiment {experiment.id}", experiment_id=experiment.id)
         if not _differs(record, changes):
             return record
         record = replace(record, updated_at=self._clock.now(), **changes)

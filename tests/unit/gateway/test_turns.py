@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
-from services.gateway.lifecycle import commands
 from services.gateway.lifecycle.states import Action
 from services.gateway.monitoring.watchdog import Watchdog
+from services.gateway.preflight import checks
 from services.gateway.publications.negotiation import Opened
 from services.gateway.records.repository import Experiment
+from services.gateway.routes.metrics import put_metrics
 from services.gateway.runtime import teardown
 from services.gateway.runtime.teardown import Teardown
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.errors import NotFound, Unavailable
-from shared.schemas.experiment import ExperimentState
+from shared.schemas.experiment import Event, ExperimentState, MetricBatch
 from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
 from shared.schemas.service import ObservedState, ServiceKind, WorkState
 from shared.streams.ledger import Ledger
@@ -153,7 +154,7 @@ async def test_an_experiment_deleted_while_its_files_are_read_is_not_stored_agai
     def slow(_spec: object) -> None:
         asyncio.run_coroutine_threadsafe(may_go_on.wait(), loop).result(5.0)
 
-    monkeypatch.setattr(commands.checks, "check", slow)
+    monkeypatch.setattr(checks, "check", slow)
     acting = asyncio.create_task(gateway.commands.act(experiment.id, action))
     await turns()
     await gateway.commands.act(experiment.id, Action.DELETE)
@@ -174,3 +175,55 @@ async def test_a_resumed_experiment_knows_the_image_of_its_version() -> None:
     await gateway.commands.fail(experiment, "trainer", "out of memory")
 
     assert gateway.publications.checksum_of(experiment.id, 1) == a_manifest(1).checksum
+
+
+async def test_the_last_metrics_of_a_deleted_experiment_do_not_store_it_again() -> None:
+    store = MemoryStore()
+    gateway = a_gateway(store, ManualClock())
+    experiment = await add_experiment(gateway, state=ExperimentState.STOPPED, final_ledger={})
+
+    _, refusal = await in_turn(
+        gateway,
+        lambda: gateway.commands.act(experiment.id, Action.DELETE),
+        lambda: put_metrics(experiment.id, MetricBatch(step=2, version=1, values={"a": 1.0}), gateway),
+    )
+
+    assert isinstance(refusal, NotFound)
+    assert await store.experiments() == []
+    assert await store.metrics(experiment.id, names=(), after=0, limit=9) == []
+
+
+async def test_an_engine_that_starts_again_while_the_database_is_absent_ends_its_epoch_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = a_gateway(clock=ManualClock())
+    experiment = await add_experiment(gateway, trainer_epoch=1)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+
+    async def publish(version: int) -> int:
+        epoch = (await gateway.publications.announce(experiment.id, a_request(trainer, version))).epoch
+        meeting = Opened(Rendezvous(host="h", port=1, epoch=epoch, world_size=2))
+        await gateway.publications.apply_to_version(experiment.id, version, meeting)
+        checksum = a_manifest(version).checksum
+        for state, known in ((ReceiveState.JOINED, None), (ReceiveState.RECEIVED, checksum)):
+            report = PublicationReport(version=version, epoch=epoch, state=state, checksum=known)
+            await say(gateway, rollout, at_work(version - 1, publication=report))
+        return epoch
+
+    def at_work(version: int | None, **facts: Any) -> ObservedState:
+        state = WorkState.STARTING if version is None else WorkState.RUNNING
+        return ObservedState(experiment_id=experiment.id, state=state, policy_version=version, **facts)
+
+    async def fails(_writes: object) -> list[Event]:
+        raise Unavailable("the disk is full")
+
+    assert await publish(1) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(gateway.store, "apply", fails)
+        with pytest.raises(Unavailable):
+            await say(gateway, rollout, at_work(None))
+    await say(gateway, rollout, at_work(None))
+    await say(gateway, rollout, at_work(1))
+
+    assert await publish(2) == 2, "nobody is at the end of the first epoch any more"

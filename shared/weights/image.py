@@ -102,9 +102,13 @@ class WeightImage:
         """Map it once more, under a lock of its own. Its file may be gone: as long as this one is open, its bytes stay.
 
         Raises:
-            WeightTransferFailed: it is being written, or the file is gone and the system offers no other way to it.
+            WeightTransferFailed: it is being written, or the file is gone and the system offers no other way to it; or
+                somebody let go of it meanwhile.
         """
-        descriptor = Path(f"/proc/self/fd/{self._file.fileno()}")
+        try:
+            descriptor = Path(f"/proc/self/fd/{self._file.fileno()}")
+        except ValueError:
+            raise WeightTransferFailed(f"the weight image {self.path.name} was let go of") from None
         path = descriptor if descriptor.exists() else self.path
         file = open_shared(path, may_be_withdrawn=True)
         try:

@@ -98,14 +98,16 @@ class _Pull:
         """Ask for what is missing, and write it down as it comes.
 
         Raises:
-            Unavailable: the server cannot be reached, or broke off.
+            Unavailable: the server cannot be reached, failed, or broke off.
             FlotillaError: what its problem says.
         """
         headers = {"Range": f"bytes={self.num_received}-", "If-Range": self._tag} if self._image else {}
         try:
             async with client.stream("GET", url, headers=headers) as answer:
                 if not answer.is_success:
-                    raise problem_to_error(answer.status_code, await answer.aread())
+                    problem = problem_to_error(answer.status_code, await answer.aread())
+                    # What went wrong within the server may go well the next time.
+                    raise Unavailable(problem.detail) if answer.is_server_error else problem
                 image = await self._expect(answer)
                 async for chunk in answer.aiter_raw(CHUNK_BYTES):
                     self._write(image, chunk)

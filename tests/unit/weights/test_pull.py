@@ -1,0 +1,33 @@
+"""A pull that meets a server in a bad moment: it is asked again, and nothing of the rollout ends with it."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.errors import NotFound
+from shared.weights.image import WeightImage
+from shared.weights.pull import PublishedImages
+from shared.weights.pull_client import WeightPuller
+
+MISSING = {"code": "not_found", "title": "There is no such thing", "status": 404, "detail": "version 1 is not offered"}
+
+
+async def test_an_image_that_was_let_go_of_before_it_is_mapped_again_is_not_offered(tmp_path: Path) -> None:
+    images = PublishedImages()
+    image = WeightImage.create(4096, directory=tmp_path)
+    images.publish(1, image, "0" * 16)
+    image.close()  # a newer version took its place while a thread was about to map it
+
+    with pytest.raises(NotFound, match="version 1 is not offered"):
+        await images.open(1)
+
+
+async def test_a_server_that_fails_within_is_asked_again(tmp_path: Path) -> None:
+    answers = [httpx.Response(500, text="Internal Server Error"), httpx.Response(404, json=MISSING)]
+    pull = WeightPuller("token", transport=httpx.MockTransport(lambda _: answers.pop(0)))
+
+    with pytest.raises(NotFound, match="version 1 is not offered"):
+        await pull("http://trainer/v1/weights/1", 1, tmp_path, 20.0)
+
+    assert not answers

@@ -110,6 +110,7 @@ class Supervisor(StateFollower):
         )
         self._furthest_step = 0
         self._started_workers = 0
+        self._launched_as = ""
 
     def observe(self) -> ObservedState:
         """Report state, version, step, load and failure."""
@@ -128,7 +129,7 @@ class Supervisor(StateFollower):
         if desired is None:
             return
         wanted = desired.assignment if desired.state is not WorkState.IDLE else None
-        if not _is_same(self._assignment, wanted):
+        if not _is_same(self._assignment, wanted) or self._is_named_otherwise():
             await self._dismiss(is_over=wanted is None)
             if wanted is None:
                 self._enter(WorkState.IDLE)
@@ -146,6 +147,11 @@ class Supervisor(StateFollower):
             running = desired.state is WorkState.RUNNING
             self._worker.tell(Order(state=WorkState.RUNNING if running else WorkState.PAUSED))
 
+    def _is_named_otherwise(self) -> bool:
+        """Whether the service has another id than the one that its worker was told: nobody would listen to that one."""
+        service_id = self._service_id()
+        return self._worker is not None and service_id is not None and service_id != self._launched_as
+
     async def _start(self, assignment: Assignment) -> None:
         telemetry.experiment_id.set(assignment.experiment_id)
         try:
@@ -154,9 +160,10 @@ class Supervisor(StateFollower):
             self._give_up(error.detail)
             return
         self._started_workers += 1
+        self._launched_as = self._service_id() or ""
         launch = Launch(
             assignment=assignment,
-            service_id=self._service_id() or "",
+            service_id=self._launched_as,
             incarnation=self._incarnation(assignment),
             **vars(self._addresses),
         )

@@ -46,19 +46,20 @@ class Reporter:
         """Report the figures of a step."""
         try:
             with self._unsent.open("a", encoding="utf-8") as file:
-                file.write(batch.model_dump_json() + "\n")
+                # A line of its own, whatever the line before was cut off at.
+                file.write(f"\n{batch.model_dump_json()}\n")
         except OSError as error:
             log.warning("unsent metrics cannot be kept in a file", extra={"error": repr(error)})
         self._add("metrics", batch)
 
     def resend(self, step: int) -> None:
         """Report again what a worker before this one could not send, up to a step: later ones are trained again."""
-        lines = self._unsent.read_text(encoding="utf-8").splitlines() if self._unsent.exists() else []
-        for line in lines:
+        text = self._unsent.read_text(encoding="utf-8", errors="replace") if self._unsent.exists() else ""
+        for line in text.split("\n"):
             try:
                 batch = MetricBatch.model_validate_json(line)
             except ValidationError:
-                continue  # its writer was killed within the line
+                continue  # empty, or its writer was killed within the line
             if batch.step <= step:
                 self._add("metrics", batch)
 

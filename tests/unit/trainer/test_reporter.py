@@ -46,3 +46,20 @@ async def test_metrics_that_a_killed_worker_did_not_send_are_sent_by_the_next_on
 
     assert gateway.steps == [1, 2, 3]
     assert not unsent.exists()
+
+
+async def test_a_line_that_was_cut_off_costs_no_other_line(tmp_path: Path) -> None:
+    unsent = tmp_path / "unsent.jsonl"
+    unsent.write_bytes(b'{"step": 1, "values": {"l\xc3')
+    for step in (1, 2):
+        killed = Reporter(Gateway(is_there=False), "e", unsent)
+        killed.resend(step)
+        killed.metrics(a_batch(step))
+
+    gateway = Gateway(is_there=True)
+    reporter = Reporter(gateway, "e", unsent)
+    reporter.resend(2)
+    async with running(reporter.run()):
+        assert await reporter.flush(2.0)
+
+    assert gateway.steps == [1, 2]

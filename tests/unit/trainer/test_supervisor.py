@@ -60,7 +60,8 @@ class FakeWorker:
 class Rig:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
-        self.supervisor = Supervisor(ADDRESSES, ServedImages(PublishedImages()), lambda: "trainer-1", self._start)
+        self.service_id = "trainer-1"
+        self.supervisor = Supervisor(ADDRESSES, ServedImages(PublishedImages()), lambda: self.service_id, self._start)
         self.supervisor.notify = lambda: None
 
     async def _start(self, launch: Launch, threads: int, on_message: Callable[[Any], None]) -> FakeWorker:
@@ -267,6 +268,18 @@ async def test_a_new_revision_gets_a_new_worker(monkeypatch: pytest.MonkeyPatch)
 
         assert rig.workers[0].orders[-1] is WorkState.DRAINING
         assert rig.workers[1].launch.assignment.revision == 2
+
+
+async def test_a_service_that_got_another_id_gets_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database that came back older may appoint it again under a number that it had already."""
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        rig.service_id = "trainer-2"
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        await rig.until(lambda: len(rig.workers) == 2)
+
+        assert rig.workers[0].orders[-1] is WorkState.DRAINING
+        assert [worker.launch.service_id for worker in rig.workers] == ["trainer-1", "trainer-2"]
 
 
 async def test_a_spec_that_does_not_validate_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,16 +35,18 @@ class Takeovers:
             Conflict: the experiment is not active, or the caller is not its trainer.
             Unavailable: the gateway has just started and has not yet heard from every rollout.
         """
-        experiment = self._of_trainer(experiment_id, request.service_id)
-        record, spec = experiment.record, experiment.spec
-        decided = reconcile(
-            request.standing(),
-            Published(record.policy_version, record.published_step),
-            await self._newest_version(experiment),
-            steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
-            total_steps=spec.optimisation.steps,
-        )
+        newest_version = await self._newest_version(self._of_trainer(experiment_id, request.service_id))
         async with self._repository.transaction() as change:
+            # Asked again: a version may have been committed, or the experiment stopped, while this waited.
+            experiment = self._of_trainer(experiment_id, request.service_id)
+            record, spec = experiment.record, experiment.spec
+            decided = reconcile(
+                request.standing(),
+                Published(record.policy_version, record.published_step),
+                newest_version,
+                steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
+                total_steps=spec.optimisation.steps,
+            )
             if decided.end_step < spec.optimisation.steps:
                 # The checkpoint of the last step may be the one that is gone.
                 step = min(record.step, decided.end_step)
@@ -70,11 +72,11 @@ class Takeovers:
         Raises:
             Conflict: the experiment is not active, or the caller is not its trainer.
         """
-        experiment = self._of_trainer(experiment_id, refused.service_id)
         epoch = refused.recorded // WORKERS_PER_EPOCH + 1
-        before = experiment.record.trainer_epoch
-        if epoch > before:
-            async with self._repository.transaction() as change:
+        async with self._repository.transaction() as change:
+            experiment = self._of_trainer(experiment_id, refused.service_id)
+            before = experiment.record.trainer_epoch
+            if epoch > before:
                 self._repository.stage(change, experiment, trainer_epoch=epoch)
                 self._events.stage(change, experiment_id, "trainer_epoch_raised", before=before, epoch=epoch)
 

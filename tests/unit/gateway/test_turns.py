@@ -10,6 +10,7 @@ from services.gateway.lifecycle.states import Action
 from services.gateway.monitoring.watchdog import Watchdog
 from services.gateway.preflight import checks
 from services.gateway.publications.negotiation import Opened
+from services.gateway.publications.takeovers import Takeovers
 from services.gateway.records.repository import Experiment
 from services.gateway.routes.metrics import put_metrics
 from services.gateway.runtime import teardown
@@ -17,11 +18,13 @@ from services.gateway.runtime.teardown import Teardown
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
-from shared.errors import NotFound, Unavailable
+from shared.errors import Conflict, NotFound, Unavailable
 from shared.schemas.experiment import Event, ExperimentState, MetricBatch
 from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
 from shared.schemas.service import ObservedState, ServiceKind, WorkState
+from shared.schemas.takeover import RefusedIncarnation, StandingPoint, TakeoverRequest
 from shared.streams.ledger import Ledger
+from shared.streams.plans import WORKERS_PER_EPOCH
 from shared.streams.redis.connection import COMPONENT
 from tests.unit.gateway.builders import a_gateway, a_manifest, a_request, add_experiment, add_service, say, turns
 
@@ -227,3 +230,30 @@ async def test_an_engine_that_starts_again_while_the_database_is_absent_ends_its
     await say(gateway, rollout, at_work(1))
 
     assert await publish(2) == 2, "nobody is at the end of the first epoch any more"
+
+
+@pytest.mark.parametrize("call", ["decide", "raise_epoch"])
+async def test_a_takeover_that_waits_behind_the_end_of_its_experiment_changes_nothing(call: str) -> None:
+    gateway = a_gateway(clock=ManualClock())
+    facts: dict[str, Any] = {
+        "policy_version": 1,
+        "published_step": 1,
+        "step": 1,
+        "trainer_epoch": 1,
+        "is_trained": True,
+    }
+    experiment = await add_experiment(gateway, **facts)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    takeovers = Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)
+    request = TakeoverRequest(service_id=trainer, step=0, published=StandingPoint(version=0, step=0))
+    refused = RefusedIncarnation(service_id=trainer, recorded=5 * WORKERS_PER_EPOCH)
+
+    def take_over() -> Awaitable[Any]:
+        if call == "decide":
+            return takeovers.decide(experiment.id, request)
+        return takeovers.raise_epoch(experiment.id, refused)
+
+    _, refusal = await in_turn(gateway, lambda: gateway.commands.act(experiment.id, Action.STOP), take_over)
+
+    assert isinstance(refusal, Conflict)
+    assert (experiment.record.is_trained, experiment.record.trainer_epoch) == (True, 1)

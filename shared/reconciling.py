@@ -143,7 +143,13 @@ class SessionFollower(StateFollower, Generic[AnySession]):
         try:
             # In a task of its own: a failed TaskGroup leaves a cancellation request behind in the task that waited for
             # it, and before Python 3.11.3 the next timeout of such a task ends as a cancellation, which nobody sees.
-            self._session = await asyncio.create_task(self._open(assignment), name="opening a session")
+            opening = asyncio.create_task(self._open(assignment), name="opening a session")
+            self._session = await opening
+        except asyncio.CancelledError:
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                # It was open already when this was cancelled: it is closed with everything else.
+                self._session = opening.result()
+            raise
         except FlotillaError as error:
             self._on_failed_start(error)
             return

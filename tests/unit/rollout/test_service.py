@@ -211,6 +211,30 @@ async def test_a_start_whose_parts_failed_leaves_no_cancellation_behind(monkeypa
         assert world.running.cancelling() == 0
 
 
+async def test_a_session_that_opens_as_the_service_ends_is_closed() -> None:
+    may_open = asyncio.Event()
+    async with a_world() as world:
+        open_session = world.service._open_session
+
+        async def open_late(*given: Any) -> Any:
+            await may_open.wait()
+            return await open_session(*given)
+
+        world.service._open_session = open_late
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.STARTING))
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+        may_open.set()
+        await asyncio.sleep(0)  # the session is open, and the service is about to hear of it
+        assert world.sessions and world.running is not None
+        world.running.cancel()
+        await asyncio.wait([world.running])
+
+        assert world.sessions[0].is_closed
+
+
 async def test_a_start_is_tried_again_as_often_as_its_reason_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_world() as world:
         monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.0)

@@ -37,7 +37,8 @@ class Account:
             under way at the end, over those of all graded groups.
         graded_again_share: answers that were graded once more because whoever held their group died.
         deciles: prompts by the mean length of their answers, fastest first; see ``Decile``.
-        slowest_over_fastest: trained share of the last decile over that of the first.
+        slowest_over_fastest: trained share of the last decile over that of the first; None where the run was too short
+            to train one of the first.
     """
 
     steps: int
@@ -54,7 +55,7 @@ class Account:
     discarded_token_share: float
     graded_again_share: float
     deciles: "tuple[Decile, ...]"
-    slowest_over_fastest: float
+    slowest_over_fastest: float | None
 
     @property
     def is_sound(self) -> bool:
@@ -122,7 +123,7 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
         discarded_token_share=_characters(lengths, passed_over) / _characters(lengths, lengths),
         graded_again_share=1 - len(lengths) * spec.rollout.group_size / sum(map(len, lengths.values())),
         deciles=deciles,
-        slowest_over_fastest=_share(deciles[-1]) / _share(deciles[0]),
+        slowest_over_fastest=_share(deciles[-1]) / _share(deciles[0]) if deciles[0].trained else None,
     )
 
 

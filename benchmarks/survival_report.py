@@ -80,6 +80,8 @@ def _shown(name: str, value: Any) -> str:
         return f"{value:.2%}"
     if isinstance(value, bool):
         return "yes" if value else "**no**"
+    if value is None:
+        return "-"
     return f"{value:.3f}" if name == "slowest_over_fastest" else str(value)
 
 

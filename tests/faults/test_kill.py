@@ -68,7 +68,7 @@ async def watch_balance(client: GatewayClient, experiment_id: str, seen: list[bo
 
 async def test_a_run_survives_the_death_of_each_process(tmp_path: Path) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": STEPS}, checkpoint={"every_steps": 5})
-    hold = hold_back(spec, tmp_path, after_event=HELD_STEPS)
+    hold = hold_back(spec, tmp_path, after_step=HELD_STEPS)
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:
             view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)

@@ -77,7 +77,7 @@ async def test_faults_do_not_change_the_losses(tmp_path: Path) -> None:
             quiet = await start(client, spec)
             await until_completed(client, quiet)
             without = await curve_of(client, quiet)
-            hold = hold_back(spec, tmp_path, after_event=HELD_STEPS)
+            hold = hold_back(spec, tmp_path, after_step=HELD_STEPS)
             faulty = await start(client, spec)
             killed = await kill_in_turn(fleet, client, faulty)
             hold.unlink()

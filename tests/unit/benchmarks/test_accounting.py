@@ -66,6 +66,14 @@ async def test_a_sound_run_is_accounted_for_to_the_last_group(tmp_path: Path) ->
     assert json.loads(json.dumps(found.to_dict()))["trained"] == 12
 
 
+async def test_a_run_too_short_to_compare_lengths_says_so(tmp_path: Path) -> None:
+    gateway = a_run(tmp_path)
+    (tmp_path / "lengths").write_text("".join(f"{group} {200 - group}\n" for group in range(14)))
+    (tmp_path / "checkpoints" / "step-3" / "state.json").write_text(json.dumps({"step": 3, "trained": [[0, 1]]}))
+
+    assert (await accounted(gateway, tmp_path)).slowest_over_fastest is None
+
+
 async def test_a_group_without_a_reason_is_lost(tmp_path: Path) -> None:
     found = await accounted(a_run(tmp_path, dropped={"experiment_ended": 1}), tmp_path)
 

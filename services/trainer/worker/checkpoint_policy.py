@@ -159,6 +159,7 @@ class CheckpointPolicy:
 
     async def _checkpoint(self) -> None:
         loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._compute, self._reporter.sync)
         path = await loop.run_in_executor(
             self._compute, partial(self._manager.save, self._learner, self.progress, self._line)
         )

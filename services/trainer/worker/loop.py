@@ -85,12 +85,18 @@ class TrainingLoop:
         if self.is_at_version:
             await self._publish()
         published = time.monotonic()
+        spent = computed - started, published - computed
+        # Nobody trains a step again that a checkpoint contains: its figures are kept before.
+        values |= self._describe(result, self._times.with_step(planned, *spent, None))
+        self._reporter.keep(MetricBatch(step=step, version=version, values=values))
         await self._durability.after_step()
-        self._times.add(planned, computed - started, published - computed, time.monotonic() - published)
-        values |= describe_step(result, self._times, self._publisher.last_seconds, ends_version=self.is_at_version)
-        values |= self._durability.take_figures()
+        self._times.add(planned, *spent, time.monotonic() - published)
+        values |= self._describe(result, self._times) | self._durability.take_figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
         log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
+
+    def _describe(self, result: StepResult, times: StepTimes) -> dict[str, float]:
+        return describe_step(result, times, self._publisher.last_seconds, ends_version=self.is_at_version)
 
     def _learn(self, planned: StepGroups, step: int) -> StepResult:
         if (faults := armed()) is not None:

@@ -1,11 +1,13 @@
 """Sends metrics and checkpoints to the gateway, in order, however long it is unavailable; training never waits for it.
 
-What is not sent yet is in a file, too: a worker that is killed would else leave steps without figures that its last
-checkpoint contains, and which nobody trains again.
+What is not sent yet is in a file, too, and the figures of a step are there before a checkpoint contains it: a worker
+that is killed would else leave steps without figures which nobody trains again.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -41,27 +43,46 @@ class Reporter:
         self._is_empty.set()
         self.num_lost = 0
         self._unsent = unsent
+        self._has_kept = False
+
+    def keep(self, batch: MetricBatch) -> None:
+        """Keep what is known of a step before a checkpoint contains it; ``metrics`` reports it, or the next worker."""
+        self._write(batch)
+        self._has_kept = True
 
     def metrics(self, batch: MetricBatch) -> None:
         """Report the figures of a step."""
+        self._write(batch)
+        self._has_kept = False
+        self._add("metrics", batch)
+
+    def sync(self) -> None:
+        """Let what is not sent outlive a power cut; blocks."""
+        with contextlib.suppress(OSError), self._unsent.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _write(self, batch: MetricBatch) -> None:
         try:
             with self._unsent.open("a", encoding="utf-8") as file:
                 # A line of its own, whatever the line before was cut off at.
                 file.write(f"\n{batch.model_dump_json()}\n")
         except OSError as error:
             log.warning("unsent metrics cannot be kept in a file", extra={"error": repr(error)})
-        self._add("metrics", batch)
 
     def resend(self, step: int) -> None:
         """Report again what a worker before this one could not send, up to a step: later ones are trained again."""
         text = self._unsent.read_text(encoding="utf-8", errors="replace") if self._unsent.exists() else ""
+        found: dict[int, MetricBatch] = {}
         for line in text.split("\n"):
             try:
                 batch = MetricBatch.model_validate_json(line)
             except ValidationError:
                 continue  # empty, or its writer was killed within the line
             if batch.step <= step:
-                self._add("metrics", batch)
+                # A step's last line is the most complete, and that of the lineage which the checkpoint is of.
+                found[batch.step] = batch
+        for each in sorted(found):
+            self._add("metrics", found[each])
 
     def checkpoint(self, view: CheckpointView) -> None:
         """Report a durable checkpoint."""
@@ -74,7 +95,8 @@ class Reporter:
                 kind, body = self._waiting[0]
                 await self._send(kind, body)
                 self._waiting.popleft()
-            self._unsent.unlink(missing_ok=True)
+            if not self._has_kept:
+                self._unsent.unlink(missing_ok=True)
             self._is_empty.set()
             self._changed.clear()
             await self._changed.wait()

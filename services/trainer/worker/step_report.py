@@ -1,5 +1,6 @@
 """What one step took and gave, as the figures that are reported."""
 
+import copy
 import math
 
 from services.trainer.data.plan import StepGroups
@@ -35,9 +36,15 @@ class StepTimes:
         self._waited = 0.0
         self._elapsed = 0.0
 
-    def add(self, planned: StepGroups, compute: float, publish: float, checkpoint: float) -> None:
-        """Record a step's durations in seconds."""
-        step = planned.wait_seconds + compute + publish + checkpoint
+    def with_step(self, planned: StepGroups, compute: float, publish: float, checkpoint: float | None) -> "StepTimes":
+        """Return what ``add`` would make of this."""
+        times = copy.copy(self)
+        times.add(planned, compute, publish, checkpoint)
+        return times
+
+    def add(self, planned: StepGroups, compute: float, publish: float, checkpoint: float | None) -> None:
+        """Record a step's durations in seconds; ``checkpoint`` is None while that is not over."""
+        step = planned.wait_seconds + compute + publish + (checkpoint or 0.0)
         self._waited += planned.wait_seconds
         self._elapsed += step
         self.values = {
@@ -45,9 +52,10 @@ class StepTimes:
             "time/pace_seconds": planned.pace_seconds,
             "time/compute_seconds": compute,
             "time/publish_seconds": publish,
-            "time/checkpoint_seconds": checkpoint,
             "time/step_seconds": step,
         }
+        if checkpoint is not None:
+            self.values["time/checkpoint_seconds"] = checkpoint
 
     def idle_ratio(self) -> float:
         """Divide the time waited for groups by all time since the last call; a version's, if called once for each."""

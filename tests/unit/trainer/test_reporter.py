@@ -14,6 +14,7 @@ class Gateway:
 
     def __init__(self, *, is_there: bool) -> None:
         self.steps: list[int] = []
+        self.values: dict[str, float] = {}
         self._is_there = asyncio.Event()
         if is_there:
             self._is_there.set()
@@ -21,6 +22,7 @@ class Gateway:
     async def call(self, _method: str, _path: str, *, body: Any = None, **_how: Any) -> Any:
         await self._is_there.wait()
         self.steps.append(body.step)
+        self.values = dict(body.values)
 
 
 def a_batch(step: int) -> MetricBatch:
@@ -63,3 +65,38 @@ async def test_a_line_that_was_cut_off_costs_no_other_line(tmp_path: Path) -> No
         assert await reporter.flush(2.0)
 
     assert gateway.steps == [1, 2]
+
+
+async def test_what_is_kept_of_a_step_is_sent_once_by_the_next_worker_and_replaced_by_the_whole(tmp_path: Path) -> None:
+    unsent = tmp_path / "unsent.jsonl"
+    killed = Reporter(Gateway(is_there=False), "e", unsent)
+    async with running(killed.run()):
+        killed.keep(a_batch(1))
+        killed.metrics(MetricBatch(step=1, version=1, values={"loss": 1.0, "time": 2.0}))
+        killed.keep(a_batch(2))
+
+    gateway = Gateway(is_there=True)
+    reporter = Reporter(gateway, "e", unsent)
+    reporter.resend(2)
+    async with running(reporter.run()):
+        assert await reporter.flush(2.0)
+
+    assert gateway.steps == [1, 2]
+
+
+async def test_what_is_kept_survives_that_everything_before_it_is_sent(tmp_path: Path) -> None:
+    unsent = tmp_path / "unsent.jsonl"
+    gateway = Gateway(is_there=True)
+    killed = Reporter(gateway, "e", unsent)
+    killed.metrics(a_batch(1))
+    killed.keep(a_batch(2))
+    async with running(killed.run()):
+        assert await killed.flush(2.0)
+
+    reporter = Reporter(gateway, "e", unsent)
+    reporter.resend(2)
+    async with running(reporter.run()):
+        assert await reporter.flush(2.0)
+
+    assert gateway.steps == [1, 1, 2]
+    assert not unsent.exists()

@@ -2,17 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import psutil
 
+from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from shared.client import GatewayClient
 from shared.errors import Conflict, NotFound, Unavailable
-from shared.schemas.experiment import ExperimentView, Page
+from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
-DEFAULT_DATA = ".flotilla"
 FLEET_FILE = "fleet.json"
 
 
@@ -86,19 +87,45 @@ async def list_experiments(client: GatewayClient) -> list[ExperimentView]:
 
 
 async def find_experiment(client: GatewayClient, reference: str | None) -> ExperimentView:
-    """Find an experiment by id, by name, or the only one that is not final.
+    """Find the experiment that is meant; see ``choose_experiment``."""
+    return choose_experiment(await list_experiments(client), reference)
+
+
+def choose_experiment(views: Sequence[ExperimentView], reference: str | None) -> ExperimentView:
+    """Choose an experiment by id, name or the beginning of an id.
+
+    A name means the experiment of that name that is active, else the newest of them; without a reference all count.
+
+    Args:
+        views: all experiments, oldest first.
+        reference: what was typed.
 
     Raises:
-        NotFound: there is none.
-        Conflict: there are several; the detail lists their ids.
+        NotFound: there is none; the detail names what is near.
+        Conflict: several are meant; the detail lists them.
     """
-    views = await list_experiments(client)
     if reference is None:
-        found = [view for view in views if not view.state.is_final] or views[-1:]
+        found = _active_else_newest(views)
     else:
-        found = [view for view in views if view.id == reference] or [view for view in views if view.name == reference]
+        found = [view for view in views if view.id == reference]
+        found = found or _active_else_newest([view for view in views if view.name == reference])
+        found = found or [view for view in views if reference and view.id.startswith(reference)]
     if not found:
-        raise NotFound(f"there is no experiment {reference!r}" if reference else "there is no experiment")
+        raise NotFound(_not_found(views, reference))
     if len(found) > 1:
-        raise Conflict(f"several experiments match, say which id: {', '.join(view.id for view in found)}")
+        candidates = ", ".join(f"{view.id} ({view.state})" for view in found)
+        raise Conflict(f"several experiments match, say which id: {candidates}")
     return found[0]
+
+
+def _active_else_newest(views: Sequence[ExperimentView]) -> list[ExperimentView]:
+    active = [view for view in views if not view.state.is_final and view.state is not ExperimentState.DRAFT]
+    return active or list(views[-1:])
+
+
+def _not_found(views: Sequence[ExperimentView], reference: str | None) -> str:
+    if reference is None or not views:
+        return "there is no experiment; `flotilla start FILE` makes one"
+    near = get_close_matches(reference, {view.name for view in views} | {view.id for view in views}, n=3)
+    hint = f": did you mean {' or '.join(near)}?" if near else "; `flotilla ls` lists them"
+    return f"there is no experiment {reference!r}{hint}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -165,8 +165,3 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     if view.problem is not None:
         parts.append(Text(f"{view.problem.component}: {view.problem.cause}", style="bold red"))
     return Group(*parts)
-
-
-def new_console() -> Console:
-    """A console that writes to standard output, without markup surprises."""
-    return Console(highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flotilla.cli.__main__ import build_parser
+from flotilla.cli.command_line import build_parser
 from services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
 from shared.service_app import STOP_SECONDS
 from shared.settings import NOTICE_SECONDS

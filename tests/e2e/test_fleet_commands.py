@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from flotilla.cli.exit_codes import ExitCode
 from flotilla.connection import FleetInfo
 from tests.fleet import FLOTILLA, LEFT_SECONDS, ROOT, is_running, make_experiment, until
 
@@ -65,7 +66,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
 
     assert "is up" in shell.run("up", "--port", "0", "--rollouts", "2", "--detach")
     try:
-        assert "runs already" in shell.run("up", "--port", "0", "--detach", code=1)
+        assert "runs already" in shell.run("up", "--port", "0", "--detach", code=ExitCode.REFUSED)
         assert stat.S_IMODE((shell.data / "token").stat().st_mode) == 0o600
         services = shell.status()["services"]
         assert sorted(each["kind"] for each in services) == ["reward", "rollout", "rollout", "sandbox", "trainer"]
@@ -108,7 +109,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
         diagnosis = json.loads(shell.run("diagnose", "--json"))
         assert diagnosis["evidence"]["looks"] >= 0
         assert "bottleneck" in shell.run("diagnose")
-        assert "pause" in shell.run("resume", code=1)
+        assert "pause" in shell.run("resume", code=ExitCode.REFUSED)
 
         shell.run("stop")
         until(lambda: seen()["state"] == "stopped", PATIENCE_SECONDS, "the end")
@@ -125,7 +126,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
 
     assert "is down" in said
     until(lambda: not any(map(is_running, pids)), LEFT_SECONDS, f"the end of all of {pids}")
-    assert "flotilla up" in shell.run("status", code=1)
+    assert "flotilla up" in shell.run("status", code=ExitCode.UNREACHABLE)
 
 
 def services_of(shell: Shell) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from flotilla.cli.commands.run import follow
-from flotilla.cli.progress import Progress, new_console
+from flotilla.cli.output import new_console, write_json
+from flotilla.cli.progress import Progress
 from flotilla.cli.summary import lengths_of
 from flotilla.connection import find_experiment, open_client
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
@@ -58,6 +59,9 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
     return act
 
 
+pause, resume, stop = action("pause"), action("resume"), action("stop")
+
+
 async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
     async with open_client(arguments.gateway, Path(arguments.data)) as client:
@@ -70,7 +74,7 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     """Return what bounds the speed of an experiment."""
     _, content = await _read(arguments, "diagnosis")
     if arguments.json:
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        write_json(content)
         return 0
     found = DiagnosisView.model_validate(content)
     console = new_console()
@@ -90,7 +94,7 @@ async def ledger(arguments: argparse.Namespace) -> int:
     """Show where every issued group is."""
     view, content = await _read(arguments, "ledger")
     if arguments.json:
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        write_json(content)
         return 0
     table = Table("groups", *content, title=f"{view.name} ({view.id})", title_justify="left")
     rows: dict[str, dict[str, str]] = {}

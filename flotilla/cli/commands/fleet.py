@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ import psutil
 from rich.table import Table
 
 from flotilla.cli.fleet import FleetOptions, LocalFleet
-from flotilla.cli.progress import new_console
+from flotilla.cli.output import new_console, write_json
 from flotilla.connection import FLEET_FILE, FleetInfo, is_running, open_client
 from shared.errors import Conflict, FlotillaError, Unavailable
 from shared.processes import python_module
@@ -125,7 +124,7 @@ async def status(arguments: argparse.Namespace) -> int:
             "shares": [share.model_dump(mode="json") for share in fleet.experiments],
         }
     if arguments.json:
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        write_json(content)
     else:
         _show(content)
     return 0

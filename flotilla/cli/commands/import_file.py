@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flotilla.cli.output import write_json
 from flotilla.importers.build import Imported, build
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from flotilla.importers.systems import SCRIPTS, SYSTEMS, beside, read, read_launch_text, read_openrlhf
@@ -14,36 +15,6 @@ from shared.config.yaml_text import write_value
 from shared.errors import InvalidRequest
 
 HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
-
-
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command line."""
-    text = "Make a spec of a launch file of another system, and say what becomes of each parameter."
-    systems = commands.add_parser("import", help=text, description=text).add_subparsers(required=True, metavar="SYSTEM")
-    for name, what in (("verl", "YAML file, or launch script (.sh)"), ("roll", "YAML file, or launch script (.sh)")):
-        parser = systems.add_parser(name, help=f"{name}: {what}")
-        parser.add_argument("file", help=what)
-        parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
-        parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
-        _options(parser, name)
-    openrlhf = systems.add_parser("openrlhf", help="openrlhf: a launch script (.sh), or -- and the flags")
-    _options(openrlhf, "openrlhf")
-    openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script (.sh), or -- and the flags")
-    parser = systems.add_parser("coverage", help="say what becomes of every parameter in lists of them (JSON)")
-    parser.add_argument("directory", help="directory of the lists")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(function=show_coverage)
-
-
-def _options(parser: argparse.ArgumentParser, system: str) -> None:
-    parser.add_argument("--output", "-o", help="where to write the spec; without it, standard output")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
-    parser.add_argument("--rows", type=int, help="rows of the training data, where its passes must become steps")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
-    parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
-    parser.add_argument("--strict", action="store_true", help="fail on what is unsupported, too")
-    parser.add_argument("--json", action="store_true", help="report as JSON")
-    parser.set_defaults(function=import_file, system=system)
 
 
 async def import_file(arguments: argparse.Namespace) -> int:
@@ -134,7 +105,7 @@ async def show_coverage(arguments: argparse.Namespace) -> int:
             "relevant": relevant,
             "parameters": [row.as_dict() for row in rows],
         }
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        write_json(found)
     else:
         for row in rows:
             targets = f" -> {', '.join(row.targets)}" if row.targets else ""

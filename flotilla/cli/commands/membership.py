@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.cli.fleet import service_environment
-from flotilla.cli.progress import new_console
+from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo, open_client
 from shared.client import GatewayClient
 from shared.errors import InvalidRequest, NotFound, Unavailable

@@ -14,7 +14,8 @@ from typing import IO
 from rich.live import Live
 
 from flotilla.cli.fleet import FleetOptions, LocalFleet
-from flotilla.cli.progress import Progress, duration, live_line, live_view, new_console, seconds_left
+from flotilla.cli.output import new_console
+from flotilla.cli.progress import Progress, duration, live_line, live_view, seconds_left
 from flotilla.cli.summary import summarise, summary_table, write_plot, write_summary
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.client import GatewayClient

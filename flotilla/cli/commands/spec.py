@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flotilla.cli.output import write_json
 from flotilla.launch_file import LaunchFile, read_launch_file
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
@@ -20,29 +20,6 @@ if TYPE_CHECKING:
     from services.gateway.preflight.inspection import Inspection, Rows
 
 COLUMN = 56
-DATA_HELP = (
-    "also open the model's directory, graders and data as the creation of an experiment does: tells rows and columns. "
-    "Downloads remote data, and runs the code of a custom dataset"
-)
-
-
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command line."""
-    text = "Check or show an experiment file, or print the schema."
-    actions = commands.add_parser("spec", help=text, description=text).add_subparsers(required=True, metavar="ACTION")
-    for name, what, function in (
-        ("check", "say whether the file is valid", check),
-        ("show", "print every value, and where it comes from", show),
-    ):
-        parser = actions.add_parser(name, help=what, description=f"{name}: {what}")
-        parser.add_argument("spec", help="experiment file, YAML or JSON")
-        parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, as optimisation.steps=10")
-        parser.add_argument("--json", action="store_true", help="print JSON")
-        parser.set_defaults(function=function)
-        if function is check:
-            parser.add_argument("--data", action="store_true", help=DATA_HELP)
-    parser = actions.add_parser("schema", help="print the JSON Schema of a spec")
-    parser.set_defaults(function=schema)
 
 
 async def check(arguments: argparse.Namespace) -> int:
@@ -62,7 +39,7 @@ async def check(arguments: argparse.Namespace) -> int:
             lines += [_told(rows) for rows in found.rows]
             lines += _unprepared(launch) if entries else []
     if arguments.json:
-        sys.stdout.write(json.dumps({"valid": not entries, "errors": [*entries], **answer}, indent=1) + "\n")
+        write_json({"valid": not entries, "errors": [*entries], **answer})
     else:
         sys.stdout.writelines(lines)
         sys.stderr.writelines(f"{entry['path']}: {entry['allowed']}\n".removeprefix(": ") for entry in entries)
@@ -95,7 +72,7 @@ async def show(arguments: argparse.Namespace) -> int:
     resolved, rows = _resolved(arguments.spec, overrides)
     if arguments.json:
         found = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        write_json(found)
     else:
         origins = {path: origin for path, _, origin in rows}
         sys.stdout.writelines(_lines(resolved, "", 0, origins))
@@ -113,7 +90,7 @@ def _resolved(path: str, overrides: Sequence[str]) -> tuple[dict[str, Any], list
 
 async def schema(arguments: argparse.Namespace) -> int:
     """Print the JSON Schema."""
-    sys.stdout.write(json.dumps(ExperimentSpec.model_json_schema(), indent=1) + "\n")
+    write_json(ExperimentSpec.model_json_schema())
     return 0
 
 

@@ -1,6 +1,5 @@
 """``flotilla spec check --data`` opens what creation would open, and says of all of it what is wrong."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flotilla.cli.commands.spec import add_parsers
+from flotilla.cli.__main__ import find_command
+from flotilla.cli.command_line import build_parser
 from services.gateway.preflight import checks
 from shared.config.load import load_spec
 from shared.errors import FlotillaError
@@ -36,11 +36,8 @@ def written(folder: Path, **sections: Any) -> Path:
 
 
 async def check(path: Path, *options: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers())
-    arguments = parser.parse_args(["spec", "check", str(path), *options])
-    code: int = await arguments.function(arguments)
-    return code
+    arguments = build_parser().parse_args(["spec", "check", str(path), *options])
+    return await find_command(arguments.function)(arguments)
 
 
 async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,171 @@
+"""Every command and its arguments; a command's own module is imported when it is run."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flotilla.cli import parsing
+from flotilla.cli.parsing import Parser, add_command, add_experiment, add_gateway, add_json
+from flotilla.defaults import DEFAULT_DATA, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from flotilla.cli.parsing import Commands
+
+DATA_HELP = (
+    "also open the model's directory, graders and data as the creation of an experiment does: tells rows and columns. "
+    "Downloads remote data, and runs the code of a custom dataset"
+)
+
+
+def build_parser() -> Parser:
+    """Describe the command line."""
+    parser = Parser(prog="flotilla", description="An asynchronous RL post-training fleet.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_fleet(commands)
+    _add_membership(commands)
+    _add_experiments(commands)
+    _add_files(commands)
+    completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
+    completion.add_argument("shell", choices=["bash", "zsh"])
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        # Here, since no other command needs it.
+        from importlib.metadata import version
+
+        print(f"flotilla {version('flotilla')}")
+        parser.exit()
+
+
+def _add_run(commands: "Commands") -> None:
+    text = "Run one experiment on a fleet of its own, show its result, leave nothing running."
+    parser = add_command(commands, "run", text, "run:run")
+    parsing.add_spec(parser)
+    parsing.add_fleet(parser, port=0)
+    parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
+    parser.add_argument("--name", help="name of the run directory (default: the experiment's name)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
+
+
+def _add_fleet(commands: "Commands") -> None:
+    up = add_command(commands, "up", "Start a fleet on this machine.", "fleet:up")
+    parsing.add_fleet(up, port=DEFAULT_PORT)
+    up.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    up.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
+    up.add_argument("--no-sandbox", action="store_true", help="start no sandbox service")
+    up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
+    down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")
+    down.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
+    status = add_command(commands, "status", "List services and experiments.", "fleet:status")
+    add_gateway(status)
+    add_json(status)
+
+
+def _add_membership(commands: "Commands") -> None:
+    text = "Start one more rollout service for a fleet that runs; SIGTERM lets it leave."
+    rollout = add_command(commands, "rollout", text, "membership:rollout")
+    add_gateway(rollout)
+    rollout.add_argument("--notice", type=parsing.seconds, help="seconds it may take to leave (default: 25)")
+    text = "Let a rollout finish or hand over its work, and leave the fleet."
+    drain = add_command(commands, "drain", text, "membership:drain")
+    drain.add_argument("service", help="id of the service, see `flotilla status`")
+    drain.add_argument("--notice", type=parsing.seconds, help="seconds it may take (default: 30)")
+    add_gateway(drain)
+
+
+def _add_experiments(commands: "Commands") -> None:
+    text = "Create and start an experiment on a fleet that runs."
+    start = add_command(commands, "start", text, "experiment:start")
+    parsing.add_spec(start)
+    add_gateway(start)
+    text = "Make what an experiment file needs, and print the spec to send over REST."
+    parsing.add_spec(add_command(commands, "prepare", text, "experiment:prepare"))
+    for name, text in (
+        ("stop", "Stop an experiment; its checkpoints stay."),
+        ("pause", "Pause an experiment."),
+        ("resume", "Let a paused experiment go on."),
+    ):
+        parser = add_command(commands, name, text, f"experiment:{name}")
+        add_experiment(parser)
+        add_gateway(parser)
+    watch = add_command(commands, "watch", "Follow an experiment.", "experiment:watch")
+    add_experiment(watch)
+    watch.add_argument("--plain", action="store_true", help="lines instead of a live view")
+    add_gateway(watch)
+    for name, text in (
+        ("diagnose", "Say what bounds an experiment's speed, and what would change it."),
+        ("ledger", "Show where every issued group is."),
+    ):
+        parser = add_command(commands, name, text, f"experiment:{name}")
+        add_experiment(parser)
+        add_json(parser)
+        add_gateway(parser)
+
+
+def _add_files(commands: "Commands") -> None:
+    text = "Check or show an experiment file, or print the schema."
+    spec = commands.add_parser("spec", help=text, description=text)
+    actions: Commands = spec.add_subparsers(required=True, metavar="ACTION")
+    for name, what in (
+        ("check", "Say whether the file is valid."),
+        ("show", "Print every value, and where it comes from."),
+    ):
+        parser = add_command(actions, name, what, f"spec:{name}")
+        parser.add_argument("spec", help="experiment file, YAML or JSON")
+        parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, as optimisation.steps=10")
+        add_json(parser)
+        if name == "check":
+            parser.add_argument("--data", action="store_true", help=DATA_HELP)
+    add_command(actions, "schema", "Print the JSON Schema of a spec.", "spec:schema")
+    text = "Make a spec of a launch file of another system, and say what becomes of each parameter."
+    imports = commands.add_parser("import", help=text, description=text)
+    _add_imports(imports.add_subparsers(required=True, metavar="SYSTEM"))
+
+
+def _add_imports(systems: "Commands") -> None:
+    what = "YAML file, or launch script (.sh)"
+    for name in ("verl", "roll"):
+        parser = add_command(systems, name, f"{name}: {what}", "import_file:import_file")
+        parser.add_argument("file", help=what)
+        parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
+        parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
+        _import_options(parser, name)
+    text = "openrlhf: a launch script (.sh), or -- and the flags"
+    openrlhf = add_command(systems, "openrlhf", text, "import_file:import_file")
+    _import_options(openrlhf, "openrlhf")
+    openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script (.sh), or -- and the flags")
+    text = "Say what becomes of every parameter in lists of them (JSON)."
+    parser = add_command(systems, "coverage", text, "import_file:show_coverage")
+    parser.add_argument("directory", help="directory of the lists")
+    add_json(parser)
+
+
+def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
+    parser.add_argument("--output", "-o", help="where to write the spec; without it, standard output")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--rows", type=int, help="rows of the training data, where its passes must become steps")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
+    parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
+    parser.add_argument("--strict", action="store_true", help="fail on what is unsupported, too")
+    add_json(parser, "report as JSON")
+    parser.set_defaults(system=system)
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """List a parser's commands by name."""
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
+
+
+def leaves(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> dict[str, argparse.ArgumentParser]:
+    """List every command that can be run, as it is typed, such as ``spec check``."""
+    inner = subcommands(parser)
+    if not inner:
+        return {" ".join(words): parser}
+    return {text: leaf for name, each in inner.items() for text, leaf in leaves(each, (*words, name)).items()}

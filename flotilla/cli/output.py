@@ -1,0 +1,62 @@
+"""What commands print: tables and sentences for people, JSON for programs.
+
+In a pipe nothing is coloured, wrapped or shortened. In a terminal a column that must be typed or copied is never
+shortened, and paths are printed outside of tables.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_COLUMNS = 100_000
+"""Wider than any line."""
+
+
+def new_console() -> Console:
+    """A console that writes to standard output, without markup surprises."""
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    return Console(highlight=False, soft_wrap=True, width=width)
+
+
+def write_json(value: Any) -> None:
+    """Print one JSON document."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def write_json_line(value: Any) -> None:
+    """Print one line of a stream of JSON documents."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def table_of(
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, str] | Sequence[str]],
+    *,
+    whole: Sequence[str] = (),
+    title: str = "",
+) -> Table:
+    """Make a table.
+
+    Args:
+        columns: their names.
+        rows: cells by column's name, or in the order of the columns.
+        whole: columns that are never shortened, such as ids: the table grows wider than the terminal instead.
+        title: above it.
+    """
+    cells = [[row.get(name, "") for name in columns] if isinstance(row, Mapping) else list(row) for row in rows]
+    table = Table(title=title or None, title_justify="left")
+    for index, name in enumerate(columns):
+        widest = max((len(row[index]) for row in cells), default=0)
+        if name in whole:
+            table.add_column(name, no_wrap=True, min_width=max(widest, len(name)))
+        else:
+            table.add_column(name, overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table

@@ -1,0 +1,132 @@
+"""What every command's arguments have in common; says what was probably meant where a word is not known."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flotilla.defaults import DEFAULT_DATA
+
+MAX_NOTICE_SECONDS = 86_400
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads arguments; options are written whole, so that a new one never changes what an old script means."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse at once what is not known, where the options that could be meant are known."""
+        found, rest = super().parse_known_args(args, namespace)
+        many = next(
+            (action.dest for action in self._actions if action.nargs == "*" and not action.option_strings), None
+        )
+        if many is not None:
+            # argparse takes those before the first option alone.
+            setattr(found, many, [*getattr(found, many), *(word for word in rest if not word.startswith("-"))])
+            rest = [word for word in rest if word.startswith("-")]
+        if rest:
+            self._refuse(rest)
+        return found, rest
+
+    def _refuse(self, words: Sequence[str]) -> NoReturn:
+        unknown = next((word.split("=", 1)[0] for word in words if word.startswith("-")), None)
+        if unknown is None:
+            self.error(f"unexpected {'arguments' if len(words) > 1 else 'argument'}: {' '.join(words)}")
+        options = [option for action in self._actions for option in action.option_strings]
+        self.error(f"unknown option {unknown}{meant(unknown, options)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # Each of the commands in the message would hide the one that is meant.
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            names = list(action.choices)
+            what = (action.metavar or "command") if isinstance(action.metavar, str) else "command"
+            hint = meant(str(value), names) or f": choose from {', '.join(names)}"
+            self.error(f"unknown {what.lower()} {str(value)!r}{hint}")
+        super()._check_value(action, value)
+
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[Parser]
+
+
+def meant(word: str, known: Sequence[str]) -> str:
+    """Write ``: did you mean ...?`` for a misspelt word; empty where nothing is near."""
+    near = get_close_matches(word, known, n=3, cutoff=0.6)
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def add_command(commands: "Commands", name: str, text: str, function: str) -> Parser:
+    """Describe one command.
+
+    Args:
+        commands: where it is added.
+        name: as it is typed.
+        text: one sentence.
+        function: module below ``flotilla.cli.commands`` and function, such as ``fleet:up``; imported when it is run.
+    """
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(function=function)
+    return parser
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Add which gateway is asked."""
+    parser.add_argument("--data", default=DEFAULT_DATA, help="data directory of the local fleet (%(default)s)")
+    parser.add_argument("--gateway", help="URL of a gateway (default: FLOTILLA_GATEWAY_URL, else the local fleet)")
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def add_experiment(parser: argparse.ArgumentParser, *, is_needed: bool = False) -> None:
+    """Add the experiment that is meant: ``arguments.experiment``."""
+    text = "id, its beginning, or name"
+    if is_needed:
+        parser.add_argument("experiment", help=text)
+    else:
+        parser.add_argument("experiment", nargs="?", help=f"{text} (default: the one that is active, else the newest)")
+
+
+def add_spec(parser: argparse.ArgumentParser) -> None:
+    """Add an experiment file and what overrides it."""
+    parser.add_argument("spec", help="experiment file, YAML or JSON")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, such as optimisation.steps=10")
+    parser.add_argument("--seed", type=int, help="the experiment's seed")
+
+
+def add_fleet(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add what a local fleet consists of."""
+    parser.add_argument("--rollouts", type=at_least_one, help="rollout services")
+    parser.add_argument("--trainers", type=at_least_one, help="trainer services: one for each experiment at a time")
+    parser.add_argument("--rewards", type=at_least_one, help="reward services")
+    parser.add_argument("--sandboxes", type=at_least_one, help="sandbox services")
+    parser.add_argument("--port", type=int, default=port, help="port of the gateway, 0 for any free one (%(default)s)")
+    parser.add_argument(
+        "--redis-url",
+        default=os.environ.get("FLOTILLA_REDIS_URL"),
+        help="Redis or Valkey server to use (default: FLOTILLA_REDIS_URL, else one of its own)",
+    )
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+
+
+def seconds(text: str) -> float:
+    """Read a notice."""
+    value = float(text)
+    if not 0 <= value <= MAX_NOTICE_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {MAX_NOTICE_SECONDS}")
+    return value
+
+
+def at_least_one(text: str) -> int:
+    """Read a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

@@ -1,0 +1,36 @@
+"""What is printed can be read by a person, and copied or piped by one."""
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from flotilla.cli.output import new_console, table_of
+
+ID = "a-rather-long-name-for-an-experiment-0a1b2c"
+
+
+def printed(width: int) -> str:
+    table = table_of(("id", "problem"), [(ID, "word " * 40)], whole=("id",))
+    file = io.StringIO()
+    Console(file=file, width=width, soft_wrap=True).print(table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_what_must_be_typed_is_never_shortened(width: int) -> None:
+    assert ID in printed(width)
+
+
+def test_a_pipe_gets_each_row_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert not sys.stdout.isatty()
+
+    new_console().print(table_of(("id", "problem"), [(ID, "word " * 40)], title="[a] title"))
+    new_console().print("line " * 60)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(ID in line and line.count("word") == 40 for line in lines)
+    assert any(line.count("line") == 60 for line in lines)
+    assert not any("\x1b" in line for line in lines)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from flotilla.cli.parsing import Commands
 
 DATA_HELP = (
-    "also open the model's directory, graders and data as the creation of an experiment does: tells rows and columns. "
-    "Downloads remote data, and runs the code of a custom dataset"
+    "also open the model's directory, tokenizer, graders and data as the start of an experiment does: tells rows, "
+    "columns, and the first prompt as the model is given it. Downloads remote data, and runs the code of a custom "
+    "dataset or grader"
 )
 
 

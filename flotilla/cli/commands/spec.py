@@ -18,8 +18,10 @@ from shared.errors import InvalidSpec, Scalar
 
 if TYPE_CHECKING:
     from services.gateway.preflight.inspection import Inspection, Rows
+    from services.gateway.preflight.prompts import Prompts
 
 COLUMN = 56
+SHOWN_CHARACTERS = 1500
 
 
 async def check(arguments: argparse.Namespace) -> int:
@@ -35,8 +37,12 @@ async def check(arguments: argparse.Namespace) -> int:
         lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
         if arguments.data:
             found = await asyncio.to_thread(_inspect, launch.spec)
-            entries, answer["data"] = found.errors, [asdict(rows) for rows in found.rows]
+            missing = {entry["path"] for entry in found.errors}
+            graders = [each for each in await _unbuildable(launch.spec) if f"{each['path']}.path" not in missing]
+            entries, answer["data"] = (*found.errors, *graders), [asdict(rows) for rows in found.rows]
+            answer["prompts"] = asdict(found.prompts) if found.prompts else None
             lines += [_told(rows) for rows in found.rows]
+            lines += _rendered(found.prompts) if found.prompts else []
             lines += _unprepared(launch) if entries else []
     if arguments.json:
         write_json({"valid": not entries, "errors": [*entries], **answer})
@@ -51,6 +57,24 @@ def _inspect(spec: ExperimentSpec) -> "Inspection":
     from services.gateway.preflight.inspection import inspect
 
     return inspect(spec)
+
+
+async def _unbuildable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
+    from flotilla.graders import unbuildable
+
+    return await unbuildable(spec)
+
+
+def _rendered(prompts: "Prompts") -> list[str]:
+    """Describe the prompts, with the first one as the model is given it."""
+    lines = [
+        f"prompts: {prompts.shortest} to {prompts.longest} tokens (first {prompts.num_prompts} rows), "
+        f"at most {prompts.limit} allowed; rendered by {prompts.rendered_by}\n"
+    ]
+    if prompts.num_too_long:
+        lines.append(f"prompts: {prompts.num_too_long} of them are too long: see data.overlong\n")
+    shown = prompts.first[:SHOWN_CHARACTERS] + ("..." if len(prompts.first) > SHOWN_CHARACTERS else "")
+    return [*lines, "first prompt, as the model is given it:\n", *(f"  | {line}\n" for line in shown.split("\n"))]
 
 
 def _told(rows: "Rows") -> str:

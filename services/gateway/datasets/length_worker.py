@@ -1,7 +1,8 @@
 """The child process that counts prompts' tokens. It needs transformers' tokenizers and keeps torch out.
 
-It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by ``{}``, then
-``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``; or by ``{error, index?}``. It ends with its input.
+It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by
+``{has_chat_template}``, then ``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is
+true also with ``texts``; or by ``{error, index?}``. It ends with its input.
 """
 
 import json
@@ -9,17 +10,21 @@ import sys
 from typing import Any
 
 
-def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]]) -> dict[str, Any]:
-    """Count the tokens of each prompt, as the model would be given them."""
+def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show: bool = False) -> dict[str, Any]:
+    """Count the tokens of each prompt, as the model would be given them; ``show`` returns them as text, too."""
     from shared.schemas.task import Message
 
     lengths: list[int] = []
+    texts: list[str] = []
     for index, prompt in enumerate(prompts):
         try:
-            lengths.append(len(template.token_ids(tokenizer, [Message(*message) for message in prompt])))
+            token_ids = template.token_ids(tokenizer, [Message(*message) for message in prompt])
+            lengths.append(len(token_ids))
+            if show:
+                texts.append(tokenizer.decode(token_ids))
         except Exception as error:  # a chat template may raise whatever it likes
             return {"error": f"{type(error).__name__}: {error}"[:500], "index": index}
-    return {"lengths": lengths}
+    return {"lengths": lengths, "texts": texts} if show else {"lengths": lengths}
 
 
 def main() -> None:
@@ -30,19 +35,21 @@ def main() -> None:
 
     replies, sys.stdout = sys.stdout, sys.stderr
     tokenizer: Any = None
+    reply: dict[str, Any]
     template = PromptTemplate()
     for line in sys.stdin:
         request = json.loads(line)
         if "model" in request:
             template = PromptTemplate(request["input_template"], request["options"])
             try:
-                tokenizer, reply = load_tokenizer(request["model"]), {}
+                tokenizer = load_tokenizer(request["model"])
+                reply = {"has_chat_template": bool(tokenizer.chat_template)}
             except ImportError as error:
                 reply = {"error": f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"}
             except Exception as error:  # whatever a broken tokenizer raises
                 reply = {"error": str(error)}
         else:
-            reply = count(tokenizer, template, request["prompts"])
+            reply = count(tokenizer, template, request["prompts"], show=request.get("show", False))
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

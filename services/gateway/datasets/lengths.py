@@ -32,10 +32,15 @@ ANSWER_SECONDS: Final = 300.0
 
 
 class LengthProcess:
-    """One child process. Its owner asks one question at a time."""
+    """One child process. Its owner asks one question at a time.
+
+    Attributes:
+        has_chat_template: whether the tokenizer brings one; known once it is loaded.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
+        self.has_chat_template = False
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer.
@@ -66,6 +71,8 @@ class LengthProcess:
 def running_process(model_path: str, template: PromptTemplate) -> Iterator[LengthProcess]:
     """Start a child process and load the tokenizer in it; ends it afterwards.
 
+    What it knows of the tokenizer is in ``has_chat_template``.
+
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
@@ -85,7 +92,8 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
             asked = {"model": model_path, "input_template": template.input_template, "options": dict(template.options)}
             answer = child.ask(asked)
             if "error" in answer:
-                raise ModelError(f"data.overlong: {answer['error']}", path=model_path)
+                raise ModelError(answer["error"], path=model_path)
+            child.has_chat_template = answer["has_chat_template"]
             yield child
         finally:
             process.kill()

@@ -1,18 +1,22 @@
 """Everything that a spec names, opened as the creation of an experiment does, with all that is wrong at once.
 
 For people who want to know before there is a gateway. What creation checks is ``checks.check``, which stops at the
-first thing; here each of the same checks is made, and what was read is reported.
+first thing; here each of the same checks is made, then those that rollouts and trainer make when they start (model
+files, tokenizer, template), and what was read is reported.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.preflight import checks
+from services.gateway.preflight.prompts import Prompts, look_at_prompts
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import RowsConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Scalar
+from shared.model_files import check_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +45,52 @@ class Inspection:
     Attributes:
         rows: per source that could be read.
         errors: one entry per thing that is wrong: path, value, what is allowed.
+        prompts: as the model is given them; None where model or data cannot be read.
     """
 
     rows: tuple[Rows, ...]
     errors: tuple[dict[str, Scalar], ...]
+    prompts: Prompts | None = None
 
 
 def inspect(spec: ExperimentSpec) -> Inspection:
     """Open model, graders, trackers' packages and data; blocks, downloads, runs the code of a custom dataset."""
     rows: list[Rows] = []
     errors: list[dict[str, Scalar]] = []
+    datasets: list[Dataset] = []
+    prompts: list[Prompts] = []
 
-    def attempt(field: str, work: Callable[[], None]) -> None:
+    def attempt(field: str, work: Callable[[], None]) -> bool:
         try:
             work()
         except FlotillaError as error:
             errors.extend(error.errors or [_entry(field, error)])
+            return False
+        return True
+
+    def check_model() -> None:
+        checks.check_model(spec)
+        check_directory(Path(spec.model.path))
 
     def read_training() -> None:
-        rows.extend(_rows_of(checks.train_dataset(spec), spec.data.all_sources, "data", "sources"))
+        datasets.append(checks.train_dataset(spec))
+        rows.extend(_rows_of(datasets[-1], spec.data.all_sources, "data", "sources"))
 
     def read_held_out() -> None:
         held_out = checks.evaluation_dataset(spec)
         if held_out is not None and spec.evaluation is not None:
+            datasets.append(held_out)
             rows.extend(_rows_of(held_out, spec.evaluation.all_sets, "evaluation", "sets"))
 
     attempt("", lambda: checks.check_paths(spec))
-    attempt("model.path", lambda: checks.check_model(spec))
+    has_model = attempt("model.path", check_model)
     attempt("reward.components", lambda: checks.check_functions(spec))
     attempt("tracking.trackers", lambda: check_trackers(spec))
     attempt("data", read_training)
     attempt("evaluation", read_held_out)
-    return Inspection(tuple(rows), tuple(errors))
+    if has_model and datasets:
+        attempt("model.path", lambda: prompts.append(look_at_prompts(spec, datasets)))
+    return Inspection(tuple(rows), tuple(errors), prompts[0] if prompts else None)
 
 
 def _rows_of(dataset: Dataset, sources: Sequence[RowsConfig], section: str, several: str) -> list[Rows]:

@@ -1,6 +1,5 @@
 """Load a causal language model from a local directory, or say in one sentence why that is impossible."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shared.errors import ModelError
+from shared.model_files import check_directory
 
 log = logging.getLogger(__name__)
 
-WEIGHT_PATTERNS = ("*.safetensors",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -70,27 +69,6 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> LoadedModel:
         raise ModelError(f"{path}: config or tokenizer cannot be read: {_first_line(error)}") from error
     model = _load_weights(path, config, DTYPES[dtype])
     return LoadedModel(model.to(device).eval(), path)
-
-
-def check_directory(path: Path) -> None:
-    """Look for the files of a model without loading it.
-
-    Raises:
-        ModelError: the directory, its config.json, its weights or its tokenizer are missing.
-    """
-    if not path.is_dir():
-        raise ModelError(f"model directory {path} does not exist")
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelError(f"model directory {path} has no config.json")
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{config} is not readable JSON: {error}") from None
-    if not any(found for pattern in WEIGHT_PATTERNS for found in path.glob(pattern)):
-        raise ModelError(f"model directory {path} has no *.safetensors weights (pickled weights are not loaded)")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise ModelError(f"model directory {path} has no tokenizer (tokenizer.json or tokenizer.model)")
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:

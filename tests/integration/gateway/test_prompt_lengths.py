@@ -1,6 +1,7 @@
 """Tokens are counted in processes that have no torch, and rows whose prompt is too long are left out."""
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.lengths import prompt_lengths
 from services.gateway.datasets.loading import load_training
 from services.gateway.datasets.overlong import kept_rows, without_overlong
+from services.gateway.preflight.prompts import look_at_prompts
 from services.rollout.episodes.rendering import ChatRenderer
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError, ModelError
@@ -127,3 +129,30 @@ def test_what_goes_wrong_is_said(model: Path, tmp_path: Path) -> None:
     stop.set()
     with pytest.raises(DataError, match="was stopped"):
         prompt_lengths([prompt(1)], str(model), PromptTemplate(), workers=1, stop=stop)
+
+
+def test_a_check_renders_the_first_prompts_as_the_rollouts_do(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "w w"}, {"prompt": " ".join("w" * 20)}]
+    spec = a_filtered_spec(model)
+
+    found = look_at_prompts(spec, [Dataset(rows, spec.data, seed=0)])
+
+    # Words of this tokenizer are all unknown but w.
+    assert (found.num_prompts, found.shortest, found.longest, found.limit, found.num_too_long) == (2, 4, 22, 10, 1)
+    assert (found.rendered_by, found.first) == ("the tokenizer's chat template", "<unk> w w <unk>")
+
+
+def test_a_check_says_what_a_tokenizer_without_a_template_and_one_that_refuses_do(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "chat_template.jinja").unlink()
+    spec = a_filtered_spec(bare)
+
+    found = look_at_prompts(spec, [Dataset([{"prompt": "w w"}], spec.data, seed=0)])
+
+    assert found.rendered_by.startswith("nothing: the tokenizer has no chat template")
+    assert found.first == "w w"
+    refused = Dataset([{"prompt": [{"role": "user", "content": "w"}]}, {"prompt": [{"role": "bad", "content": "w"}]}],
+                      spec.data, seed=0)  # fmt: skip
+    with pytest.raises(DataError, match=r"refuses the prompt of row 1: .*no such role"):
+        look_at_prompts(a_filtered_spec(model), [refused])

@@ -9,15 +9,24 @@ import yaml
 
 from flotilla.cli.__main__ import find_command
 from flotilla.cli.command_line import build_parser
-from services.gateway.preflight import checks
+from services.gateway.preflight import checks, inspection
+from services.gateway.preflight.prompts import Prompts
 from shared.config.load import load_spec
 from shared.errors import FlotillaError
+
+
+@pytest.fixture(autouse=True)
+def look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at prompts without a tokenizer, which takes seconds to load."""
+    prompts = Prompts(8, 5, 9, 40, 1, "data.input_template", "Q: 0?\nA:")
+    monkeypatch.setattr(inspection, "look_at_prompts", lambda *_: prompts)
 
 
 def written(folder: Path, **sections: Any) -> Path:
     """Write a spec whose model, data and grader are there."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / "model" / name).write_text("{}")
     (folder / "grade.py").write_text("def score(sample):\n    return 1.0\n")
     for name, count in (("train", 5), ("easy", 2), ("hard", 3)):
         rows = [{"question": f"{n}?", "answer": str(n)} for n in range(count)]
@@ -47,10 +56,17 @@ async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys:
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("is valid: trial, 3 steps")
-    assert lines[1:] == [
+    assert lines[1:4] == [
         f"data: 5 rows of {tmp_path}/train.jsonl; columns answer, question",
         f"evaluation.sets.0 (easy): 2 rows of {tmp_path}/easy.jsonl; columns answer, question",
         f"evaluation.sets.1 (hard): 3 rows of {tmp_path}/hard.jsonl; columns answer, question",
+    ]
+    assert lines[4:] == [
+        "prompts: 5 to 9 tokens (first 8 rows), at most 40 allowed; rendered by data.input_template",
+        "prompts: 1 of them are too long: see data.overlong",
+        "first prompt, as the model is given it:",
+        "  | Q: 0?",
+        "  | A:",
     ]
 
 
@@ -68,6 +84,49 @@ async def test_everything_that_is_missing_is_named_at_once(tmp_path: Path, capsy
     assert f"reward.components.0.path: there is no file {tmp_path}/grade.py" in said
     assert "'solution', which data.label_column names; columns there: answer, question" in said
     assert f"evaluation.sets.0: there is no file {tmp_path}/easy.jsonl" in said
+
+
+@pytest.mark.parametrize(
+    ("grader", "said"),
+    [
+        ("import nowhere", "importing it failed: ModuleNotFoundError at grade.py:1: No module named 'nowhere'"),
+        ("def other(sample): ...", "the file has no function 'score'; it has: other"),
+        ("def score(): ...", "must be callable with one argument, the sample; its signature is score()"),
+    ],
+)
+async def test_a_grader_that_the_start_would_refuse_is_refused(
+    grader: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    (tmp_path / "grade.py").write_text(grader)
+
+    assert await check(path, "--data") == 1
+
+    error = capsys.readouterr().err
+    assert error.startswith("reward.components.0: ")
+    assert said in error
+
+
+@pytest.mark.parametrize(("file", "lacking"), [("model.safetensors", "weights"), ("tokenizer.json", "tokenizer")])
+async def test_a_model_that_the_trainer_would_refuse_is_refused(
+    file: str, lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    (tmp_path / "model" / file).unlink()
+
+    assert await check(path, "--data") == 1
+
+    assert f"model.path: model directory {tmp_path}/model has no" in (error := capsys.readouterr().err)
+    assert lacking in error
+
+
+async def test_a_secret_that_is_not_set_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grader = {"kind": "remote", "url": "https://grader.example/grade", "secret_env": "NOT_SET_HERE"}
+    path = written(tmp_path, reward={"components": [grader]})
+
+    assert await check(path, "--data") == 1
+
+    assert "reward.components.0: the environment variable 'NOT_SET_HERE' (secret_env)" in capsys.readouterr().err
 
 
 async def test_as_json_it_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,27 @@
+"""The files of a model in Hugging Face format, looked at without loading anything: no torch here."""
+
+import json
+from pathlib import Path
+
+from shared.errors import ModelError
+
+
+def check_directory(path: Path) -> None:
+    """Look for the files of a model without loading it.
+
+    Raises:
+        ModelError: the directory, its config.json, its weights or its tokenizer are missing.
+    """
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist")
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelError(f"model directory {path} has no config.json")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{config} is not readable JSON: {error}") from None
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"model directory {path} has no *.safetensors weights (pickled weights are not loaded)")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ModelError(f"model directory {path} has no tokenizer (tokenizer.json or tokenizer.model)")

@@ -8,13 +8,13 @@ issues another in its place.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
-from services.reward.verifiers.base import Verifier
+from services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import ClaimLost, FlotillaError
 from shared.faults.armed import armed
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 CLAIM_WAIT_SECONDS = 1.0
 HAND_BACK_SECONDS = 5.0
+MOST_NAMES = 32
+"""Components, and metrics, that are kept of a grade: they travel with the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,14 @@ def grading_samples(group: Group) -> list[GradingSample]:
     ]
 
 
-def with_grades(group: Group, grades: Sequence[Grade], seconds: float, metric: str | None = None) -> Group:
+def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Collection[str] = ()) -> Group:
     """Write each grade onto its trajectory.
 
     Args:
         group: as sampled.
         grades: one per trajectory.
         seconds: that grading took.
-        metric: kept among the components, where a grade has it.
+        kept: names of components and metrics that are never left out, however many a grader gives.
 
     Raises:
         ValueError: there are not as many grades as trajectories.
@@ -81,16 +83,21 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float, metric: s
             trajectory.graded(
                 grade.status,
                 grade.reward,
-                components={**grade.components, **_kept(grade, metric)},
+                components=_bounded(grade.components, kept),
                 reason=grade.reason,
                 timings={**trajectory.timings, "grading_seconds": seconds},
+                metrics=_bounded(grade.metrics, kept),
+                answer=None if grade.answer is None else grade.answer[:LONGEST_ANSWER],
             )
         )
     return Group(group.task, tuple(graded), group.prompt)
 
 
-def _kept(grade: Grade, metric: str | None) -> dict[str, float]:
-    return {metric: grade.metrics[metric]} if metric is not None and metric in grade.metrics else {}
+def _bounded(values: Mapping[str, float], kept: Collection[str]) -> dict[str, float]:
+    if len(values) <= MOST_NAMES:
+        return dict(values)
+    others = [name for name in values if name not in kept][:MOST_NAMES]
+    return {name: values[name] for name in (*others, *kept) if name in values}
 
 
 def is_gradable(trajectory: Trajectory) -> bool:
@@ -98,17 +105,19 @@ def is_gradable(trajectory: Trajectory) -> bool:
     return trajectory.finish_reason is not FinishReason.ABORTED
 
 
-def judged_metric(config: RewardConfig) -> str | None:
-    """Name the metric that groups are judged by; None for the reward."""
-    return None if config.group_filter is None else config.group_filter.metric
+def used_names(config: RewardConfig) -> frozenset[str]:
+    """Name the components and metrics that something is decided by: an advantage, or a filter of groups."""
+    names = {component.name or component.kind for component in config.components}
+    metric = None if config.group_filter is None else config.group_filter.metric
+    return frozenset(names if metric is None else {*names, metric})
 
 
 def why_filtered(group: Group, config: RewardConfig) -> str | None:
     """Return why a graded group is not worth training on, if so."""
     rewards = group.rewards()
-    metric = judged_metric(config)
+    metric = None if config.group_filter is None else config.group_filter.metric
     if metric is not None:
-        rewards = [t.components.get(metric, t.reward) for t in group.trajectories if t.reward is not None]
+        rewards = [t.metrics.get(metric, t.reward) for t in group.trajectories if t.reward is not None]
     if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
         return "zero_spread"
     if config.group_filter is not None and not keeps(rewards, config.group_filter):
@@ -244,7 +253,7 @@ class RewardConsumer:
                 self.last_error = grade.reason
             else:
                 self.graded_samples += 1
-        return with_grades(group, grades, time.perf_counter() - started, judged_metric(self._config))
+        return with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
 
     async def _send_on(self, lane: RewardLane, claim: Claim, group: Group) -> None:
         if not lane.is_filtered:

@@ -2,11 +2,14 @@
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.config.base import Config
 from shared.config.data import RowsConfig
 from shared.config.rollout import SamplingConfig
+
+RESERVED = ("reward", "grader", "source")
+"""Parts of the names of an evaluation's series that no set may have."""
 
 
 class HeldOutConfig(RowsConfig):
@@ -14,6 +17,13 @@ class HeldOutConfig(RowsConfig):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """Letters, digits, dot, dash and underscore; its series are called `evaluation/NAME/...`."""
+
+    @field_validator("name")
+    @classmethod
+    def _leaves_our_names(cls, name: str) -> str:
+        if name in RESERVED:
+            raise ValueError(f"{name!r} is where other series of an evaluation are: give the set another name")
+        return name
 
 
 class EvaluationConfig(Config):
@@ -37,6 +47,8 @@ class EvaluationConfig(Config):
     """Keep the smallest set of most likely tokens of this probability; null takes that of ``rollout.sampling``."""
     group_size: int = Field(1, ge=1)
     """Answers per problem; accuracy is their mean."""
+    pass_reward: float = 1.0
+    """An answer passes, as ``pass@K`` counts it, with at least this reward."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Upper bound on sampled tokens; null takes that of ``rollout.sampling``."""
     deadline_seconds: float = Field(600.0, gt=0)

@@ -63,6 +63,8 @@ class Grade(TolerantWire):
     """Free numbers for charts; they do not enter the reward."""
     reason: str | None = None
     """Why there is no reward; required of an error."""
+    answer: Text | None = None
+    """What was taken for the answer in the response, for people, majority votes and checks; null: none was found."""
 
     @model_validator(mode="before")
     @classmethod

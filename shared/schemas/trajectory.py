@@ -48,6 +48,8 @@ class Trajectory:
         finish_reason: why it ended.
         text: the completion decoded for graders and people; never re-tokenised.
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.
+        metrics: what graders measured besides the reward, by ``COMPONENT/METRIC``.
+        answer: what a grader took for the answer in the text; None if it found none, or does not say.
         timings: durations in seconds by name (``generation_seconds``, ``grading_seconds``).
         resumed_tokens: sampled tokens that came from an earlier rollout, which handed the task over.
     """
@@ -64,6 +66,8 @@ class Trajectory:
     reason: str | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     resumed_tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -102,8 +106,10 @@ class Trajectory:
         components: Mapping[str, float] | None = None,
         reason: str | None = None,
         timings: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        answer: str | None = None,
     ) -> "Trajectory":
-        """Make a copy that has a grade; components and timings stay where none are given.
+        """Make a copy that has a grade; components, timings and metrics stay where none are given.
 
         Raises:
             ValueError: a scored trajectory without a finite reward, or another status with one.
@@ -124,6 +130,8 @@ class Trajectory:
             reason,
             self.timings if timings is None else timings,
             self.resumed_tokens,
+            self.metrics if metrics is None else metrics,
+            answer,
         )
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
@@ -160,6 +168,8 @@ class Trajectory:
             "components": dict(self.components),
             "reason": self.reason,
             "timings": dict(self.timings),
+            "metrics": dict(self.metrics),
+            "answer": self.answer,
         }
 
     def to_wire(self) -> dict[str, Any]:
@@ -183,6 +193,9 @@ class Trajectory:
             wire["timings"],
             # A trajectory that was stored before this field existed was never handed over.
             wire.get("resumed_tokens", 0),
+            # Nor was one that was graded before these were kept given any.
+            wire.get("metrics", {}),
+            wire.get("answer"),
         )
         received.__post_init__()
         return received

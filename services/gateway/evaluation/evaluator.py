@@ -101,7 +101,13 @@ class Evaluator:
             await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_deadline")
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
             return
-        metrics = summarise_sets(groups, self._dataset.parts, num_issued=num_issued)
+        metrics = summarise_sets(
+            groups,
+            self._dataset.parts,
+            num_issued=num_issued,
+            num_answers=self._config.group_size,
+            pass_reward=self._config.pass_reward,
+        )
         metrics[LAG] = float(self._experiment.record.policy_version - version)
         # Not the step that was done meanwhile: the result belongs to the version.
         step = await self._repository.step_of(self._experiment, version)

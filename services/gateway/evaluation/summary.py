@@ -4,25 +4,45 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from services.gateway.datasets.dataset import Part
+from services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
+from shared.reward_metrics import SeriesNames, describe_rewards
 from shared.schemas.trajectory import GradeStatus, Group
 
 PREFIX = "evaluation/"
 
 
-def summarise_sets(groups: Sequence[Group], parts: Sequence[Part], *, num_issued: int) -> dict[str, float]:
-    """Compute the metrics of an evaluation: of all problems, and of each named set under ``evaluation/NAME/``.
+def summarise_sets(
+    groups: Sequence[Group], parts: Sequence[Part], *, num_issued: int, num_answers: int, pass_reward: float
+) -> dict[str, float]:
+    """Compute the metrics of an evaluation: of all problems, of each named set under ``evaluation/NAME/``, and of each
+    data source under ``evaluation/source/SOURCE/``.
 
     Args:
         groups: graded answers of the problems that came back.
         parts: which rows are of which set.
         num_issued: problems that were asked, all rows of all sets.
+        num_answers: to each problem.
+        pass_reward: an answer with at least this reward passes.
     """
-    metrics = summarise(groups, num_lost=num_issued - len(groups))
+
+    def measure(some: Sequence[Group], num_lost: int) -> dict[str, float]:
+        return summarise(some, num_lost=num_lost) | compare_answers(
+            some, num_answers=num_answers, pass_reward=pass_reward
+        )
+
+    names = SeriesNames()
+    metrics = measure(groups, num_issued - len(groups)) | _graders(groups, names)
     for part in parts:
         if part.name is not None:
             own = [group for group in groups if part.start <= group.task.row < part.start + part.num_rows]
-            found = summarise(own, num_lost=part.num_rows - len(own))
-            metrics |= {f"{PREFIX}{part.name}/{name.removeprefix(PREFIX)}": value for name, value in found.items()}
+            metrics |= _under(part.name, measure(own, part.num_rows - len(own)))
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        name = None if group.task.data_source is None else names.source(group.task.data_source)
+        if name is not None:
+            by_source.setdefault(name, []).append(group)
+    for name, own in by_source.items():
+        metrics |= _under(f"source/{name}", measure(own, 0))
     return metrics
 
 
@@ -47,3 +67,38 @@ def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:
     if trajectories:
         metrics["evaluation/mean_completion_tokens"] = fmean(t.num_sampled for t in trajectories)
     return metrics
+
+
+def compare_answers(groups: Sequence[Group], *, num_answers: int, pass_reward: float) -> dict[str, float]:
+    """Compute what several answers to a problem are worth: ``pass@K``, ``best@K``, ``mean@N`` and ``maj@N``.
+
+    N is ``num_answers``, K the powers of two up to it and N. Each is the mean over the problems that have K scored
+    answers (any, for ``mean@N`` and ``maj@N``); ``maj@N`` exists where a grader says what it took for the answer.
+    """
+    problems = [[t for t in group.trajectories if t.reward is not None] for group in groups]
+    problems = [answers for answers in problems if answers]
+    rewards = [[t.reward for t in answers if t.reward is not None] for answers in problems]
+    metrics: dict[str, float] = {}
+    for k in sizes_up_to(num_answers):
+        enough = [each for each in rewards if len(each) >= k]
+        if enough:
+            passed = [sum(reward >= pass_reward for reward in each) for each in enough]
+            shares = [pass_at(right, len(each), k) for right, each in zip(passed, enough, strict=True)]
+            metrics[f"{PREFIX}pass@{k}"] = fmean(shares)
+        if enough and k > 1:
+            metrics[f"{PREFIX}best@{k}"] = fmean(best_at(each, k) for each in enough)
+    if rewards:
+        metrics[f"{PREFIX}mean@{num_answers}"] = fmean(map(fmean, rewards))
+    if num_answers > 1 and any(t.answer is not None for answers in problems for t in answers):
+        votes = [majority(each, [t.answer for t in answers]) for each, answers in zip(rewards, problems, strict=True)]
+        metrics[f"{PREFIX}maj@{num_answers}"] = fmean(votes)
+    return metrics
+
+
+def _graders(groups: Sequence[Group], names: SeriesNames) -> dict[str, float]:
+    scored = [(group.task.data_source, t) for group in groups for t in group.trajectories if t.reward is not None]
+    return {f"{PREFIX}{name}": value for name, value in describe_rewards(scored, names).items()}
+
+
+def _under(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {f"{PREFIX}{name}/{key.removeprefix(PREFIX)}": value for key, value in metrics.items()}

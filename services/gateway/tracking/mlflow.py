@@ -14,6 +14,11 @@ LONGEST_PARAM = 500
 """Bounds of one request to a server."""
 
 
+def plain_name(name: str) -> str:
+    """Replace what a server of MLflow refuses in a name: ``pass@4`` is ``pass_at_4`` there, as verl has it."""
+    return name.replace("@", "_at_")
+
+
 class MlflowTracker:
     """Logs a batch in one request together with its cursor, so that a batch arrives whole or not at all."""
 
@@ -48,7 +53,8 @@ class MlflowTracker:
         from mlflow.entities import Metric, RunTag
 
         for record in records:
-            metrics = [Metric(name, value, int(record.at * 1000), record.step) for name, value in record.values.items()]
+            at = int(record.at * 1000)
+            metrics = [Metric(plain_name(name), value, at, record.step) for name, value in record.values.items()]
             *first, last = [metrics[at : at + MOST_METRICS] for at in range(0, len(metrics), MOST_METRICS)]
             for part in first:
                 self._client.log_batch(self._run_id, metrics=part)

@@ -24,6 +24,11 @@ class Verifier(Protocol):
 NO_LABEL = "the sample has no label to compare with"
 
 
-def verdict(config: MatchConfig, *, is_correct: bool) -> Grade:
-    """Make the grade of a right or a wrong answer."""
-    return Grade.scored(config.correct if is_correct else config.incorrect)
+LONGEST_ANSWER = 256
+"""Characters of an answer that a grade keeps."""
+
+
+def verdict(config: MatchConfig, *, is_correct: bool, answer: str | None) -> Grade:
+    """Make the grade of a right or a wrong answer, or of none."""
+    kept = None if answer is None else answer.strip()[:LONGEST_ANSWER]
+    return Grade.scored(config.correct if is_correct else config.incorrect, answer=kept)

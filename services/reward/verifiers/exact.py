@@ -34,7 +34,8 @@ class ExactVerifier:
             return Grade.error(NO_LABEL)
         pattern = self._config.pattern
         answer = sample.response if pattern is None else last_match(pattern, sample.response)
-        return verdict(self._config, is_correct=answer is not None and self._plain(answer) == self._plain(sample.label))
+        is_correct = answer is not None and self._plain(answer) == self._plain(sample.label)
+        return verdict(self._config, is_correct=is_correct, answer=answer)
 
     def _plain(self, text: str) -> str:
         return text.strip().casefold() if self._config.ignore_case else text.strip()

@@ -34,7 +34,7 @@ class MathProcess:
         """Compare one sample.
 
         Returns:
-            ``{"verdict": bool}`` or ``{"error": str}``.
+            ``{"verdict": bool, "answer": str | None}`` or ``{"error": str}``.
 
         Raises:
             GradingFailed: the child could not be started, died, or took longer than ``timeout_seconds``.
@@ -138,4 +138,6 @@ class MathVerifier:
             self._idle.put_nowait(process)
         if "error" in reply:
             return Grade.error(str(reply["error"]))
-        return verdict(self._config, is_correct=reply["verdict"] is True)
+        answer = reply.get("answer")
+        found = answer if isinstance(answer, str) else None
+        return verdict(self._config, is_correct=reply["verdict"] is True, answer=found)

@@ -1,8 +1,9 @@
 """The child process that compares mathematics. Run by path; it imports nothing of ours.
 
-It reads one JSON object per line (``response``, ``label``, ``timeout_seconds``) and answers one line (``verdict`` or
-``error``). Sympy can hang beyond the reach of any signal handler, so the parent kills this process when a comparison
-takes too long. In case the parent is gone by then, the kernel does: an alarm without a handler ends a process.
+It reads one JSON object per line (``response``, ``label``, ``timeout_seconds``) and answers one line (``verdict`` and
+``answer``, or ``error``). Sympy can hang beyond the reach of any signal handler, so the parent kills this process when
+a comparison takes too long. In case the parent is gone by then, the kernel does: an alarm without a handler ends a
+process.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 MEMORY_BYTES = 2 << 30
 GRACE_SECONDS = 5.0
+LONGEST_ANSWER = 1000
 
 
 def parse_label(label: str) -> list[Any]:
@@ -35,8 +37,9 @@ def compare(response: str, label: str) -> dict[str, Any]:
         return {"error": f"the label is not mathematics: {label[:80]!r}"}
     answer = parse(response, parsing_timeout=None, raise_on_error=True)
     if not answer:
-        return {"verdict": False}
-    return {"verdict": bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))}
+        return {"verdict": False, "answer": None}
+    is_equal = bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+    return {"verdict": is_equal, "answer": str(answer[-1])[:LONGEST_ANSWER]}
 
 
 def main() -> None:

@@ -51,4 +51,5 @@ class NumericVerifier:
             return Grade.error(f"the label is not a number: {sample.label[:80]!r}")
         found = last_match(self._config.pattern, sample.response)
         answer = None if found is None else parse_number(found)
-        return verdict(self._config, is_correct=answer is not None and abs(answer - expected) <= self._tolerance)
+        is_correct = answer is not None and abs(answer - expected) <= self._tolerance
+        return verdict(self._config, is_correct=is_correct, answer=None if answer is None else f"{answer:f}")

@@ -133,7 +133,7 @@ def combine(parts: Sequence[tuple[Component, Grade]]) -> Grade:
     Returns:
         An error if any component failed; abstained if all abstained; else scored with ``sum(weight * reward)`` over
         those that scored. ``components`` holds their unweighted rewards by name, nested ones as ``name/inner``;
-        metrics are called ``name/metric``.
+        metrics are called ``name/metric``. The answer is the first that one of them found.
     """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
@@ -152,4 +152,5 @@ def combine(parts: Sequence[tuple[Component, Grade]]) -> Grade:
         metrics |= {f"{name}/{metric}": value for metric, value in grade.metrics.items()}
     if not rewards:
         return Grade.abstained("; ".join(reasons))
-    return Grade.scored(total, components=rewards, metrics=metrics)
+    answer = next((grade.answer for _, grade in parts if grade.answer is not None), None)
+    return Grade.scored(total, components=rewards, metrics=metrics, answer=answer)

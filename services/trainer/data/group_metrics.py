@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from services.trainer.data.batch import scored_trajectories
+from shared.reward_metrics import Scored
 from shared.schemas.trajectory import Group
 
 
@@ -97,6 +98,11 @@ def describe_groups(
         "fully_async/partial/partial_ratio": float((spans > 0).mean()),
         "fully_async/partial/max_partial_span": float(spans.max()),
     }
+
+
+def with_sources(groups: Sequence[Group]) -> list[Scored]:
+    """List the trajectories that are trained, each with the data source of its task."""
+    return [(group.task.data_source, t) for group in groups for t in scored_trajectories(group)]
 
 
 def _lag_histogram(lags: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from services.trainer.data.group_metrics import describe_groups
+from services.trainer.data.group_metrics import describe_groups, with_sources
 from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
@@ -25,6 +25,7 @@ from services.trainer.worker.step_report import GradientWatch, StepTimes, descri
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.lineage import VersionLine
+from shared.reward_metrics import SeriesNames, describe_rewards
 from shared.schemas.experiment import MetricBatch
 from shared.schemas.service import WorkState
 
@@ -52,7 +53,7 @@ class TrainingLoop:
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
         self.line, self.total_steps = line, learner.spec.optimisation.steps
-        self._max_lag = learner.spec.asynchrony.resolved_max_lag
+        self._max_lag, self._names = learner.spec.asynchrony.resolved_max_lag, SeriesNames()
 
     @property
     def version(self) -> int:
@@ -78,6 +79,7 @@ class TrainingLoop:
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started = self.version, time.monotonic()
         values = describe_groups(planned.groups, version, self.progress.totals, self.line.lag)
+        values |= describe_rewards(with_sources(planned.groups), self._names)
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
         self._watch.check(result, step)

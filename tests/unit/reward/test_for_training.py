@@ -79,7 +79,7 @@ def test_a_filter_that_names_a_metric_judges_it_and_not_the_reward(
     )
     grades = [Grade.scored(2.0, components={"remote": 2.0}, metrics=found) for found in metrics]
 
-    group = with_grades(graded(None, None), grades, 0.1, "remote/score")
+    group = with_grades(graded(None, None), grades, 0.1, {"remote", "remote/score"})
 
     assert why_filtered(group, section) == reason
     assert [t.reward for t in group.trajectories] == [2.0, 2.0]

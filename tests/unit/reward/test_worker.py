@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.reward.consumer import RewardConsumer, RewardLane
+from services.reward.consumer import MOST_NAMES, RewardConsumer, RewardLane
+from services.reward.verifiers.base import LONGEST_ANSWER
 from shared.config.reward import RewardConfig
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
@@ -234,3 +235,24 @@ async def test_a_filter_that_names_a_metric_judges_it_of_what_the_grader_said(
         ledger = await world.until(lambda ledger: bool(ledger.filtered) or ledger.waiting.scored == 1)
 
     assert (ledger.waiting.scored == 1) is is_kept
+
+
+async def test_what_a_grader_said_reaches_the_trainer_and_is_bounded() -> None:
+    many = {f"remote/{number}": float(number) for number in range(100)}
+    by_name = [{"kind": "exact"}, {"kind": "remote", "url": "http://grader:1"}]
+
+    def grade(sample: GradingSample) -> Grade:
+        return Grade.scored(1.0, components=many | {"exact": 1.0}, metrics=many, answer="7" * 1000)
+
+    async with a_world(
+        grade, components=by_name, group_filter={"kind": "spread_above", "metric": "remote/99"}
+    ) as world:
+        await world.generate(a_group(a_task(0, group_size=1)))
+        await world.until(lambda ledger: ledger.waiting.scored == 1)
+        trajectory = (await world.scored())[0].trajectories[0]
+
+    assert len(trajectory.components) == MOST_NAMES + 2
+    assert trajectory.components["exact"] == 1.0
+    assert len(trajectory.metrics) == MOST_NAMES + 1
+    assert trajectory.metrics["remote/99"] == 99.0
+    assert trajectory.answer == "7" * LONGEST_ANSWER

@@ -11,7 +11,8 @@ from services.trainer.learning.learner import StepResult
 from services.trainer.learning.metrics import RENAMED
 from services.trainer.models.optimizer import UpdateResult
 from services.trainer.worker.step_report import StepTimes, describe_step
-from shared.schemas.trajectory import Group
+from shared.reward_metrics import SeriesNames, describe_rewards
+from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.plans import Plan
 from shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_trajectory
@@ -19,11 +20,19 @@ from tests.unit.trainer.builders import a_trajectory
 A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTED = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/LAG)?)`", (ROOT / "docs/metrics.md").read_text()))
+DOCUMENTED = set(
+    re.findall(r"`([a-z_]+(?:/(?:[a-z_0-9]+|LAG|COMPONENT|METRIC|SOURCE))*)`", (ROOT / "docs/metrics.md").read_text())
+)
+
+
+GIVEN = {r"^lag/tokens/\d+$": "lag/tokens/LAG", "numeric/ms": "METRIC", "numeric": "COMPONENT", "gsm8k": "SOURCE"}
+"""Patterns of what names are made of, and what the page calls it."""
 
 
 def is_documented(name: str) -> bool:
-    return name in DOCUMENTED or re.sub(r"^lag/tokens/\d+$", "lag/tokens/LAG", name) in DOCUMENTED
+    for pattern, placeholder in GIVEN.items():
+        name = re.sub(pattern, placeholder, name)
+    return name in DOCUMENTED
 
 
 def test_every_figure_of_a_step_is_in_the_page() -> None:
@@ -37,6 +46,17 @@ def test_every_figure_of_a_step_is_in_the_page() -> None:
     recorded = describe_groups([group], 3, Totals(), sub) | describe_step(result, times, 0.0, ends_version=True)
 
     assert [name for name in [*recorded, *RENAMED.values(), *RECORDED] if not is_documented(name)] == []
+
+
+def test_every_figure_of_what_graders_said_is_in_the_page() -> None:
+    graded = a_trajectory(2, [4], None).graded(
+        GradeStatus.SCORED, 1.0, components={"numeric": 1.0}, metrics={"numeric/ms": 3.0}
+    )
+
+    recorded = describe_rewards([("gsm8k", graded)], SeriesNames())
+
+    assert len(recorded) > 8
+    assert [name for name in recorded if not is_documented(name)] == []
 
 
 def test_every_metric_that_the_code_names_is_in_the_page() -> None:

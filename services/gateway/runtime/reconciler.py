@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
 RETRY_SECONDS = 1.0
+REST_SHARE = 4.0
+"""How long the loop rests after a pass, in lengths of that pass. A change of a thousand services wakes it a thousand
+times, and each pass looks at all of them: without a rest their calls wait behind passes that find little."""
+LONGEST_REST_SECONDS = 0.05
+"""Where a pass waited for a store, its length says nothing of its cost."""
 
 Work = Callable[[Experiment], Awaitable[None]]
 
@@ -58,6 +63,7 @@ class Reconciler:
         beating = asyncio.create_task(self.heartbeat.run(), name="heartbeat")
         try:
             while True:
+                began = self._registry.now()
                 try:
                     # In the same turn of the loop as the look at leases and deadlines that a pass begins with.
                     self.heartbeat.look()
@@ -65,6 +71,7 @@ class Reconciler:
                 except FlotillaError as error:
                     log.warning("a reconciliation was cut short", extra={"error": repr(error)})
                     await asyncio.sleep(PERIOD_SECONDS)
+                await asyncio.sleep(rest_after(self._registry.now() - began))
                 await self._wait()
         finally:
             await signals.end(beating, *(task for _, task in self._tasks.values()))
@@ -157,6 +164,11 @@ class Reconciler:
             await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._wake.set()
+
+
+def rest_after(pass_seconds: float) -> float:
+    """Return how long to rest after a pass, in seconds."""
+    return min(REST_SHARE * pass_seconds, LONGEST_REST_SECONDS)
 
 
 def _leaves(error: Exception) -> list[Exception]:

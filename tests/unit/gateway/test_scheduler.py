@@ -1,11 +1,14 @@
 """What the scheduler does about a placement: notices, releases, patience, and what it shows."""
 
 import asyncio
+import time
 
 import pytest
 
+from services.gateway import signals
 from services.gateway.lifecycle.states import Action
 from services.gateway.records.repository import Experiment
+from services.gateway.runtime.reconciler import REST_SHARE
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import ActionNotAllowed, InvalidSpec
@@ -221,3 +224,27 @@ async def test_who_started_first_comes_first_although_the_clock_was_set_back_sin
         clock.advance(-3600.0)
 
     assert [share.experiment_id for share in gateway.scheduler.view().experiments] == ["first", "second"]
+
+
+async def test_a_thousand_wake_ups_do_not_make_a_thousand_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    passes = 0
+
+    async def costly_pass() -> None:
+        nonlocal passes
+        passes += 1
+        clock.advance(0.01)
+
+    monkeypatch.setattr(gateway.reconciler, "reconcile", costly_pass)
+    service_id = await add_service(gateway, ROLLOUT, "r")
+    running = asyncio.create_task(gateway.reconciler.run())
+    began = time.monotonic()
+    for number in range(1000):
+        await say(gateway, service_id, ObservedState(state=(WorkState.IDLE, WorkState.DRAINING)[number % 2]))
+        await asyncio.sleep(0)
+    seconds = time.monotonic() - began
+    await signals.end(running)
+
+    assert 1 <= passes <= 2 + seconds / (REST_SHARE * 0.01)
+    await stop(gateway)

@@ -63,7 +63,7 @@ def _add_fleet(commands: "Commands") -> None:
     up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
     down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")
     down.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
-    status = add_command(commands, "status", "List services and experiments.", "fleet:status")
+    status = add_command(commands, "status", "List services and experiments.", "status:status")
     add_gateway(status)
     add_json(status)
 
@@ -82,11 +82,11 @@ def _add_membership(commands: "Commands") -> None:
 
 def _add_experiments(commands: "Commands") -> None:
     text = "Create and start an experiment on a fleet that runs."
-    start = add_command(commands, "start", text, "experiment:start")
+    start = add_command(commands, "start", text, "start:start")
     parsing.add_spec(start)
     add_gateway(start)
     text = "Make what an experiment file needs, and print the spec to send over REST."
-    parsing.add_spec(add_command(commands, "prepare", text, "experiment:prepare"))
+    parsing.add_spec(add_command(commands, "prepare", text, "start:prepare"))
     for name, text in (
         ("stop", "Stop an experiment; its checkpoints stay."),
         ("pause", "Pause an experiment."),

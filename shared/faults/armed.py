@@ -6,17 +6,20 @@ Sites read ``armed()``. Without a plan that is None, and all that a site costs i
 import logging
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from shared.faults.injector import Injector
-from shared.faults.plan import VARIABLE, FaultPlan, parse_plan
-from shared.faults.sites import PROCESSES
+from shared.faults.sites import PROCESSES, VARIABLE
+
+if TYPE_CHECKING:
+    from shared.faults.injector import Injector
+    from shared.faults.plan import FaultPlan
 
 log = logging.getLogger(__name__)
 
-_injector: Injector | None = None
+_injector: "Injector | None" = None
 
 
-def armed() -> Injector | None:
+def armed() -> "Injector | None":
     """The faults of this process; None unless a plan was given at its start."""
     return _injector
 
@@ -33,12 +36,17 @@ def arm_from(environment: Mapping[str, str], process: str) -> None:
     """
     text = environment.get(VARIABLE, "")
     if text:
+        # Here, since most processes have no faults, and a command line waits for its imports.
+        from shared.faults.plan import parse_plan
+
         arm(parse_plan(text), process)
 
 
-def arm(plan: FaultPlan, process: str) -> Injector:
+def arm(plan: "FaultPlan", process: str) -> "Injector":
     """Arm this process with a plan, and say so loudly."""
     global _injector
+    from shared.faults.injector import Injector
+
     assert process in PROCESSES, process
     _injector = Injector(process, plan)
     faults = [fault.model_dump(mode="json", exclude_defaults=True, by_alias=True) for fault in _injector.faults]

@@ -16,9 +16,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from shared.config.base import TextConfig
 from shared.errors import InvalidRequest
-from shared.faults.sites import PLACES, PROCESSES, Kind, Site
+from shared.faults.sites import PLACES, PROCESSES, VARIABLE, Kind, Site
 
-VARIABLE = "FLOTILLA_FAULTS"
 MARKS = "marks"
 NEEDS_SECONDS = frozenset({Kind.STALL, Kind.SLOW, Kind.SKEW})
 MAY_HAVE_SECONDS = NEEDS_SECONDS | {Kind.REORDER}

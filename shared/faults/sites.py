@@ -105,6 +105,7 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
     }
 )
 
+VARIABLE = "FLOTILLA_FAULTS"
 PROCESSES = (
     "gateway",
     "rollout",

@@ -1,49 +1,18 @@
-"""``flotilla start | stop | pause | resume | watch | ledger``: experiments on a running fleet, through REST."""
+"""``flotilla stop | pause | resume | watch | ledger``: experiments on a running fleet, through REST."""
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from flotilla.cli.commands.run import follow
+from flotilla.cli.following import follow
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.summary import lengths_of
 from flotilla.connection import find_experiment, open_client
-from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
-
-
-def _launch_file(arguments: argparse.Namespace) -> LaunchFile:
-    overrides = [*(arguments.set or []), *([f"seed={arguments.seed}"] if arguments.seed is not None else [])]
-    return read_launch_file(Path(arguments.spec), overrides, os.environ)
-
-
-async def prepare(arguments: argparse.Namespace) -> int:
-    """Make what a launch file needs; print the spec that ``POST /v1/experiments`` takes, and nothing else."""
-    launch = _launch_file(arguments)
-    await run_prepare(launch, lambda line: print(f"prepare    {line}", file=sys.stderr))
-    sys.stdout.write(json.dumps(launch.document, indent=1) + "\n")
-    return 0
-
-
-async def start(arguments: argparse.Namespace) -> int:
-    """Create and start an experiment from a spec file."""
-    console = new_console()
-    launch = _launch_file(arguments)
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
-        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
-        view = ExperimentView.model_validate(
-            await client.call("POST", "/v1/experiments", body=launch.document, deadline_seconds=30)
-        )
-        await client.call("POST", f"/v1/experiments/{view.id}/start", deadline_seconds=30)
-        console.print(f"{view.id} ({view.name}) starts; `flotilla watch {view.id}` follows it")
-    return 0
 
 
 def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]]:

@@ -1,0 +1,67 @@
+"""An experiment followed until it ends: a live view, or lines where nothing can be redrawn."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from rich.live import Live
+
+from flotilla.cli.output import new_console
+from flotilla.cli.progress import Progress, live_line, live_view, seconds_left
+from shared.client import GatewayClient
+from shared.errors import FlotillaError
+
+if TYPE_CHECKING:
+    from flotilla.cli.fleet import LocalFleet
+
+REFRESH_SECONDS = 0.5
+LINE_SECONDS = 2.0
+UNAVAILABLE_BACKOFF_SECONDS = 60.0
+
+
+@contextlib.asynccontextmanager
+async def _display(plain: bool) -> AsyncIterator[Live | None]:
+    console = new_console()
+    if plain or not console.is_terminal:
+        yield None
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        yield live
+
+
+async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet | None", *, plain: bool) -> None:
+    """Show an experiment until it ends; a gateway that is unavailable for a while is waited for.
+
+    Raises:
+        WorkerDied: a process of the fleet was given up.
+        Unavailable: the gateway stayed away.
+    """
+    console = new_console()
+    started = time.monotonic()
+    first_step_at: float | None = None
+    last_line = last_seen = started
+    async with _display(plain) as live:
+        while True:
+            if fleet is not None:
+                fleet.check()
+            now = time.monotonic()
+            try:
+                await progress.refresh(client)
+                last_seen = now
+            except FlotillaError as error:
+                if now - last_seen > UNAVAILABLE_BACKOFF_SECONDS or not error.retryable:
+                    raise
+            if first_step_at is None and progress.view.step:
+                first_step_at = now - 1.0
+            since = now - first_step_at if first_step_at is not None else None
+            left = seconds_left(progress, since)
+            if live is not None:
+                live.update(live_view(progress, now - started, left))
+            elif now - last_line >= LINE_SECONDS or progress.view.state.is_final:
+                console.print(live_line(progress, now - started, left), markup=False)
+                last_line = now
+            if progress.view.state.is_final:
+                return
+            await asyncio.sleep(REFRESH_SECONDS)

@@ -4,6 +4,9 @@ Delivery is at least once, effect exactly once: an entry leaves its stream only 
 same atomic step that appends the result to the next stream or counts the resolution. A holder that lost its claim is
 told so, and throws its result away.
 
+A delivery that ended with the death of its holder counts towards giving the entry up. One that a living holder lost,
+by a pause of its process or a partition, does not: the holder says so when it finds out.
+
 A claim is held while its entry is pending for the same consumer with the same delivery count. Consumer names are
 unique to one incarnation of a process, so a restarted process never passes for its predecessor.
 """
@@ -38,6 +41,9 @@ from shared.streams.partials import Partials, within
 log = logging.getLogger(__name__)
 
 TOO_MANY_DELIVERIES = "too_many_deliveries"
+MAX_LOST_BY_THE_LIVING = 16
+"""An entry delivered so many times as often as may be is given up whoever lost it, since it may itself be what makes
+those who work on it late."""
 HANDED_OVER = "handed over"
 OF_FLEET = "@"
 """In the names of consumers that are registered with a gateway."""

@@ -62,6 +62,10 @@ class StreamKeys:
         """The short-lived key that says how the holder of the claim with this token ended it."""
         return f"{self.prefix}:done:{token}"
 
+    def lost_alive(self, hop: HopName, entry_id: str) -> str:
+        """The short-lived set of tokens of claims of an entry that were lost by holders who lived."""
+        return f"{self.prefix}:lost:{hop.value}:{entry_id}"
+
     @property
     def ledger(self) -> str:
         """Hash of the ledger's counters."""
@@ -98,7 +102,7 @@ class StreamKeys:
         return f"{self.prefix}:state"
 
     def all(self) -> list[str]:
-        """List every key of the lane but the markers, which end by themselves."""
+        """List every key of the lane but those of single claims, which end by themselves."""
         streams = [self.stream(hop) for hop in HopName]
         hashes = [self.ledger, self.consumed, self.outstanding, self.handed_over, self.plans, self.lineage, self.state]
         return [*streams, *hashes]

@@ -9,6 +9,7 @@ from shared.schemas.trajectory import Group
 from shared.streams.hop import (
     FENCED,
     HANDED_OVER,
+    MAX_LOST_BY_THE_LIVING,
     TOO_MANY_DELIVERIES,
     Claim,
     Renewal,
@@ -56,6 +57,7 @@ class MemoryHop:
     async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See ``Hop.renew``."""
         lost = [claim for claim in claims if not self._holds(claim)]
+        self._lost_alive(*lost)
         for claim in claims:
             if claim not in lost:
                 self._stream.give(claim.entry_id, self.consumer, deliveries=claim.deliveries)
@@ -70,7 +72,7 @@ class MemoryHop:
         made = forwarded(claim, group, self.name)
         counter = f"tokens:{made.destination.value}"
         if not self._holds(claim):
-            return self._store.done.get(claim.token) == counter
+            return self._is_done(claim, counter)
         self._store.streams[made.destination].append(made.header, made.body, made.grades)
         self._store.count(counter, made.header.token_count)
         self._finish(claim, counter)
@@ -84,7 +86,7 @@ class MemoryHop:
         """See ``Hop.resolve``."""
         counter = counter_of(resolution, reason)
         if not self._holds(claim):
-            return self._store.done.get(claim.token) == counter
+            return self._is_done(claim, counter)
         self._store.outstanding.pop(claim.header.group_id, None)
         self._store.count_end(counter, claim.header.token_count)
         self._finish(claim, counter)
@@ -111,6 +113,22 @@ class MemoryHop:
         self._store.wake()
         return True
 
+    def _is_done(self, claim: Claim, counter: str) -> bool:
+        """Whether the claim, which is held no more, ended so; else it was lost by a holder who lives."""
+        if self._store.done.get(claim.token) == counter:
+            return True
+        self._lost_alive(claim)
+        return False
+
+    def _lost_alive(self, *claims: Claim) -> None:
+        for claim in (each for each in claims if each.entry_id in self._stream.pending):
+            self._stream.lost_alive[claim.entry_id].add(claim.token)
+
+    def _is_tried_enough(self, entry_id: str) -> bool:
+        deliveries, most = self._stream.pending[entry_id].deliveries, self._max_deliveries
+        counted = deliveries - len(self._stream.lost_alive.get(entry_id, ()))
+        return counted >= most or deliveries >= most * MAX_LOST_BY_THE_LIVING
+
     def _holds(self, claim: Claim) -> bool:
         check_hop(claim, self.name)
         return self._stream.holds(claim.entry_id, self.consumer, claim.deliveries)
@@ -127,7 +145,7 @@ class MemoryHop:
         for entry_id in self._free_again():
             if len(claims) == count:
                 return claims
-            if self._stream.pending[entry_id].deliveries >= self._max_deliveries:
+            if self._is_tried_enough(entry_id):
                 self._give_up(entry_id)
             else:
                 deliveries = self._stream.pending[entry_id].deliveries + 1

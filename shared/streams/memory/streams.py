@@ -1,6 +1,7 @@
 """Streams in memory with the server's semantics, for the in-memory twin of the data plane."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,8 @@ class MemoryStream:
         self.entries: dict[str, Entry] = {}
         self.undelivered: dict[str, None] = {}
         self.pending: dict[str, Pending] = {}
+        self.lost_alive: defaultdict[str, set[str]] = defaultdict(set)
+        """Tokens of claims that were lost by holders who lived, by entry."""
 
     def append(self, header: EntryHeader, payload: bytes, grades: bytes = b"") -> None:
         """Add an entry at the end."""
@@ -86,6 +89,7 @@ class MemoryStream:
     def remove(self, entry_id: str) -> None:
         """Acknowledge and delete an entry."""
         self.pending.pop(entry_id, None)
+        self.lost_alive.pop(entry_id, None)
         del self.entries[entry_id]
 
     def clear(self) -> None:
@@ -93,6 +97,7 @@ class MemoryStream:
         self.entries.clear()
         self.undelivered.clear()
         self.pending.clear()
+        self.lost_alive.clear()
 
     def size_bytes(self) -> int:
         """Add up payloads and grades."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from shared.streams.codec import EntryHeader
 from shared.streams.hop import (
     FENCED,
     HANDED_OVER,
+    MAX_LOST_BY_THE_LIVING,
     Claim,
     Renewal,
     Resolution,
@@ -46,8 +48,12 @@ APPENDED_BYTES = SCRIPT_BYTES
 argument the server hashes as a whole and copies twice more. For smaller ones the transaction costs more than that."""
 SCRIPT_ENTRIES = 128
 """Likewise in entries: about two milliseconds, in which the server does nothing else."""
-MARKER_SECONDS = 120
-"""How long a forward may be repeated after its answer was lost. Far above any deadline of a call."""
+MARKER_SECONDS = 86400
+"""How long a forward may be repeated after its answer was lost: a partition may last, and whoever forwards waits. The
+markers of answers that arrived are forgotten long before."""
+ANSWERED_SECONDS = 60.0
+"""How long a marker is kept after its answer has arrived."""
+FORGOTTEN_TOGETHER = 64
 
 
 class _Ended(NamedTuple):
@@ -87,12 +93,14 @@ class RedisHop:
         self._keys = keys
         self._stream = keys.stream(name)
         self._markers = keys.marker("")
-        self._max_deliveries = config.max_deliveries
+        # No delivery of the trainer's hop ends but with the trainer.
+        self._limits: list[Argument] = [config.max_deliveries, MAX_LOST_BY_THE_LIVING, keys.lost_alive(name, "")]
         self._max_partial_bytes = config.max_partial_bytes
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
         self._is_next_full = False
         self._together = ForwardsTogether(self.forward_many)
+        self._answered: deque[tuple[float, str]] = deque()
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
         """See ``Hop.claim``."""
@@ -124,7 +132,7 @@ class RedisHop:
             return []
         tokens = [part for claim in claims for part in (check_hop(claim, self.name).entry_id, claim.deliveries)]
         lost = await self._runner.run("renew", [self._stream], [self.consumer, *tokens])
-        return [claims[position - 1] for position in lost]
+        return await self._lost_alive([claims[position - 1] for position in lost])
 
     def renewing(self, *claims: Claim) -> AbstractAsyncContextManager[Renewal]:
         """See ``Hop.renewing``."""
@@ -161,12 +169,41 @@ class RedisHop:
         keys = [self._stream, self._keys.marker(claim.token), self._keys.handed_over]
         held: list[Argument] = [claim.entry_id, self.consumer, claim.deliveries, header.group_id]
         arguments = [*held, header.to_bytes(), payload, HANDED_OVER, MARKER_SECONDS * 1000]
-        return bool(await self._runner.run("hand_over", keys, arguments))
+        return self._answer(claim, bool(await self._runner.run("hand_over", keys, arguments)))
 
     async def _finish(self, counter: str, ended: Sequence[_Ended], next_stream: str | None = None) -> list[bool]:
         calls = [self._finish_call(counter, chunk, next_stream) for chunk in _chunks(ended)]
-        answers = await self._runner.run_in_order("finish", calls)
-        return [bool(each) for answer in answers for each in answer]
+        calls[-1].keys.extend(self._forgettable())
+        answers = [bool(each) for answer in await self._runner.run_in_order("finish", calls) for each in answer]
+        claims = [each.claim for each in ended]
+        await self._lost_alive([claim for claim, answer in zip(claims, answers, strict=True) if not answer])
+        return list(map(self._answer, claims, answers))
+
+    def _answer(self, claim: Claim, is_done: bool) -> bool:
+        if is_done:
+            self._answered.append((asyncio.get_running_loop().time(), self._markers + claim.token))
+        return is_done
+
+    async def _lost_alive(self, claims: list[Claim]) -> list[Claim]:
+        """Say that these were lost although their holder lives, which is no fault of their entries."""
+        calls = [
+            Call(
+                [self._stream, self._keys.lost_alive(self.name, claim.entry_id)],
+                [claim.entry_id, claim.token, MARKER_SECONDS * 1000],
+            )
+            for claim in claims
+        ]
+        if calls:
+            await self._runner.run_in_order("lost_alive", calls)
+        return claims
+
+    def _forgettable(self) -> list[str]:
+        """Take the markers of claims out of the list whose answers arrived long ago."""
+        old = asyncio.get_running_loop().time() - ANSWERED_SECONDS
+        found: list[str] = []
+        while self._answered and self._answered[0][0] <= old and len(found) < FORGOTTEN_TOGETHER:
+            found.append(self._answered.popleft()[1])
+        return found
 
     def _finish_call(self, counter: str, ended: Sequence[_Ended], next_stream: str | None) -> Call:
         markers = [self._markers + each.claim.token for each in ended]
@@ -201,7 +238,7 @@ class RedisHop:
         keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state, self._keys.handed_over]
         if self.name.next is not None:
             keys.append(self._keys.stream(self.name.next))
-        answer = await self._runner.run("sweep", keys, [self.consumer, count, self._max_deliveries, *mode])
+        answer = await self._runner.run("sweep", keys, [self.consumer, count, *self._limits, *mode])
         if answer == b"fenced":
             raise ClaimLost(FENCED)
         self._is_next_full = answer == b"full"

@@ -57,7 +57,7 @@ class Call(NamedTuple):
         before: a command that takes effect together with it, before it, or not at all.
     """
 
-    keys: Sequence[str]
+    keys: list[str]
     arguments: Sequence[Argument]
     before: Sequence[Argument] = ()
 
@@ -77,7 +77,7 @@ class ScriptRunner:
         Raises:
             Unavailable: the server was absent until the deadline.
         """
-        return (await self.run_in_order(name, [Call(keys, arguments)]))[0]
+        return (await self.run_in_order(name, [Call(list(keys), arguments)]))[0]
 
     async def run_in_order(self, name: str, calls: Sequence[Call]) -> list[Any]:
         """Run one script several times in one round trip, in order, and return the answers.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.streams.hop import holder_name, holder_of
+from shared.streams.hop import MAX_LOST_BY_THE_LIVING, holder_name, holder_of
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
 from shared.testing.builders import a_group, graded
@@ -104,3 +104,37 @@ async def test_a_consumer_tells_which_process_it_belongs_to(plane: DataPlane, in
 
     assert holder_of(plane.hop(HopName.TASKS, holder).consumer) == holder
     assert holder_of(plane.hop(HopName.TASKS, "rollout-12").consumer) is None
+
+
+async def test_claims_that_the_living_lost_do_not_count_towards_giving_up(world: World) -> None:
+    plane = world.open(max_deliveries=2)
+    await issue(plane, 1)
+    for _ in range(3):
+        paused = plane.hop(HopName.TASKS, "paused")  # a fresh one looks at once for what is free again
+        (claim,) = await paused.claim(wait_seconds=0)
+        await plane.release({paused.consumer})
+        # The process goes on after its pause: once it renews, once it forwards, and says twice what it says.
+        assert await paused.renew([claim]) == [claim]
+        assert not await paused.forward(claim, a_group(claim.task()))
+    victims = [plane.hop(HopName.TASKS, "victim") for _ in range(3)]
+    for victim in victims[:2]:
+        assert await claim_ids(victim) == [0]
+        await plane.release({victim.consumer})
+
+    assert await claim_ids(victims[2]) == []
+
+    assert (await ledger_of(plane)).failed == {"too_many_deliveries": 1}
+
+
+async def test_an_entry_that_the_living_lose_again_and_again_is_given_up_all_the_same(world: World) -> None:
+    plane = world.open(max_deliveries=2)
+    await issue(plane, 1)
+    for _ in range(2 * MAX_LOST_BY_THE_LIVING):
+        slow = plane.hop(HopName.TASKS, "slow")
+        (claim,) = await slow.claim(wait_seconds=0)
+        await plane.release({slow.consumer})
+        assert await slow.renew([claim]) == [claim]
+
+    assert await claim_ids(plane.hop(HopName.TASKS, "last")) == []
+
+    assert (await ledger_of(plane)).failed == {"too_many_deliveries": 1}

@@ -1,6 +1,6 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
 -- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), what was handed over with tasks,
---   then the marker of each claim
+--   then the marker of each claim, then markers of earlier ones, whose answers have arrived: they are forgotten
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
 --   msgpack of a list of entry, deliveries, tokens, group id, number of the payload, header, grades for each claim,
 --   then payloads. The number is -1 where the same transaction has just appended the new entry to the next stream:
@@ -13,7 +13,8 @@ local stream, ledger, outstanding, next_stream, handed_over_key = unpack(KEYS, 1
 local markers = after(5, KEYS)
 local mode, consumer, marker_ms, counter, lowest, highest, encoded_claims = unpack(ARGV, 1, 7)
 local payloads = after(7, ARGV)
-local is_forward, claims, number = mode == 'forward', cmsgpack.unpack(encoded_claims), #markers
+local is_forward, claims = mode == 'forward', cmsgpack.unpack(encoded_claims)
+local number = #claims / 7
 local handed_over = has_any(handed_over_key)
 
 -- What the consumer holds between the lowest and the highest entry: one look for all of them.
@@ -56,6 +57,7 @@ for index = 1, number do
     answers[index] = redis.call('GET', marker) == counter and 1 or 0
   end
 end
+if #markers > number then redis.call('DEL', unpack(markers, number + 1)) end
 if #ended > 0 then
   redis.call('XACK', stream, GROUP, unpack(ended))
   redis.call('XDEL', stream, unpack(ended))

@@ -1,13 +1,14 @@
 -- Claim entries that were delivered before and are free again.
 -- KEYS: stream, ledger, outstanding, state, what was handed over with tasks [, the stream that claims are forwarded to]
--- ARGV: consumer, count, most deliveries, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
+-- ARGV: consumer, count, most deliveries, how many times as many whoever lost them, what the keys begin with that say
+-- which claims of an entry were lost by holders who lived, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
 --   lease: entries handed back, then entries idle for longer than the lease.
 --   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
 -- Returns {entries as {id, deliveries, fields}, number of entries given up}; 'full' if what is claimed could not be
 -- forwarded, since the next stream has all the memory that it may; or 'fenced'.
 local stream, ledger, outstanding, state, handed_over_key, next_stream = unpack(KEYS)
-local consumer, count, most, lease = unpack(ARGV, 1, 4)
-local held_by_trainer = after(4, ARGV)
+local consumer, count, most, times, lost_alive, lease = unpack(ARGV, 1, 6)
+local held_by_trainer = after(6, ARGV)
 local handed_over = has_any(handed_over_key)
 count, most = tonumber(count), tonumber(most)
 local taken, given_up = {}, 0
@@ -33,10 +34,15 @@ local function give_up(entry)
   given_up = given_up + 1
 end
 
+local function is_tried_enough(entry, deliveries)
+  if deliveries < most then return false end
+  return deliveries >= most * tonumber(times) or deliveries - redis.call('SCARD', lost_alive .. entry) >= most
+end
+
 local function take(rows)
   for _, row in ipairs(rows) do
     local entry, deliveries = row[1], row[4]
-    if deliveries >= most then
+    if is_tried_enough(entry, deliveries) then
       give_up(entry)
     else
       local claimed = redis.call('XCLAIM', stream, GROUP, consumer, 0, entry)

@@ -9,12 +9,19 @@ from pathlib import Path
 from re import compile as pattern
 from typing import Any, Final, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ModelError
 
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's directory."""
 STATE_FILE = "state.json"
 CHECKPOINT_SCHEMA: Final = 1
+OPTIMIZER = "optimizer.safetensors"
+VERSIONS = "versions.safetensors"
+CRITIC = "critic.safetensors"
+READ_BYTES = 8 << 20
 _COMPLETE = pattern(r"step-(\d{8})")
 
 
@@ -82,6 +89,30 @@ def sizes(directory: Path) -> dict[str, int]:
     """Measure every file below a directory, in bytes."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+def checksum(path: Path) -> str:
+    """Compute the xxh3-64 of a file, in hexadecimal; blocks."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_files(stored: StoredCheckpoint) -> None:
+    """Read every file once, and compare it with what was written; blocks.
+
+    Raises:
+        ModelError: a file has other bytes.
+    """
+    for name, expected in stored.state.checksums.items():
+        try:
+            found = checksum(stored.path / name)
+        except OSError as error:
+            raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
+        if found != expected:
+            raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
 
 
 def _read_state(path: Path) -> CheckpointState | None:

@@ -110,6 +110,7 @@ async def running_state(
     """Put the parts together, load what the store remembers, and run the reconciler while the context lasts."""
     state = assemble(settings, store, open_plane, ping_streams, clock)
     await state.repository.load()
+    await state.commands.load()
     await state.registry.load()
     await state.publications.load()
     tasks = [

@@ -18,3 +18,8 @@ class CheckpointConfig(Config):
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last
     checkpoint in a crash."""
+    resume_from: str | None = None
+    """A checkpoint of ours that the experiment begins from: weights, optimiser, learning-rate schedule and the place in
+    the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path: a
+    checkpoint's folder, or an experiment's or a run's, with ``@STEP`` if it is not the newest. null: from the weights
+    of ``model.path``. See docs/continue.md."""

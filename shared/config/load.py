@@ -96,29 +96,67 @@ def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:
 
 
 LIVE_SECTIONS = ("resources",)
+STEPS = "optimisation"
+"""The section of which one key can be changed, too: ``steps`` can be raised."""
 
 
 def changed_live(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
-    """Apply changes to the sections that an experiment at work may change; keys that are not named stay.
+    """Apply changes to what an experiment at work may change; keys that are not named stay.
 
     Raises:
-        InvalidSpec: a change is of another section, or the changed spec does not validate.
+        InvalidSpec: a change is of something else, or the changed spec does not validate.
     """
-    live = " and ".join(LIVE_SECTIONS)
+    live = f"{' and '.join(LIVE_SECTIONS)} and {STEPS}.steps"
     if not changes:
         raise InvalidSpec(f"nothing is changed; what can be changed is {live}")
     entries: list[dict[str, Scalar]] = [
-        {"path": str(section), "value": None, "allowed": f"only {live} can be changed once an experiment was created"}
-        for section in changes
-        if section not in LIVE_SECTIONS
+        {"path": path, "value": None, "allowed": f"only {live} can be changed once an experiment was created"}
+        for path in _not_live(changes)
     ]
     if entries:
         raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
+    changed = with_changes(spec, changes)
+    if changed.optimisation.steps != spec.optimisation.steps:
+        with_steps(spec, changed.optimisation.steps)
+    return changed
+
+
+def _not_live(changes: Mapping[str, Any]) -> list[str]:
+    found = []
+    for section, values in changes.items():
+        if section == STEPS and isinstance(values, Mapping):
+            found += [f"{section}.{key}" for key in values if key != "steps"]
+        elif section not in LIVE_SECTIONS:
+            found.append(str(section))
+    return found
+
+
+def with_steps(spec: ExperimentSpec, steps: int) -> ExperimentSpec:
+    """Raise ``optimisation.steps``.
+
+    Raises:
+        InvalidSpec: it is not more than there are: steps that were trained cannot be taken back.
+    """
+    if steps <= spec.optimisation.steps:
+        allowed = f"more than the {spec.optimisation.steps} that there are"
+        entry: dict[str, Scalar] = {"path": "optimisation.steps", "value": steps, "allowed": allowed}
+        raise InvalidSpec(f"optimisation.steps: {allowed} is wanted, got {steps}", errors=[entry])
+    return with_changes(spec, {STEPS: {"steps": steps}})
+
+
+def with_changes(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
+    """Merge keys into a spec; a section whose ``kind`` changes is replaced.
+
+    Raises:
+        InvalidSpec: the changed spec does not validate.
+    """
     return validate_spec(_merged(spec.model_dump(mode="json"), changes))
 
 
 def _merged(document: Any, changes: Any) -> Any:
     if not isinstance(document, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    if "kind" in changes and changes["kind"] != document.get("kind"):
         return changes
     return {**document, **{key: _merged(document.get(key), value) for key, value in changes.items()}}
 
@@ -156,6 +194,10 @@ def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         for each in rows if isinstance(rows, list) else []:
             _resolve_path(each, "path", folder)
             _resolve_path(each, "custom", folder)
+    checkpoint = resolved.get("checkpoint")
+    if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
+        # Without a slash it names an experiment.
+        _resolve_path(checkpoint, "resume_from", folder)
     _resolve_functions(resolved.get("reward"), folder)
     tracking = resolved.get("tracking")
     trackers = tracking.get("trackers") if isinstance(tracking, dict) else None

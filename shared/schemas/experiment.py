@@ -10,7 +10,10 @@ from shared.schemas.wire import Wire
 
 
 class ExperimentState(StrEnum):
-    """``draft -> starting -> running <-> paused -> stopping -> stopped | completed``, or failed: resumable."""
+    """``draft -> starting -> running <-> paused -> stopping -> stopped | completed``, or failed.
+
+    What has ended can begin again: see docs/continue.md.
+    """
 
     DRAFT = "draft"
     STARTING = "starting"
@@ -23,7 +26,7 @@ class ExperimentState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing happens in this state any more, unless somebody resumes what failed."""
+        """Whether nothing happens in this state any more, unless somebody resumes or extends it."""
         return self in {ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 
 
@@ -33,6 +36,37 @@ class Problem(Wire):
     component: str
     cause: str
     at: str
+
+
+class Origin(Wire):
+    """The checkpoint that an experiment began from."""
+
+    experiment_id: str
+    """That made it, perhaps under another gateway."""
+    step: int
+    """Optimiser steps that it contains: the experiment counts on from here."""
+    version: int
+    """Policy version that was newest when it was made."""
+    path: str
+    """Its folder then; the experiment has a copy."""
+    first_group_id: int
+    """Where the experiment's own groups begin: after the last one that the checkpoint contains."""
+
+
+class ForkRequest(Wire):
+    """What a fork differs in from the experiment that it begins from."""
+
+    step: int | None = Field(None, ge=1)
+    """Of the checkpoint; null: the newest that is whole."""
+    changes: Mapping[str, Any] = {}
+    """Keys of the spec, merged into the other experiment's; a section whose ``kind`` changes is replaced."""
+
+
+class ExtendRequest(Wire):
+    """How far an experiment shall train."""
+
+    steps: int = Field(ge=1)
+    """The new ``optimisation.steps``, more than there are."""
 
 
 class ExperimentView(Wire):
@@ -53,6 +87,8 @@ class ExperimentView(Wire):
     problem: Problem | None = None
     """Set in state failed, and while something stalls."""
     directory: str
+    origin: Origin | None = None
+    """The checkpoint that it began from; null if it began with the model's weights."""
 
 
 class Page(Wire):

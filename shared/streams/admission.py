@@ -57,6 +57,10 @@ class Admission(Protocol):
         """Read the feeder's cursor."""
         ...
 
+    async def begin_at(self, group_id: int) -> None:
+        """Let ids begin at ``group_id``; without effect once one was issued or another beginning recorded."""
+        ...
+
     async def published(self, version: int) -> bool:
         """Record that ``version`` is committed; False, without effect, unless it is newer than the recorded one.
 

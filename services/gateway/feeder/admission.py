@@ -12,7 +12,7 @@ def groups_left(ledger: Ledger, *, steps: int, groups_per_step: int) -> int:
 
     Args:
         ledger: the train lane.
-        steps: steps of the whole experiment.
+        steps: steps that this experiment trains itself, from its own beginning to its end.
         groups_per_step: R, groups that one step trains.
     """
     return max(0, steps * groups_per_step - ledger.planned - ledger.trained - ledger.outstanding)

@@ -52,6 +52,9 @@ class Feeder:
         self._status.refusal = None
         self._status.wait.release()
         self._admission = experiment.train.admission
+        origin = experiment.record.origin
+        self._first_group_id = 0 if origin is None else origin["first_group_id"]
+        self._first_step = 0 if origin is None else origin["step"]
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
         self._tidied_at = clock.monotonic()
@@ -83,6 +86,8 @@ class Feeder:
             await self._store_wait(*ended)
         # Recorded again now and then: a server that came back from its log may have forgotten it.
         if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
+            if self._first_group_id:
+                await self._admission.begin_at(self._first_group_id)
             await self._admission.published(version)
             await self._measure()
             self._recorded_version, self._recorded_at = version, now
@@ -95,13 +100,14 @@ class Feeder:
         if self._experiment.state is not ExperimentState.RUNNING:
             return IDLE_SECONDS
         spec = self._experiment.spec
-        wanted = {"steps": spec.optimisation.steps, "groups_per_step": spec.groups_per_step}
+        wanted = {"steps": spec.optimisation.steps - self._first_step, "groups_per_step": spec.groups_per_step}
         room = admitted(ledger, budget=spec.admission_budget, **wanted)
         if room == 0:
             if groups_left(ledger, **wanted):
                 self._status.wait.hold(now)
             return BLOCKED_SECONDS
-        first = await self._admission.next_group_id()
+        # A server that has lost everything is told the beginning again before anything is issued.
+        first = max(self._first_group_id, await self._admission.next_group_id())
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         tasks = await asyncio.to_thread(self._tasks, range(first, first + min(room, BATCH)), version)
         result = await self._admission.issue_many(tasks, limit=spec.admission_budget)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event
+from services.gateway.lifecycle import origins
+from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
 from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
 from services.gateway.records.repository import Experiment, ExperimentRepository
@@ -16,14 +17,15 @@ from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
 from shared.clock import Clock, rfc3339
-from shared.config.load import changed_live, parse_document, validate_spec
+from shared.config.load import changed_live, parse_document, validate_spec, with_changes, with_steps
+from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
-from shared.schemas.experiment import ExperimentState, ExperimentView, Problem
+from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
 from shared.schemas.service import ServiceKind
 
 
 class ExperimentCommands:
-    """Creates, starts, pauses, resumes, stops, deletes and fails experiments."""
+    """Creates, forks, starts, pauses, resumes, extends, stops, deletes and fails experiments."""
 
     def __init__(
         self,
@@ -42,13 +44,33 @@ class ExperimentCommands:
         self._directory = directory
         self._leaving: set[str] = set()
 
+    async def load(self) -> None:
+        """Undo what an earlier process began and did not store."""
+        await asyncio.to_thread(
+            origins.remove_unfinished, self._directory, lambda each: self._repository.find(each) is not None
+        )
+
     async def create(self, body: str, *, start: bool = False) -> Experiment:
         """Create a draft from a spec in JSON or YAML, or one that starts at once.
 
         Raises:
             InvalidSpec, DataError, ModelError: the spec, or what it points to, is wrong.
         """
-        spec = validate_spec(parse_document(body, source="the request body"))
+        return await self._create(validate_spec(parse_document(body, source="the request body")), start=start)
+
+    async def fork(self, experiment_id: str, request: ForkRequest, *, start: bool) -> Experiment:
+        """Create an experiment that goes on from a checkpoint of another, perhaps with other settings.
+
+        Raises:
+            NotFound: there is no such experiment.
+            InvalidSpec, DataError, ModelError: the changed spec is wrong, or there is no such checkpoint.
+        """
+        parent = self._repository.get(experiment_id)
+        reference = parent.id if request.step is None else f"{parent.id}@{request.step}"
+        spec = with_changes(with_changes(parent.spec, request.changes), {"checkpoint": {"resume_from": reference}})
+        return await self._create(spec, start=start)
+
+    async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:
         await asyncio.to_thread(checks.check, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
         directory = self._directory / experiment_id
@@ -63,17 +85,43 @@ class ExperimentCommands:
             created_at=now,
             updated_at=now,
         )
-        if start:
+        if spec.checkpoint.resume_from is not None:
+            record = await self._begun_from(record, spec, spec.checkpoint.resume_from)
+        elif start:
             await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
             record = replace(record, number=1 + max((e.record.number for e in self._repository), default=0))
             experiment = self._repository.stage_new(change, record, spec)
-            self._repository.stage_audit(change, experiment_id, "create")
-            self._events.stage(change, experiment_id, "experiment_created", name=spec.name)
+            self._repository.stage_audit(change, experiment_id, "create", origin=record.origin)
+            self._events.stage(change, experiment_id, "experiment_created", name=spec.name, origin=record.origin)
             if start:
                 self._stage_action(change, experiment, Action.START)
             stage_answer(change, self.view(experiment, change.staged(experiment, record)))
+        if record.origin is not None:
+            await asyncio.to_thread(origins.finish, directory)
         return experiment
+
+    async def _begun_from(self, record: ExperimentRecord, spec: ExperimentSpec, reference: str) -> ExperimentRecord:
+        """Put the checkpoint that an experiment begins from into its directory.
+
+        Raises:
+            InvalidSpec, ModelError: there is no such checkpoint, or it does not go with the spec.
+            Unavailable: it could not be written.
+        """
+        where, step = origins.parse_reference(reference)
+        path = Path(where) if "/" in where else Path(self._repository.named(where).record.directory)
+        stored = await asyncio.to_thread(origins.find, path, step)
+        origins.check_spec(stored, spec)
+        origin = await asyncio.to_thread(origins.take, stored, spec, record.id, Path(record.directory))
+        state = stored.state
+        published_step = origin.step if state.published_step is None else state.published_step
+        return replace(
+            record,
+            origin=origin.model_dump(mode="json"),
+            step=origin.step,
+            policy_version=origin.version,
+            published_step=published_step,
+        )
 
     async def act(self, experiment_id: str, action: Action) -> Experiment:
         """Do what a person asks.
@@ -87,15 +135,59 @@ class ExperimentCommands:
         if action is Action.DELETE:
             await self._delete(experiment)
             return experiment
-        if action is Action.START or experiment.state is ExperimentState.FAILED:
-            await asyncio.to_thread(checks.check, experiment.spec)
-            await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
+        if action is Action.START or experiment.state.is_final:
+            await self._check_start(experiment, action)
         async with self._repository.transaction() as change:
             # Asked again: it may have been deleted while files were read.
             experiment = self._repository.get(experiment_id)
             self._stage_action(change, experiment, action)
             stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
         return experiment
+
+    async def extend(self, experiment_id: str, steps: int) -> Experiment:
+        """Let an experiment train more steps; one that has ended goes on from its newest checkpoint.
+
+        Raises:
+            InvalidSpec: it has as many steps already.
+            ActionNotAllowed: it is coming to rest, or its checkpoints are gone.
+            DataError, ModelError: what the spec points to is not there any more.
+        """
+        experiment = self._repository.get(experiment_id)
+        with_steps(experiment.spec, steps)
+        if experiment.state.is_final:
+            await self._check_start(experiment, Action.EXTEND)
+        async with self._repository.transaction() as change:
+            experiment = self._repository.get(experiment_id)
+            if experiment.state.is_final or experiment.state is ExperimentState.STOPPING:
+                self._stage_action(change, experiment, Action.EXTEND)
+            self._stage_steps(change, experiment, with_steps(experiment.spec, steps))
+            stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
+        return experiment
+
+    def _stage_steps(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec) -> None:
+        """Replace the spec by one with more steps; a trainer at work is appointed again to learn of it."""
+        record, before = experiment.record, experiment.spec.optimisation.steps
+        self._repository.stage_spec(change, experiment, spec)
+        epoch = record.trainer_epoch + 1 if experiment.is_active and record.trainer_epoch else record.trainer_epoch
+        self._repository.stage(change, experiment, is_trained=False, trainer_epoch=epoch)
+        facts = {"before": before, "steps": spec.optimisation.steps, "step": record.step}
+        self._repository.stage_audit(change, experiment.id, "extend", **facts)
+        self._events.stage(change, experiment.id, "experiment_extended", **facts)
+
+    async def _check_start(self, experiment: Experiment, action: Action) -> None:
+        """Check what a start needs, and make the experiment's directory.
+
+        Raises:
+            ActionNotAllowed: it had a checkpoint, and has none any more.
+            DataError, ModelError: what the spec points to is not there.
+        """
+        await asyncio.to_thread(checks.check, experiment.spec)
+        await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
+        if await self._repository.has_lost_checkpoints(experiment):
+            raise ActionNotAllowed(
+                f"cannot {action} {experiment.id}: its checkpoints are gone from {experiment.record.directory}; bring "
+                "them back, or start another experiment"
+            )
 
     def _stage_action(self, change: Transaction, experiment: Experiment, action: Action) -> None:
         # Asked again: the state may have moved while files were read.
@@ -108,10 +200,10 @@ class ExperimentCommands:
         if action is Action.START:
             changes["started_at"] = self._clock.now()
             changes["start_number"] = 1 + max((e.record.start_number for e in self._repository), default=0)
-        if before is ExperimentState.FAILED:
+        if before.is_final:
             if experiment.record.final_ledger is None:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
-            # What the failure left is undone; the trainer goes on from its newest checkpoint.
+            # What the end left is undone; the trainer goes on from its newest checkpoint.
             changes |= {"outcome": None, "problem": None, "final_ledger": None, "is_trained": False}
         if action is Action.STOP:
             changes["outcome"] = ExperimentState.STOPPED.value
@@ -121,10 +213,10 @@ class ExperimentCommands:
             self._publications.stage_close(change, experiment.id, "the experiment stops")
 
     async def change(self, experiment_id: str, body: str) -> Experiment:
-        """Change quotas of an experiment; the scheduler and the feeder follow at once, its services do not notice.
+        """Change quotas or raise the steps of an experiment; its rollouts, rewards and sandboxes do not notice.
 
         Raises:
-            InvalidSpec: the change names another section, or does not validate.
+            InvalidSpec: the change names something else, or does not validate.
             ActionNotAllowed: the experiment has ended.
         """
         self._repository.get(experiment_id)
@@ -133,13 +225,19 @@ class ExperimentCommands:
             experiment = self._repository.get(experiment_id)
             if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):
                 raise ActionNotAllowed(
-                    f"cannot change an experiment that is {experiment.state}", state=experiment.state.value
+                    f"cannot change an experiment that is {experiment.state}; allowed now: "
+                    f"{', '.join(allowed_actions(experiment.state)) or 'none'}",
+                    state=experiment.state.value,
                 )
             spec = changed_live(experiment.spec, document)
-            self._repository.stage_spec(change, experiment, spec)
-            resources = spec.resources.model_dump(mode="json")
-            self._repository.stage_audit(change, experiment_id, "change", resources=resources)
-            self._events.stage(change, experiment_id, "resources_changed", resources=resources)
+            if spec.optimisation.steps != experiment.spec.optimisation.steps:
+                self._stage_steps(change, experiment, spec)
+            else:
+                self._repository.stage_spec(change, experiment, spec)
+            if spec.resources != experiment.spec.resources:
+                resources = spec.resources.model_dump(mode="json")
+                self._repository.stage_audit(change, experiment_id, "change", resources=resources)
+                self._events.stage(change, experiment_id, "resources_changed", resources=resources)
         return experiment
 
     async def _delete(self, experiment: Experiment) -> None:
@@ -169,6 +267,9 @@ class ExperimentCommands:
     ) -> None:
         """Record a conclusion of the gateway; one that means nothing in the experiment's state changes nothing."""
         record = change.staged(experiment, experiment.record)
+        if event is LifecycleEvent.TRAINED and not record.is_trained:
+            # It was given more steps while this waited for its turn.
+            return
         state = after_event(record.state, event, outcome=ExperimentState(record.outcome or ExperimentState.STOPPED))
         if state is not record.state:
             self._stage_state(change, experiment, state, **changes)
@@ -209,9 +310,10 @@ class ExperimentCommands:
             created_at=rfc3339(record.created_at),
             updated_at=rfc3339(record.updated_at),
             step=record.step,
-            total_steps=experiment.spec.optimisation.steps,
+            total_steps=record.spec["optimisation"]["steps"],
             policy_version=record.policy_version,
             services={kind: ids for kind, ids in services.items() if ids},
             problem=Problem.model_validate(record.problem) if record.problem else None,
             directory=record.directory,
+            origin=Origin.model_validate(record.origin) if record.origin else None,
         )

@@ -1,7 +1,8 @@
 """The life of an experiment as a pure state machine.
 
     draft -> starting -> running <-> paused -> stopping -> stopped | completed
-                          any of these, when something breaks -> failed -> starting, when it is resumed
+                          any of these, when something breaks -> failed
+    stopped, failed -> starting, when it is resumed; these and completed, when it is given more steps
 
 Actions come from people and may be refused; events are the gateway's own conclusions and never are, because they
 apply only where ``EVENTS`` has them.
@@ -21,6 +22,8 @@ class Action(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     STOP = "stop"
+    EXTEND = "extend"
+    """Train more steps, from the last checkpoint on. What is still at work gets its steps without an action."""
     DELETE = "delete"
 
 
@@ -43,9 +46,9 @@ ACTIONS: Final[dict[State, dict[Action, State | None]]] = {
     State.RUNNING: {Action.PAUSE: State.PAUSED, Action.STOP: State.STOPPING},
     State.PAUSED: {Action.RESUME: State.RUNNING, Action.STOP: State.STOPPING},
     State.STOPPING: {},
-    State.STOPPED: {Action.DELETE: None},
-    State.COMPLETED: {Action.DELETE: None},
-    State.FAILED: {Action.RESUME: State.STARTING, Action.DELETE: None},
+    State.STOPPED: {Action.RESUME: State.STARTING, Action.EXTEND: State.STARTING, Action.DELETE: None},
+    State.COMPLETED: {Action.EXTEND: State.STARTING, Action.DELETE: None},
+    State.FAILED: {Action.RESUME: State.STARTING, Action.EXTEND: State.STARTING, Action.DELETE: None},
 }
 
 EVENTS: Final[dict[State, dict[LifecycleEvent, State]]] = {

@@ -201,7 +201,9 @@ class Fleet:
 
     async def _record_progress(self, service: LiveService, experiment: Experiment) -> None:
         observed, record = service.observed, experiment.record
-        ends = observed.state is WorkState.FINISHED and not record.is_trained
+        # One that had finished may say so again before it learns that there are more steps.
+        is_last = (observed.step or 0) >= experiment.spec.optimisation.steps
+        ends = observed.state is WorkState.FINISHED and is_last and not record.is_trained
         if not ends and observed.step in {None, record.step}:
             return
         async with self._store.transaction() as change:

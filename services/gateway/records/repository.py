@@ -112,6 +112,17 @@ class ExperimentRepository:
         """Find an experiment, or None."""
         return self._experiments.get(experiment_id) if experiment_id is not None else None
 
+    def named(self, reference: str) -> Experiment:
+        """Find an experiment by its id or, where no id is meant, the newest of a name.
+
+        Raises:
+            NotFound: there is none.
+        """
+        found = [each for each in self if reference in {each.id, each.record.name}]
+        if not found:
+            raise NotFound(f"there is no experiment {reference}", experiment_id=reference)
+        return max(found, key=lambda each: (each.id == reference, each.record.number))
+
     async def add(self, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
         """Add a new experiment."""
         async with self._store.transaction() as change:
@@ -204,6 +215,10 @@ class ExperimentRepository:
             newest = await asyncio.to_thread(lambda: next(complete(directory), None))
             return 0 if newest is None else newest.step
         return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
+
+    async def has_lost_checkpoints(self, experiment: Experiment) -> bool:
+        """Whether it once had a durable checkpoint, and the disk has none."""
+        return bool(await self._store.checkpoints(experiment.id)) and await self.durable_step(experiment) == 0
 
     def stage_audit(self, change: Transaction, experiment_id: str, action: str, **detail: Any) -> None:
         """Record a mutation."""

@@ -8,7 +8,7 @@ from services.gateway.lifecycle.states import Action
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
-from shared.schemas.experiment import ExperimentView, Page
+from shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
@@ -56,7 +56,8 @@ async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
 CHANGE_BODY = {
     "requestBody": {
         "required": True,
-        "description": "The keys of `resources` to change, in JSON or YAML: `{resources: {rollouts: {max: 4}}}`.",
+        "description": "The keys to change, in JSON or YAML: `{resources: {rollouts: {max: 4}}}`, "
+        "`{optimisation: {steps: 200}}`.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
             "application/yaml": {"schema": {"type": "string"}},
@@ -67,10 +68,10 @@ CHANGE_BODY = {
 
 @router.patch("/{experiment_id}", openapi_extra=CHANGE_BODY)
 async def change(experiment_id: str, request: Request, gateway: Gateway) -> ExperimentView:
-    """Change what an experiment may take of the fleet, at once; no other section can be changed.
+    """Change what an experiment may take of the fleet, or raise its steps, at once; nothing else can be changed.
 
     Raises:
-        InvalidSpec: a key is unknown or its value is not allowed, or it belongs to another section (422).
+        InvalidSpec: a key is unknown or its value is not allowed, or it cannot be changed (422).
         ActionNotAllowed: the experiment has ended (409).
     """
     return gateway.commands.view(await gateway.commands.change(experiment_id, await _text_of(request)))
@@ -121,10 +122,11 @@ async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
 @router.post("/{experiment_id}/resume")
 async def resume(experiment_id: str, gateway: Gateway) -> ExperimentView:
-    """Go on after a pause, or from the newest checkpoint after a failure whose cause is removed.
+    """Go on after a pause; or from the newest checkpoint after a stop, or a failure whose cause is removed.
 
     Raises:
-        ActionNotAllowed: it is neither paused nor failed, or its services have not come to rest yet (409).
+        ActionNotAllowed: it is not paused, stopped or failed, its services have not come to rest yet, or its
+            checkpoints are gone (409).
         DataError, ModelError: what the spec points to is not there any more (422).
     """
     return await _act(experiment_id, Action.RESUME, gateway)
@@ -138,3 +140,32 @@ async def stop(experiment_id: str, gateway: Gateway) -> ExperimentView:
         ActionNotAllowed: it is not at work (409).
     """
     return await _act(experiment_id, Action.STOP, gateway)
+
+
+@router.post("/{experiment_id}/extend")
+async def extend(experiment_id: str, request: ExtendRequest, gateway: Gateway) -> ExperimentView:
+    """Raise its steps; one that has ended goes on from its newest checkpoint.
+
+    Raises:
+        InvalidSpec: it has as many steps already (422).
+        ActionNotAllowed: it is coming to rest, or its checkpoints are gone (409).
+        DataError, ModelError: what the spec points to is not there any more (422).
+    """
+    return gateway.commands.view(await gateway.commands.extend(experiment_id, request.steps))
+
+
+@router.post("/{experiment_id}/fork", status_code=201)
+async def fork(
+    experiment_id: str,
+    request: ForkRequest,
+    gateway: Gateway,
+    start: Annotated[bool, Query(description="start it at once")] = True,
+) -> ExperimentView:
+    """Create an experiment that goes on from a checkpoint of this one, perhaps with other settings.
+
+    Raises:
+        NotFound: there is no such experiment (404).
+        InvalidSpec: a change is not allowed, or leaves no step to train (422).
+        DataError, ModelError: the checkpoint is not there, damaged, or does not go with the spec (422).
+    """
+    return gateway.commands.view(await gateway.commands.fork(experiment_id, request, start=start))

@@ -29,6 +29,7 @@ class ExperimentRecord:
         evaluating_version: version under evaluation now; still set after a restart that abandoned it.
         problem: ``{component, cause, at}`` of a failure or of a stall.
         final_ledger: both lanes' ledgers at the end.
+        origin: the checkpoint that it began from, an ``Origin`` as JSON; None if it began with the model's weights.
         number, start_number: grow with each experiment that is created, or started, whatever the clock says;
             0 in rows of before there was one.
     """
@@ -52,6 +53,7 @@ class ExperimentRecord:
     evaluating_version: int | None = None
     problem: Mapping[str, Any] | None = None
     final_ledger: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
     number: int = 0
     start_number: int = 0
 

@@ -43,6 +43,7 @@ experiments = Table(
     Column("evaluating_version", Integer),
     Column("problem", Document),
     Column("final_ledger", Document),
+    Column("origin", Document),
     Column("number", Integer, nullable=False, server_default="0"),
     Column("start_number", Integer, nullable=False, server_default="0"),
 )

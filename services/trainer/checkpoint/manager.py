@@ -23,7 +23,7 @@ from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
-from shared.checkpoints import CheckpointState, StoredCheckpoint
+from shared.checkpoints import CRITIC, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
@@ -33,9 +33,6 @@ from shared.streams.plans import RECENT_STEPS, Plan
 log = logging.getLogger(__name__)
 
 MODEL = "model"
-OPTIMIZER = "optimizer.safetensors"
-VERSIONS = "versions.safetensors"
-CRITIC = "critic.safetensors"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
 
@@ -152,7 +149,7 @@ class CheckpointManager:
         for stored in self._storage.complete():
             check_same_lineage(stored.state, spec)
             try:
-                self._storage.check(stored)
+                check_files(stored)
                 restored = _restored(spec, stored, device)
             except ModelError as error:
                 log.warning("checkpoint is passed over", extra={"path": str(stored.path), "error": error.detail})
@@ -163,6 +160,11 @@ class CheckpointManager:
             return restored
         if damage is not None:
             raise damage
+        if spec.checkpoint.resume_from is not None:
+            raise ModelError(
+                f"{self._storage.directory} has no checkpoint any more, and the experiment did not begin with the "
+                f"model's weights but from {spec.checkpoint.resume_from}: start another one from there"
+            )
         self._storage.set_aside(0)
         source = Path(spec.model.path)
         learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)

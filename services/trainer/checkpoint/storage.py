@@ -13,17 +13,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import xxhash
-
-from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, complete, folders, sizes
-from shared.errors import ModelError, Unavailable
+from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, checksum, complete, folders, sizes
+from shared.errors import Unavailable
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
 _PARTIAL = re.compile(r"\.step-\d{8}\..+")
-READ_BYTES = 8 << 20
 
 
 class CheckpointStorage:
@@ -59,7 +56,7 @@ class CheckpointStorage:
             if (faults := armed()) is not None:
                 faults.hit(Site.CHECKPOINT_WRITE)
             files = sizes(partial)
-            checksums = {name: _checksum(partial / name) for name in files}
+            checksums = {name: checksum(partial / name) for name in files}
             state = describe(files).model_copy(update={"checksums": checksums})
             (partial / STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
             _flush(partial)
@@ -78,20 +75,6 @@ class CheckpointStorage:
     def complete(self) -> list[StoredCheckpoint]:
         """List the complete checkpoints, newest first."""
         return list(complete(self.directory))
-
-    def check(self, stored: StoredCheckpoint) -> None:
-        """Read every file once, and compare it with what was written; blocks.
-
-        Raises:
-            ModelError: a file has other bytes.
-        """
-        for name, expected in stored.state.checksums.items():
-            try:
-                found = _checksum(stored.path / name)
-            except OSError as error:
-                raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
-            if found != expected:
-                raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
 
     def set_aside(self, after_step: int) -> None:
         """Rename the checkpoints after a step, which cannot be used: they count as kept no more, and stay."""
@@ -126,14 +109,6 @@ class CheckpointStorage:
                 log.warning("old checkpoint could not be removed", extra={"path": str(path), "error": repr(error)})
                 continue
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _flush(directory: Path) -> None:

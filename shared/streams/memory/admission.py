@@ -41,6 +41,10 @@ class MemoryAdmission:
         """See ``Admission.next_group_id``."""
         return self._store.next_group_id
 
+    async def begin_at(self, group_id: int) -> None:
+        """See ``Admission.begin_at``."""
+        self._store.next_group_id = self._store.next_group_id or group_id
+
     async def published(self, version: int) -> bool:
         """See ``Admission.published``."""
         recorded = self._store.published_version

@@ -52,6 +52,10 @@ class RedisAdmission:
         """See ``Admission.next_group_id``."""
         return int(await self._state("next_group_id") or 0)
 
+    async def begin_at(self, group_id: int) -> None:
+        """See ``Admission.begin_at``."""
+        await self._runner.command("HSETNX", self._keys.state, "next_group_id", group_id)
+
     async def published(self, version: int) -> bool:
         """See ``Admission.published``."""
         return bool(await self._runner.run("published", [self._keys.state, self._keys.consumed], [version]))

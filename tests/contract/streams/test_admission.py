@@ -45,6 +45,18 @@ async def test_ids_that_run_ahead_are_refused(plane: DataPlane) -> None:
     assert (await ledger_of(plane)).issued == 0
 
 
+async def test_ids_begin_where_the_first_to_say_so_wants(plane: DataPlane) -> None:
+    await plane.admission.begin_at(40)
+    await plane.admission.begin_at(7)
+
+    assert (await plane.admission.issue(a_task(0), limit=10)).outcome is IssueOutcome.CURSOR_MOVED
+    assert await plane.admission.issue(a_task(40), limit=10) == IssueResult(IssueOutcome.ISSUED, 1, 41)
+    await plane.admission.begin_at(40)
+    assert await plane.admission.next_group_id() == 41
+    ledger = await ledger_of(plane)
+    assert (ledger.issued, ledger.outstanding, ledger.balanced) == (1, 1, True)
+
+
 async def test_a_resolved_group_makes_room(plane: DataPlane) -> None:
     await plane.admission.issue(a_task(0), limit=1)
     rollout = plane.hop(HopName.TASKS, "rollout")

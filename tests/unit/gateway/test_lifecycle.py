@@ -37,9 +37,9 @@ def test_an_action_is_either_allowed_or_refused_with_the_names_of_those_that_are
 
 
 @pytest.mark.parametrize("state", [state for state in State if state.is_final])
-def test_nothing_leads_out_of_a_final_state_but_deletion_and_out_of_failure_a_person(state: State) -> None:
-    may_resume = [Action.RESUME] if state is State.FAILED else []
-    assert allowed_actions(state) == [*may_resume, Action.DELETE]
+def test_only_a_person_leads_out_of_a_final_state(state: State) -> None:
+    may_resume = [] if state is State.COMPLETED else [Action.RESUME]
+    assert allowed_actions(state) == [*may_resume, Action.EXTEND, Action.DELETE]
     assert all(after_event(state, event) is state for event in LifecycleEvent)
 
 

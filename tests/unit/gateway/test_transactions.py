@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from services.gateway.app import create_app
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.evaluation.evaluator import Evaluator
+from services.gateway.lifecycle.origins import remove_unfinished
 from services.gateway.monitoring.watchdog import Watchdog
 from services.gateway.publications.negotiation import Opened
 from services.gateway.records.repository import Experiment
@@ -27,6 +28,7 @@ from services.gateway.runtime.work import ExperimentWork
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.memory import MemoryStore
 from services.gateway.store.writes import Write
+from shared.checkpoints import folders
 from shared.clock import ManualClock
 from shared.errors import FlotillaError, Unavailable
 from shared.schemas.experiment import Event, ExperimentState
@@ -47,6 +49,7 @@ from tests.unit.gateway.builders import (
     spec_document,
     stop,
 )
+from tests.unit.gateway.stored import store_checkpoint
 from tests.unit.gateway.test_evaluator import ROWS, answer
 
 ID = "tiny-1"
@@ -97,6 +100,7 @@ class World:
         await stop(self.gateway)
         self.gateway = a_gateway(self.store, self.clock, self.planes, data=self.folder, token="t")
         await self.gateway.repository.load()
+        await self.gateway.commands.load()
         await self.gateway.registry.load()
         await self.gateway.publications.load()
         for kind, service_id in self.services.items():
@@ -189,6 +193,62 @@ async def create(world: World) -> None:
     first = await world.call("POST", "/v1/experiments?start=true", spec)
     assert await world.call("POST", "/v1/experiments?start=true", spec) == first
     assert first["state"] == "starting"
+
+
+def ended(state: ExperimentState) -> Step:
+    """Arrange an experiment that has come to rest after two of three steps, its model and its data."""
+
+    async def arrange(world: World) -> None:
+        (world.folder / "model").mkdir(exist_ok=True)
+        (world.folder / "model" / "config.json").write_text("{}")
+        (world.folder / "train.jsonl").write_text('{"prompt": "1?", "label": "1"}\n' * 8)
+        model, data = {"path": str(world.folder / "model")}, {"path": str(world.folder / "train.jsonl")}
+        spec = a_spec(model=model, data=data, optimisation={"steps": 3, "groups_per_mini_batch": 2})
+        document, directory = spec.model_dump(mode="json"), world.folder / "experiments" / ID
+        changes = {"step": 2, "trainer_epoch": 1, "final_ledger": {}}
+        await add_experiment(world.gateway, state=state, spec=document, directory=str(directory), **changes)
+        store_checkpoint(directory, 2, document)
+
+    return arrange
+
+
+async def fork(world: World) -> None:
+    changes = {"optimisation": {"steps": 5}, "name": "other"}
+    first = await world.call("POST", f"{PATH}/fork", {"step": 2, "changes": changes})
+    assert await world.call("POST", f"{PATH}/fork", {"step": 2, "changes": changes}) == first
+    assert (first["state"], first["step"], first["total_steps"], first["policy_version"]) == ("starting", 2, 5, 2)
+    assert first["origin"] == {
+        "experiment_id": ID,
+        "step": 2,
+        "version": 2,
+        "path": str(world.folder / "experiments" / ID / "checkpoints" / "step-00000002"),
+        "first_group_id": 4,
+    }
+
+
+def is_forked_once(world: World) -> bool:
+    """Whether there is one fork with the checkpoint that it begins from, and a start leaves nothing of others."""
+    experiments, repository = world.folder / "experiments", world.gateway.repository
+    (mine,) = [e.id for e in repository if e.record.origin is not None]
+    remove_unfinished(experiments, lambda each: repository.find(each) is not None)
+    assert {path.name for path in experiments.iterdir()} == {e.id for e in repository}
+    return [step for step, _ in folders(experiments / mine / "checkpoints")] == [2]
+
+
+async def extend(world: World) -> None:
+    """Ask for five steps; asked again after that was stored, it is refused."""
+    first = await world.call("POST", f"{PATH}/extend", {"steps": 5})
+    assert await world.call("POST", f"{PATH}/extend", {"steps": 5}) == first
+
+
+def is_extended(state: ExperimentState, epoch: int) -> Callable[[World], bool]:
+    def reached(world: World) -> bool:
+        experiment = world.experiment
+        steps = (experiment.spec.optimisation.steps, experiment.record.spec["optimisation"]["steps"])
+        trainer = (experiment.state, experiment.record.trainer_epoch)
+        return steps == (5, 5) and trainer == (state, epoch) and happened("experiment_extended")(world)
+
+    return reached
 
 
 async def fail(world: World) -> None:
@@ -350,6 +410,10 @@ CASES = (
     ),
     Case("evaluate", an_evaluation, evaluate, happened("evaluation")),
     Case("come to rest", stopping, tear_down, state_is(STATES.STOPPED)),
+    Case("fork", ended(STATES.COMPLETED), fork, is_forked_once),
+    Case("resume what was stopped", ended(STATES.STOPPED), post(f"{PATH}/resume"), state_is(STATES.STARTING)),
+    Case("extend what is at work", AT_WORK, extend, is_extended(STATES.RUNNING, 2)),
+    Case("extend what has ended", ended(STATES.COMPLETED), extend, is_extended(STATES.STARTING, 1)),
     Case("name a stall", with_state(STATES.RUNNING), look_twice, happened("stalled")),
 )
 
@@ -366,8 +430,10 @@ async def check(world: World) -> None:
         is_open = [row for row in rows if row.ended_at is None]
         assert len(is_open) == (gateway.publications.open_phase(record.id) is not None) <= experiment.is_active
         committed = [row for row in rows if row.phase == "committed"]
-        assert record.policy_version == max((row.version for row in committed), default=0)
-        moved = [event.data["state"] for event in events if event.type == "experiment_state"]
+        first_version = 0 if record.origin is None else record.origin["version"]
+        assert record.policy_version == max((row.version for row in committed), default=first_version)
+        mine = [event for experiment_id, event in store._events if experiment_id == record.id]
+        moved = [event.data["state"] for event in mine if event.type == "experiment_state"]
         assert not moved or moved[-1] == record.state.value
         assert (record.problem is not None) == (len(events_of(events, "stalled", "waiting")) > 0 or "failed" in moved)
         assert record.is_trained == (len(events_of(events, "training_finished")) > 0)

@@ -1,0 +1,223 @@
+"""Where an experiment begins that goes on from a checkpoint of another: found, checked, and made its own.
+
+The files get a second name in the new experiment's directory (a hard link; a copy on another disk), so that nothing
+that becomes of the older experiment touches the new one. From then on it is an experiment that comes back from its
+newest checkpoint, as after any crash. A directory is marked as unfinished until its record is stored: what a crash
+leaves without a record is removed at the next start.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.checkpoints import (
+    CHECKPOINTS,
+    CRITIC,
+    STATE_FILE,
+    VERSIONS,
+    StoredCheckpoint,
+    check_files,
+    complete,
+    folders,
+)
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec, ModelError, Unavailable
+from shared.schemas.experiment import Origin
+from shared.streams.intervals import IntervalSet
+
+log = logging.getLogger(__name__)
+
+UNFINISHED = "unfinished"
+"""Marks the directory of an experiment whose record may not be stored yet."""
+FIELD = "checkpoint.resume_from"
+ATTEMPTS = 3
+FIXED_FIELDS = (("model", "path"), ("model", "dtype"))
+"""Settings that say what the tensors of a checkpoint are."""
+
+
+def parse_reference(text: str) -> tuple[str, int | None]:
+    """Split ``WHERE`` or ``WHERE@STEP``; the step is None where it is not named."""
+    where, at, step = text.rpartition("@")
+    return (where, int(step)) if at and step.isdigit() else (text, None)
+
+
+def checkpoints_at(path: Path) -> Path:
+    """Find the folder of checkpoints that a path means: theirs, an experiment's, or that of a run's only experiment.
+
+    Raises:
+        InvalidSpec: the path is relative.
+        ModelError: there is none, or there are several.
+    """
+    if not path.is_absolute():
+        raise InvalidSpec(f"{FIELD}: an absolute path is wanted, got {path}: a request has no folder of its own")
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    if folders(path):
+        return path
+    found = sorted(each for each in path.glob(f"fleet/experiments/*/{CHECKPOINTS}") if each.is_dir())
+    if len(found) > 1:
+        several = ", ".join(str(each.parent) for each in found)
+        raise ModelError(f"{FIELD}: several experiments are in {path}, say which: {several}")
+    if not found:
+        raise ModelError(f"{FIELD}: there is no checkpoint of ours in {path}")
+    return found[0]
+
+
+def choose(directory: Path, step: int | None) -> StoredCheckpoint:
+    """Find the checkpoint of a step, or the newest that is whole; reads every file of it, and blocks.
+
+    Raises:
+        ModelError: there is none; or the one that was named is damaged, or vanished while it was read.
+    """
+    damage: ModelError | None = None
+    for _ in range(ATTEMPTS):
+        for stored in complete(directory):
+            if step is not None and stored.step != step:
+                continue
+            try:
+                check_files(stored)
+            except ModelError as error:
+                log.warning("checkpoint is passed over", extra={"path": str(stored.path), "error": error.detail})
+                damage = damage or error
+                continue
+            return stored
+        if step is not None or damage is None:
+            break
+    if damage is not None:
+        raise damage
+    there = ", ".join(str(number) for number, _ in folders(directory)) or "none"
+    wanted = "no checkpoint" if step is None else f"no whole checkpoint of step {step}"
+    raise ModelError(f"{FIELD}: there is {wanted} in {directory}; steps that are there: {there}")
+
+
+def find(path: Path, step: int | None) -> StoredCheckpoint:
+    """Find the checkpoint that a path and a step mean: the path may be the checkpoint's own folder, too.
+
+    Raises:
+        InvalidSpec: the path is relative.
+        ModelError: there is none that is whole.
+    """
+    if (path / STATE_FILE).is_file():
+        own = [number for number, folder in folders(path.parent) if folder.name == path.name]
+        if not own or step not in {None, own[0]}:
+            raise ModelError(f"{FIELD}: {path} is not the folder of {'a step' if step is None else f'step {step}'}")
+        return choose(path.parent, own[0])
+    return choose(checkpoints_at(path), step)
+
+
+def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
+    """Refuse settings that do not go with a checkpoint.
+
+    Raises:
+        InvalidSpec: no step is left to train.
+        ModelError: another model is named, or the checkpoint lacks what the algorithm needs.
+    """
+    if spec.optimisation.steps <= stored.step:
+        raise InvalidSpec(
+            f"optimisation.steps: the checkpoint contains {stored.step} steps already, got {spec.optimisation.steps}: "
+            "set a greater number"
+        )
+    now = spec.model_dump(mode="json")
+    for section, key in FIXED_FIELDS:
+        before, after = stored.state.spec.get(section, {}).get(key), now[section][key]
+        if before != after:
+            raise ModelError(
+                f"{section}.{key}: the checkpoint of step {stored.step} was made with {before!r}, the spec says "
+                f"{after!r}: set it back, or leave {FIELD} out"
+            )
+    needed = {CRITIC: spec.algorithm.needs_critic, VERSIONS: spec.algorithm.old_log_probs == "recompute_at_version"}
+    for name, is_needed in needed.items():
+        if is_needed and name not in stored.state.files:
+            raise ModelError(
+                f"{FIELD}: {stored.path} has no {name}, which this algorithm goes on from: keep the algorithm, or "
+                f"begin from its weights with model.path {stored.path / 'model'}"
+            )
+
+
+def take(stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, directory: Path) -> Origin:
+    """Make a checkpoint the first one of a new experiment; blocks.
+
+    Args:
+        stored: that was found to be whole.
+        spec: of the new experiment.
+        directory: of the new experiment; marked as unfinished.
+
+    Raises:
+        ModelError: it vanished meanwhile.
+        Unavailable: the disk is full or not writable. Nothing remains in either case.
+    """
+    folder = directory / CHECKPOINTS
+    partial = folder / f".{stored.path.name}.{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True)
+        (directory / UNFINISHED).touch()
+        _fill(partial, stored, spec, experiment_id)
+        partial.rename(folder / stored.path.name)
+        _flush(folder)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, FileNotFoundError) and not stored.path.is_dir():
+            raise ModelError(
+                f"{FIELD}: the checkpoint {stored.path} vanished while it was taken: its experiment keeps the newest "
+                "checkpoint.keep of them"
+            ) from error
+        raise Unavailable(f"checkpoint {stored.path} could not be taken: {error}") from error
+    trained = IntervalSet.from_list(stored.state.trained).to_list()
+    return Origin(
+        experiment_id=stored.state.experiment_id,
+        step=stored.step,
+        version=stored.state.version,
+        path=str(stored.path),
+        first_group_id=trained[-1][1] + 1 if trained else 0,
+    )
+
+
+def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str) -> None:
+    for name in stored.state.files:
+        target = partial / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _link(stored.path / name, target)
+    state = stored.state.model_copy(update={"experiment_id": experiment_id, "spec": spec.model_dump(mode="json")})
+    with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
+        file.write(state.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    for each in {partial, *(path.parent for path in partial.rglob("*"))}:
+        _flush(each)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or no right to link
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def finish(directory: Path) -> None:
+    """Take the mark of an unfinished directory away: its record is stored."""
+    (directory / UNFINISHED).unlink(missing_ok=True)
+
+
+def remove_unfinished(experiments: Path, is_known: Callable[[str], bool]) -> None:
+    """Remove what a crash left of experiments that were never stored, and finish those that were."""
+    for mark in experiments.glob(f"*/{UNFINISHED}"):
+        if is_known(mark.parent.name):
+            finish(mark.parent)
+        else:
+            log.info("an experiment that was never stored is removed", extra={"directory": str(mark.parent)})
+            shutil.rmtree(mark.parent, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""Which checkpoint a new experiment begins from, and how that becomes its own."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.lifecycle import origins
+from services.gateway.lifecycle.origins import UNFINISHED, check_spec, find, parse_reference, remove_unfinished, take
+from shared.checkpoints import complete
+from shared.errors import InvalidSpec, ModelError, Unavailable
+from tests.unit.gateway.builders import a_spec
+from tests.unit.gateway.stored import store_checkpoint
+
+
+def a_longer_spec(**changes: Any) -> Any:
+    return a_spec(optimisation={"steps": 9, "groups_per_mini_batch": 2}, **changes)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    """An experiment with checkpoints of steps 2 and 4."""
+    directory = tmp_path / "runs" / "trial" / "fleet" / "experiments" / "trial-1"
+    for step in (2, 4):
+        store_checkpoint(directory, step, a_longer_spec().model_dump(mode="json"))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("trial-1", ("trial-1", None)), ("trial-1@40", ("trial-1", 40)), ("/a@b/c", ("/a@b/c", None))],
+)
+def test_a_reference_is_a_place_and_perhaps_a_step(text: str, expected: tuple[str, int | None]) -> None:
+    assert parse_reference(text) == expected
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/step-00000004", "../../..", "../../../../trial"])
+def test_a_path_is_a_checkpoints_an_experiments_or_a_runs_folder(parent: Path, below: str) -> None:
+    assert find((parent / below).resolve(), None).path == parent / "checkpoints" / "step-00000004"
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_unless_it_was_named(parent: Path) -> None:
+    (parent / "checkpoints/step-00000004/optimizer.safetensors").write_text("moments of step 5")
+
+    assert find(parent, None).step == 2
+    with pytest.raises(ModelError, match=r"is damaged: optimizer\.safetensors"):
+        find(parent, 4)
+
+
+def test_what_is_not_there_is_refused_with_what_is(parent: Path) -> None:
+    with pytest.raises(ModelError, match=r"step 3 in .*steps that are there: 2, 4"):
+        find(parent, 3)
+    with pytest.raises(ModelError, match="no checkpoint of ours"):
+        find(parent.parents[4] / "elsewhere", None)
+    with pytest.raises(InvalidSpec, match="absolute"):
+        find(Path("runs/trial"), None)
+    shutil.copytree(parent, parent.with_name("trial-2"))
+    with pytest.raises(ModelError, match="several experiments"):
+        find(parent.parents[2], None)
+
+
+def test_a_spec_that_does_not_go_with_the_checkpoint_is_refused(parent: Path) -> None:
+    stored = find(parent, None)
+
+    check_spec(stored, a_longer_spec())
+    with pytest.raises(InvalidSpec, match="contains 4 steps already, got 4"):
+        check_spec(stored, a_spec(optimisation={"steps": 4}))
+    with pytest.raises(ModelError, match=r"model\.path"):
+        check_spec(stored, a_longer_spec(model={"path": "/another"}))
+    with pytest.raises(ModelError, match=r"no critic\.safetensors"):
+        check_spec(stored, a_longer_spec(algorithm={"advantage": {"kind": "gae"}}))
+
+
+def test_the_checkpoint_becomes_the_new_experiments_own(parent: Path, tmp_path: Path) -> None:
+    spec, directory = a_longer_spec(seed=3), tmp_path / "fork-1"
+
+    origin = take(find(parent, None), spec, "fork-1", directory)
+    shutil.rmtree(parent)
+
+    (own,) = complete(directory / "checkpoints")
+    assert (own.state.experiment_id, own.state.spec["seed"], own.step) == ("fork-1", 3, 4)
+    assert find(directory, None).step == 4, "every file has its checksum"
+    assert (origin.experiment_id, origin.step, origin.version, origin.first_group_id) == ("trial-1", 4, 4, 8)
+
+
+@pytest.mark.parametrize("is_vanishing", [True, False], ids=["vanishes", "disk-is-full"])
+def test_what_cannot_be_taken_is_refused_and_leaves_nothing(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_vanishing: bool
+) -> None:
+    stored, real = find(parent, 4), origins._link
+
+    def link(source: Path, target: Path) -> None:
+        if source.name != "optimizer.safetensors":
+            real(source, target)
+        elif is_vanishing:
+            shutil.rmtree(stored.path)
+            real(source, target)
+        else:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(origins, "_link", link)
+    error: type[Exception] = ModelError if is_vanishing else Unavailable
+    with pytest.raises(error, match="vanished while it was taken" if is_vanishing else "No space left"):
+        take(stored, a_longer_spec(), "fork-1", tmp_path / "fork-1")
+
+    assert not (tmp_path / "fork-1").exists()
+
+
+def test_what_a_crash_left_without_a_record_is_removed_and_what_has_one_is_finished(
+    parent: Path, tmp_path: Path
+) -> None:
+    for name in ("stored-1", "lost-1"):
+        take(find(parent, None), a_longer_spec(), name, tmp_path / "experiments" / name)
+
+    remove_unfinished(tmp_path / "experiments", {"stored-1"}.__contains__)
+
+    assert [path.name for path in (tmp_path / "experiments").iterdir()] == ["stored-1"]
+    assert not (tmp_path / "experiments" / "stored-1" / UNFINISHED).exists()

@@ -86,12 +86,14 @@ async def list_experiments(client: GatewayClient) -> list[ExperimentView]:
             return found
 
 
-async def find_experiment(client: GatewayClient, reference: str | None) -> ExperimentView:
+async def find_experiment(client: GatewayClient, reference: str | None, *, is_unique: bool = False) -> ExperimentView:
     """Find the experiment that is meant; see ``choose_experiment``."""
-    return choose_experiment(await list_experiments(client), reference)
+    return choose_experiment(await list_experiments(client), reference, is_unique=is_unique)
 
 
-def choose_experiment(views: Sequence[ExperimentView], reference: str | None) -> ExperimentView:
+def choose_experiment(
+    views: Sequence[ExperimentView], reference: str | None, *, is_unique: bool = False
+) -> ExperimentView:
     """Choose an experiment by id, name or the beginning of an id.
 
     A name means the experiment of that name that is active, else the newest of them; without a reference all count.
@@ -99,6 +101,7 @@ def choose_experiment(views: Sequence[ExperimentView], reference: str | None) ->
     Args:
         views: all experiments, oldest first.
         reference: what was typed.
+        is_unique: a name that several have is not enough, as for what cannot be undone.
 
     Raises:
         NotFound: there is none; the detail names what is near.
@@ -108,7 +111,8 @@ def choose_experiment(views: Sequence[ExperimentView], reference: str | None) ->
         found = _active_else_newest(views)
     else:
         found = [view for view in views if view.id == reference]
-        found = found or _active_else_newest([view for view in views if view.name == reference])
+        named = [view for view in views if view.name == reference]
+        found = found or (named if is_unique else _active_else_newest(named))
         found = found or [view for view in views if reference and view.id.startswith(reference)]
     if not found:
         raise NotFound(_not_found(views, reference))
@@ -119,8 +123,12 @@ def choose_experiment(views: Sequence[ExperimentView], reference: str | None) ->
 
 
 def _active_else_newest(views: Sequence[ExperimentView]) -> list[ExperimentView]:
-    active = [view for view in views if not view.state.is_final and view.state is not ExperimentState.DRAFT]
-    return active or list(views[-1:])
+    return [view for view in views if is_active(view)] or list(views[-1:])
+
+
+def is_active(view: ExperimentView) -> bool:
+    """Whether something is done for it, or it is paused."""
+    return not view.state.is_final and view.state is not ExperimentState.DRAFT
 
 
 def _not_found(views: Sequence[ExperimentView], reference: str | None) -> str:

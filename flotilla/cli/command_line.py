@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flotilla.cli import parsing
+from flotilla.cli.log_lines import LEVELS
 from flotilla.cli.parsing import Parser, add_command, add_experiment, add_gateway, add_json
 from flotilla.defaults import DEFAULT_DATA, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from flotilla.cli.parsing import Commands
 
+STATES = ("draft", "starting", "running", "paused", "stopping", "stopped", "completed", "failed")
 DATA_HELP = (
     "also open the model's directory, tokenizer, graders and data as the start of an experiment does: tells rows, "
     "columns, and the first prompt as the model is given it. Downloads remote data, and runs the code of a custom "
@@ -27,6 +29,7 @@ def build_parser() -> Parser:
     _add_fleet(commands)
     _add_membership(commands)
     _add_experiments(commands)
+    _add_kept(commands)
     _add_files(commands)
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
@@ -107,6 +110,29 @@ def _add_experiments(commands: "Commands") -> None:
         add_experiment(parser)
         add_json(parser)
         add_gateway(parser)
+
+
+def _add_kept(commands: "Commands") -> None:
+    ls = add_command(commands, "ls", "List experiments: the active ones first, then newest first.", "listing:ls")
+    ls.add_argument("name", nargs="*", help="names or ids, such as 'sum-*'; all without any")
+    ls.add_argument("--active", action="store_true", help="only those that are active")
+    ls.add_argument("--state", action="append", choices=STATES, help="only those in this state (may be repeated)")
+    ls.add_argument("--last", type=parsing.at_least_one, metavar="N", help="at most N")
+    delete = add_command(commands, "delete", "Delete an experiment's record; its directory stays.", "listing:delete")
+    add_experiment(delete, is_needed=True)
+    text = "List an experiment's checkpoints: where they are, which is newest, which is best."
+    checkpoints = add_command(commands, "checkpoints", text, "listing:checkpoints")
+    add_experiment(checkpoints)
+    for parser in (ls, delete, checkpoints):
+        add_json(parser)
+        add_gateway(parser)
+    logs = add_command(commands, "logs", "Show what the processes of a local fleet write.", "logs:logs")
+    logs.add_argument("service", nargs="?", help="process, such as rollout-0, or kind, such as rollout (default: all)")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
+    logs.add_argument("--tail", "-n", type=parsing.at_least_zero, default=50, help="last lines of each (%(default)s)")
+    logs.add_argument("--level", choices=LEVELS, default="debug", help="least severe level (%(default)s: all)")
+    logs.add_argument("--data", default=DEFAULT_DATA, help="data directory, of a run: runs/NAME/fleet (%(default)s)")
+    add_json(logs, "print each line as a JSON object")
 
 
 def _add_files(commands: "Commands") -> None:

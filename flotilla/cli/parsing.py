@@ -124,6 +124,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def at_least_zero(text: str) -> int:
+    """Read a count that may be zero."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return value
+
+
 def at_least_one(text: str) -> int:
     """Read a count."""
     value = int(text)

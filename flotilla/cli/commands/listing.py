@@ -1,0 +1,165 @@
+"""``flotilla ls | delete | checkpoints``: what a gateway keeps."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.progress import number
+from flotilla.connection import find_experiment, is_active, list_experiments, open_client
+from shared.client import GatewayClient
+from shared.schemas.experiment import CheckpointView, ExperimentView, Page
+
+PAGE = 1000
+COLUMNS = ("id", "name", "state", "step", "version", "created", "problem")
+
+
+async def ls(arguments: argparse.Namespace) -> int:
+    """List experiments: those that are active, then the others, newest first."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        views = await list_experiments(client)
+    found = select(views, names=arguments.name or None, states=arguments.state, only_active=arguments.active)
+    found = found[: arguments.last]
+    if arguments.json:
+        write_json([facts_of(view) for view in found])
+    elif found:
+        new_console().print(table_of(COLUMNS, [row_of(view) for view in found], whole=("id",)))
+    else:
+        what = f"none of {len(views)} experiments matches" if views else "there is no experiment"
+        new_console().print(what)
+    return 0
+
+
+def select(
+    views: Sequence[ExperimentView], *, names: Sequence[str] | None, states: Sequence[str] | None, only_active: bool
+) -> list[ExperimentView]:
+    """Choose experiments, the active ones first, then newest first.
+
+    Args:
+        views: all, oldest first.
+        names: patterns such as ``sum-*``, any of which may match the name or the id; None: all.
+        states: any of which it may be in; None: all.
+        only_active: leave out drafts and what has ended.
+    """
+    found = [
+        view
+        for view in views
+        if (names is None or any(fnmatchcase(text, name) for name in names for text in (view.name, view.id)))
+        and (states is None or view.state in states)
+        and (is_active(view) or not only_active)
+    ]
+    newest_first = list(reversed(found))
+    return [view for view in newest_first if is_active(view)] + [view for view in newest_first if not is_active(view)]
+
+
+def facts_of(view: ExperimentView) -> dict[str, Any]:
+    """What ``--json`` prints of an experiment: its view without the spec."""
+    return view.model_dump(mode="json", exclude={"spec"}) | {"is_active": is_active(view)}
+
+
+def row_of(view: ExperimentView) -> dict[str, str]:
+    """What the table shows of an experiment."""
+    return {
+        "id": view.id,
+        "name": view.name,
+        "state": str(view.state),
+        "step": f"{view.step}/{view.total_steps}",
+        "version": str(view.policy_version),
+        "created": view.created_at[:19].replace("T", " "),
+        "problem": f"{view.problem.component}: {view.problem.cause}" if view.problem else "",
+    }
+
+
+async def delete(arguments: argparse.Namespace) -> int:
+    """Delete an experiment and its series; its directory, with the checkpoints, stays."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        view = await find_experiment(client, arguments.experiment, is_unique=True)
+        await client.call("DELETE", f"/v1/experiments/{view.id}", deadline_seconds=30)
+    if arguments.json:
+        write_json({"id": view.id, "name": view.name, "directory": view.directory})
+        return 0
+    console = new_console()
+    console.print(f"{view.id} is deleted, with its metrics and events", markup=False)
+    console.print(f"its directory stays: {view.directory}", markup=False)
+    return 0
+
+
+async def checkpoints(arguments: argparse.Namespace) -> int:
+    """List the checkpoints of an experiment: where they are, and which is newest and best."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        view = await find_experiment(client, arguments.experiment)
+        found = await read_checkpoints(client, view)
+        evaluations = await read_evaluations(client, view)
+    rows = describe_checkpoints(found, evaluations, Path(view.directory))
+    if arguments.json:
+        write_json(rows)
+        return 0
+    console = new_console()
+    if not rows:
+        console.print(f"{view.id} has no checkpoint yet", markup=False)
+        return 0
+    cells = [
+        (str(row["step"]), str(row["version"]), number(row["held_out"]), row["at"][:19].replace("T", " "), _marks(row))
+        for row in rows
+    ]
+    console.print(table_of(("step", "version", "held-out", "made", ""), cells, title=f"{view.name} ({view.id})"))
+    for row in rows:
+        if row["is_kept"] is not False:
+            console.print(f"step {row['step']:<6} {row['path']}", markup=False)
+    return 0
+
+
+def _marks(row: Mapping[str, Any]) -> str:
+    words = [name for name in ("newest", "best") if row[f"is_{name}"]]
+    return ", ".join([*words, *(["removed"] if row["is_kept"] is False else [])])
+
+
+async def read_checkpoints(client: GatewayClient, view: ExperimentView) -> list[CheckpointView]:
+    """Read all checkpoints of an experiment, by step."""
+    found: list[CheckpointView] = []
+    after: str | None = None
+    while True:
+        query = {"limit": PAGE, "after": after}
+        page = Page.model_validate(
+            await client.call("GET", f"/v1/experiments/{view.id}/checkpoints", params=query, deadline_seconds=30)
+        )
+        found += [CheckpointView.model_validate(item) for item in page.items]
+        after = page.next
+        if after is None:
+            return found
+
+
+async def read_evaluations(client: GatewayClient, view: ExperimentView) -> dict[int, float]:
+    """Read what held-out problems came to, by policy version: the mean reward of all scored answers."""
+    query = {"names": "evaluation/reward_mean", "limit": PAGE}
+    answer = await client.call("GET", f"/v1/experiments/{view.id}/metrics", params=query, deadline_seconds=30)
+    return {int(item["version"]): float(item["value"]) for item in Page.model_validate(answer).items}
+
+
+def describe_checkpoints(
+    found: Sequence[CheckpointView], evaluations: Mapping[int, float], directory: Path
+) -> list[dict[str, Any]]:
+    """Say of each checkpoint what its version came to on held-out problems.
+
+    Args:
+        found: by step.
+        evaluations: mean held-out reward by version.
+        directory: the experiment's; where it is on this machine, a checkpoint that is not there was removed.
+
+    Returns:
+        By step: ``held_out`` (None where that version was not evaluated), ``is_kept`` (None where this machine cannot
+        know), ``is_newest`` and ``is_best`` (highest held-out reward, of several the first) among those kept.
+    """
+    is_here = directory.is_dir()
+    rows: list[dict[str, Any]] = [
+        each.model_dump(mode="json")
+        | {"held_out": evaluations.get(each.version), "is_kept": Path(each.path).is_dir() if is_here else None}
+        for each in found
+    ]
+    usable = [row for row in rows if row["is_kept"] is not False]
+    scored = [row for row in usable if row["held_out"] is not None]
+    best = max(scored, key=lambda row: row["held_out"], default=None)
+    newest = usable[-1] if usable else None
+    return [row | {"is_newest": row is newest, "is_best": row is best} for row in rows]

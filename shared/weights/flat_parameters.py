@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from shared.weights.checkpoint_names import pieces_of
 from shared.weights.image import WeightImage
 from shared.weights.layout import ImageLayout
 from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire, safetensors_name
@@ -18,8 +19,8 @@ from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire, safetensors
 class FlatParameters:
     """Lays all parameters of a module into flat buffers, keeping their values, and copies them to and from images.
 
-    Names are those of the Hugging Face checkpoint: the parameter's path in the module, and for weights that are tied
-    the one name that ``save_pretrained`` keeps. Buffers are not parameters: they do not train and do not travel.
+    Names are those of the Hugging Face checkpoint (``checkpoint_names``), and for weights that are tied the one name
+    that ``save_pretrained`` keeps. Buffers are not parameters: they do not train and do not travel.
 
     Args:
         module: on one device, its parameters plain tensors (gather sharded ones with ``write_tensors`` instead).
@@ -39,12 +40,16 @@ class FlatParameters:
             dtype: _flatten([groups[name] for name in names]) for dtype, names in by_dtype.items()
         }
         self._wire_dtype = wire_dtype
-        self._first = {dtype: names[0] for dtype, names in by_dtype.items()}
+        pieces = {
+            dtype: pieces_of(module, {name: tuple(groups[name][0].shape) for name in names})
+            for dtype, names in by_dtype.items()
+        }
+        self._first = {dtype: of_dtype[0].name for dtype, of_dtype in pieces.items()}
         self.layout = ImageLayout.of(
             {
-                name: (tuple(groups[name][0].shape), safetensors_name(on_wire(dtype, wire_dtype)))
-                for dtype, names in by_dtype.items()
-                for name in names
+                piece.name: (piece.shape, safetensors_name(on_wire(dtype, wire_dtype)))
+                for dtype, of_dtype in pieces.items()
+                for piece in of_dtype
             }
         )
 

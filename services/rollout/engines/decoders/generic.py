@@ -24,6 +24,7 @@ from services.rollout.engines.decoders.base import Tokens
 from services.rollout.engines.decoders.checkpoint import check_headers
 from services.rollout.engines.decoders.column_cache import ColumnCache
 from shared.errors import ModelError, WeightTransferFailed
+from shared.weights.checkpoint_names import pieces_of
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +55,18 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 class ModelWeights:
-    """The weights of a transformers model, replaced by images with the names of its state dict.
+    """The weights of a transformers model, replaced by images with the names of its checkpoint.
 
     Args:
         model: whose weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors: Mapping[str, Tensor] = model.state_dict()
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        state = model.state_dict()
+        pieces = pieces_of(model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+        self._tensors: Mapping[str, Tensor] = {piece.name: piece.of(state[piece.source]) for piece in pieces}
+        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = {piece.name for piece in pieces if piece.source in trained}
         self._tied: list[set[str]] = []
         places: dict[tuple[int, tuple[int, ...]], set[str]] = defaultdict(set)
         for name, tensor in self._tensors.items():

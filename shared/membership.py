@@ -2,7 +2,7 @@
 
 Two calls take turns. The *poll* waits at the gateway until the desired state changes, and so keeps the lease; the
 *push* sends an observation at once when something worth telling happened. Either answer is the whole desired state,
-so it does not matter which arrives.
+so it does not matter which arrives. One that another overtook is older than what was applied: it is asked for again.
 """
 
 import asyncio
@@ -48,6 +48,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
         self._acknowledged: str | None = None
+        self._num_applied = 0
         self.service_id: str | None = None
         self.is_connected = False
 
@@ -114,6 +115,7 @@ class Membership:
             # For each attempt: one that was made before the gateway went away would be taken for the newest.
             return self._observe().model_copy(update={"acknowledged": self._acknowledged})
 
+        num_applied = self._num_applied
         answer = await self._client.call(
             "PUT",
             f"/v1/services/{service_id}/status",
@@ -124,10 +126,14 @@ class Membership:
         self.is_connected = True
         desired = DesiredState.model_validate(answer)
         async with self._applying:
-            if desired.tag != self._acknowledged:
+            if desired.tag == self._acknowledged:
+                return
+            # An answer that was applied since this call began may be newer than this one.
+            if num_applied == self._num_applied:
                 await self._apply(desired)
                 self._acknowledged = desired.tag
-                self._changed.set()
+                self._num_applied += 1
+            self._changed.set()
 
     async def _leave(self) -> None:
         if self.service_id is None:

@@ -155,6 +155,7 @@ class RewardConsumer:
         self._config = config
         self._concurrency = concurrency
         self._claiming = asyncio.Event()
+        self._arranged: dict[Claim, Hop] = {}
         self.in_work = 0
         self.graded_samples = 0
         self.failed_samples = 0
@@ -178,9 +179,15 @@ class RewardConsumer:
 
     async def run(self) -> None:
         """Work until cancelled; what is in work is then handed back."""
-        async with asyncio.TaskGroup() as tasks:
-            for lane in self._lanes:
-                tasks.create_task(self._dispatch(lane, tasks), name=f"{lane.name} dispatcher")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for lane in self._lanes:
+                    tasks.create_task(self._dispatch(lane, tasks), name=f"{lane.name} dispatcher")
+        finally:
+            # A task that is cancelled before its first step runs nothing of its own.
+            unbegun = [self._give_up(hop, claim) for claim, hop in self._arranged.items()]
+            await asyncio.shield(asyncio.gather(*unbegun))
+            self._arranged.clear()
 
     async def _dispatch(self, lane: RewardLane, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(self._concurrency)
@@ -201,10 +208,12 @@ class RewardConsumer:
                 for _ in range(wanted - len(claims)):
                     room.release()
             for claim in claims:
+                self._arranged[claim] = lane.hop
                 answer = tasks.create_task(self._grade(lane, claim), name=f"grade {claim.entry_id}")
                 answer.add_done_callback(lambda _: room.release())
 
     async def _grade(self, lane: RewardLane, claim: Claim) -> None:
+        del self._arranged[claim]
         self.in_work += 1
         try:
             sampled = await self._readable(lane.hop, claim)

@@ -78,6 +78,7 @@ class RolloutConsumer:
         self._claiming = asyncio.Event()
         self._is_interrupted = asyncio.Event()
         self._claims_under_way = 0
+        self._arranged: dict[Claim, Hop] = {}
         self._held: dict[tuple[str, str], Renewal] = {}
         self.in_work = 0
         self.answered = 0
@@ -106,9 +107,15 @@ class RolloutConsumer:
 
     async def run(self) -> None:
         """Work until cancelled; what is in work is then handed back."""
-        async with asyncio.TaskGroup() as tasks:
-            for config, hop in self._lanes:
-                tasks.create_task(self._dispatch(config, hop, tasks), name=f"{config.name} dispatcher")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for config, hop in self._lanes:
+                    tasks.create_task(self._dispatch(config, hop, tasks), name=f"{config.name} dispatcher")
+        finally:
+            # A task that is cancelled before its first step runs nothing of its own.
+            unbegun = [self._give_up(hop, claim) for claim, hop in self._arranged.items()]
+            await asyncio.shield(asyncio.gather(*unbegun))
+            self._arranged.clear()
 
     async def _dispatch(self, config: LaneConfig, hop: Hop, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(config.max_groups)
@@ -130,6 +137,7 @@ class RolloutConsumer:
                     # It comes again: what this process held of it is lost, though renewing has not found that yet.
                     former.lost.set()
                 self.in_work += 1
+                self._arranged[claim] = hop
                 answer = tasks.create_task(self._answer(config, hop, claim), name=f"{config.name} {claim.entry_id}")
                 answer.add_done_callback(lambda _: self._is_done(room))
 
@@ -155,6 +163,7 @@ class RolloutConsumer:
         return claims
 
     async def _answer(self, config: LaneConfig, hop: Hop, claim: Claim) -> None:
+        del self._arranged[claim]
         try:
             group = await self._sampled(config, hop, claim)
             if group is not None:

@@ -98,7 +98,7 @@ class StreamKeys:
 
     @property
     def state(self) -> str:
-        """Hash: next_group_id, published_version, trainer_incarnation, trainer_owner."""
+        """Hash: next_group_id, published_version, trainer_incarnation, trainer_owner, what was rolled back last."""
         return f"{self.prefix}:state"
 
     def all(self) -> list[str]:

@@ -228,7 +228,8 @@ class TrainerQueue(Protocol):
         """Give up what was trained after ``step``, that of the checkpoint that training goes on from.
 
         The groups of the plans of steps ``given_up`` wait again. Groups of later committed steps do not count as
-        trained any more, but as dropped; nor do they count as consumed. Repeating it is safe.
+        trained any more, but as dropped; nor do they count as consumed. Repeating the call is safe, and
+        returns what it gave up in all.
 
         Raises:
             ClaimLost: a later trainer took over.

@@ -1,5 +1,6 @@
-"""Makes calls fail as they do while their server is absent."""
+"""Makes calls fail as they do while their server is absent, and cancellations come at the worst moment."""
 
+import asyncio
 from typing import Any
 
 from shared.errors import Unavailable
@@ -18,3 +19,16 @@ def make_absent(owner: object, method: str, times: int) -> list[None]:
 
     setattr(owner, method, call)
     return refused
+
+
+def cancel_on_claim(hop: Any, task: "asyncio.Task[None]") -> None:
+    """Cancel a consumer's task at the moment in which a claim arrives."""
+    real = hop.claim
+
+    async def claim(*arguments: Any, **named: Any) -> Any:
+        claims = await real(*arguments, **named)
+        if claims:
+            task.cancel()
+        return claims
+
+    hop.claim = claim

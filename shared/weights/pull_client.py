@@ -66,17 +66,25 @@ class WeightPuller:
                 if pull.num_received > before:
                     backoff.reset()
                 raise
-            return await asyncio.to_thread(pull.finish)
+            finishing = asyncio.ensure_future(asyncio.to_thread(pull.finish))
+            try:
+                return await asyncio.shield(finishing)
+            except asyncio.CancelledError:
+                # The thread goes on: whoever takes the file away has to come after it.
+                await asyncio.gather(finishing, return_exceptions=True)
+                raise
 
         try:
             async with asyncio.timeout(deadline_seconds), client:
-                return await retry(
+                path = await retry(
                     attempt,
                     waiting_for=f"weights of version {version}",
                     backoff=backoff,
                     is_retryable=lambda error: isinstance(error, Unavailable),
                     level=logging.DEBUG,
                 )
+            pull.finished = None
+            return path
         except TimeoutError:
             if last is not None:
                 raise last from None
@@ -92,6 +100,8 @@ class _Pull:
         self._directory = directory
         self._image: WeightImage | None = None
         self._tag = ""
+        self.finished: Path | None = None
+        """The file, from when it has its name until the caller has it."""
         self.num_received = 0
 
     async def go_on(self, client: httpx.AsyncClient, url: str) -> None:
@@ -127,12 +137,16 @@ class _Pull:
         if f'"{checksum}"' != self._tag:
             raise WeightTransferFailed(f"the pulled image has checksum {checksum}, the server said {self._tag}")
         self._image.layout()
-        return self._image.hand_over()
+        self.finished = self._image.hand_over()
+        self._image = None
+        return self.finished
 
     async def close(self) -> None:
-        """Remove what is not finished."""
+        """Remove what the caller does not have."""
         if self._image is not None:
             await close_images(self._image)
+        if self.finished is not None:
+            self.finished.unlink(missing_ok=True)
 
     async def _expect(self, answer: httpx.Response) -> WeightImage:
         """Read from the answer's head what comes: the rest of the image, or all of it because it is another one."""

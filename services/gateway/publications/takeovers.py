@@ -10,6 +10,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from services.gateway.store.base import Store
+from services.gateway.store.writes import DeleteCheckpoints
 from shared.errors import Conflict, Unavailable
 from shared.lineage import Published, reconcile
 from shared.schemas.service import ServiceKind
@@ -51,6 +52,8 @@ class Takeovers:
                 # The checkpoint of the last step may be the one that is gone.
                 step = min(record.step, decided.end_step)
                 self._repository.stage(change, experiment, is_trained=False, step=step)
+            # Those after the one that the trainer found whole are gone, or damaged and set aside.
+            change.write(DeleteCheckpoints(experiment_id, request.step))
             if decided.lost is not None or request.groups_lost or request.groups_waiting:
                 facts = {
                     "checkpoint_step": request.step,

@@ -11,6 +11,7 @@ from services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
     DeleteAnswers,
+    DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
     PutAnswer,
@@ -74,6 +75,11 @@ class MemoryStore(TransactionalStore):
                 self._audit.append(audit)
             case PutCheckpoint(experiment_id, checkpoint):
                 self._checkpoints[experiment_id, checkpoint.step] = checkpoint
+            case DeleteCheckpoints(experiment_id, after):
+                kept = {
+                    key: view for key, view in self._checkpoints.items() if key[0] != experiment_id or key[1] <= after
+                }
+                self._checkpoints = kept
             case PutAnswer(answer):
                 self._answers[answer.key] = answer
             case DeleteAnswers(earliest):

@@ -27,6 +27,7 @@ from services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
     DeleteAnswers,
+    DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
     PutAnswer,
@@ -239,6 +240,9 @@ def _do(connection: Connection, write: Write) -> Event | None:
             connection.execute(sa.insert(tables.audit).values(row_of(audit)))
         case PutCheckpoint(experiment_id, checkpoint):
             _put(connection, tables.checkpoints, {"experiment_id": experiment_id, **checkpoint.model_dump()})
+        case DeleteCheckpoints(experiment_id, after):
+            table = tables.checkpoints
+            connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
         case PutAnswer(answer):
             _put(connection, tables.idempotency, row_of(answer))
         case DeleteAnswers(before):

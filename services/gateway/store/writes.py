@@ -77,6 +77,14 @@ class PutCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteCheckpoints:
+    """Delete an experiment's checkpoints of later steps than ``after``."""
+
+    experiment_id: str
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutAnswer:
     """Keep the answer to an idempotency key."""
 
@@ -100,6 +108,7 @@ Write = (
     | AppendEvent
     | AppendAudit
     | PutCheckpoint
+    | DeleteCheckpoints
     | PutAnswer
     | DeleteAnswers
 )

@@ -137,6 +137,7 @@ class MemoryStore:
     stream_bytes: int | None = None
     trainer_incarnation: int = 0
     trainer_owner: str | None = None
+    rolled_back: tuple[object, tuple[int, int]] = (None, (0, 0))
     streams: dict[HopName, MemoryStream] = field(default_factory=dict)
 
     _changed: "asyncio.Future[None] | None" = None

@@ -125,7 +125,10 @@ class MemoryTrainerQueue:
             store.unconsume(plan.version, counted)
             lost += counted
         store.wake()
-        return RolledBack(waiting, lost)
+        call = self.hop.consumer, step, tuple(given_up)
+        before = store.rolled_back[1] if store.rolled_back[0] == call else (0, 0)
+        store.rolled_back = call, (before[0] + waiting, before[1] + lost)
+        return RolledBack(*store.rolled_back[1])
 
     async def retained(self) -> Retained:
         """See ``TrainerQueue.retained``."""

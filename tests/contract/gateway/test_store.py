@@ -19,6 +19,7 @@ from services.gateway.store.sql import SqlStore, open_engine
 from services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
+    DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
     PutAnswer,
@@ -162,6 +163,8 @@ async def test_checkpoints_are_kept_by_step(store: Store) -> None:
     await store.apply([PutCheckpoint("a", moved)])
 
     assert await store.checkpoints("a") == [moved, later]
+    await store.apply([DeleteCheckpoints("a", 10), DeleteCheckpoints("b", 0)])
+    assert await store.checkpoints("a") == [moved]
 
 
 async def test_a_deleted_experiment_takes_everything_of_its_own_with_it(store: Store) -> None:

@@ -302,7 +302,8 @@ async def test_steps_that_no_checkpoint_contains_any_more_do_not_count_as_traine
     before = await ledger_of(plane)
 
     assert await trainer.roll_back(1, []) == RolledBack(waiting=0, lost=3)
-    assert await trainer.roll_back(1, []) == RolledBack(0, 0)
+    assert await trainer.roll_back(1, []) == RolledBack(waiting=0, lost=3), "the first answer may have been lost"
+    assert await (await a_trainer(plane)).roll_back(1, []) == RolledBack(0, 0)
 
     ledger = await ledger_of(plane)
     assert (before.trained, ledger.trained, ledger.dropped) == (5, 2, {LOST_WITH_CHECKPOINT: 3})

@@ -7,8 +7,9 @@ from services.gateway.preflight import checks
 from services.gateway.publications.takeovers import Takeovers
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
+from services.gateway.store.writes import PutCheckpoint
 from shared.errors import ActionNotAllowed, Conflict, Unavailable
-from shared.schemas.experiment import ExperimentState
+from shared.schemas.experiment import CheckpointView, ExperimentState
 from shared.schemas.service import ObservedState, ServiceKind, WorkState
 from shared.schemas.takeover import RefusedIncarnation, StandingPoint, TakeoverAnswer, TakeoverRequest
 from shared.streams.plans import WORKERS_PER_EPOCH
@@ -138,3 +139,14 @@ async def test_what_failed_is_resumed_once_it_has_come_to_rest(monkeypatch: pyte
     assert record.state is ExperimentState.STARTING
     assert (record.problem, record.outcome, record.final_ledger) == (None, None, None)
     assert record.policy_version == 32, "it is the trainer that finds out what is left of it"
+
+
+async def test_checkpoints_after_the_one_that_training_goes_on_from_are_listed_no_more() -> None:
+    stage = await Stage.of()
+    await stage.serve(32)
+    views = [CheckpointView(step=step, version=step, path=f"/c/{step}", at="now") for step in (20, 30, 32)]
+    await stage.gateway.store.apply([PutCheckpoint(stage.experiment.id, view) for view in views])
+
+    await stage.take_over(30)
+
+    assert [view.step for view in await stage.gateway.store.checkpoints(stage.experiment.id)] == [20, 30]

@@ -15,7 +15,7 @@ from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
-from shared.testing.absence import make_absent
+from shared.testing.absence import cancel_on_claim, make_absent
 from shared.testing.builders import a_group, a_task, a_trajectory
 
 Grader = Callable[[GradingSample], Grade]
@@ -39,8 +39,8 @@ class World:
         self.plane = MemoryDataPlane()
         self.tasks = self.plane.hop(HopName.TASKS, "rollout")
         self.verifier = ScriptedVerifier(grade)
-        hop = self.plane.hop(HopName.GENERATED, "reward")
-        self.worker = RewardConsumer([RewardLane("train", hop, is_filtered)], self.verifier, config, concurrency=4)
+        self.hop = self.plane.hop(HopName.GENERATED, "reward")
+        self.worker = RewardConsumer([RewardLane("train", self.hop, is_filtered)], self.verifier, config, concurrency=4)
 
     async def generate(self, *groups: Group) -> None:
         await self.plane.admission.issue_many([group.task for group in groups], limit=1000)
@@ -256,3 +256,18 @@ async def test_what_a_grader_said_reaches_the_trainer_and_is_bounded() -> None:
     assert len(trajectory.metrics) == MOST_NAMES + 1
     assert trajectory.metrics["remote/99"] == 99.0
     assert trajectory.answer == "7" * LONGEST_ANSWER
+
+
+async def test_a_claim_whose_grading_is_cancelled_before_it_begins_is_handed_back() -> None:
+    world = World(lambda _: Grade.scored(1.0), RewardConfig())
+    await world.generate(a_group(a_task(0)))
+    world.worker.resume()
+    running = asyncio.create_task(world.worker.run())
+    cancel_on_claim(world.hop, running)
+
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    ledger = await world.plane.ledger()
+    assert (ledger.waiting.generated, ledger.claimed.generated) == (1, 0)
+    assert world.verifier.seen == []

@@ -16,7 +16,7 @@ from shared.streams.ledger import Ledger
 from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.partials import Partials
 from shared.streams.settings import StreamsConfig
-from shared.testing.absence import make_absent
+from shared.testing.absence import cancel_on_claim, make_absent
 from shared.testing.builders import a_group, a_task
 
 
@@ -40,8 +40,8 @@ class World:
         self.plane = MemoryDataPlane()
         self.gate = VersionGate()
         self.deaths: list[WorkerDied] = []
-        hop = self.plane.hop(HopName.TASKS, "rollout")
-        lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), hop)]
+        self.hop = self.plane.hop(HopName.TASKS, "rollout")
+        lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), self.hop)]
         self.worker = RolloutConsumer(lanes, episodes, self.gate, self.deaths.append)  # type: ignore[arg-type]
 
     async def issue(self, *tasks: Task) -> None:
@@ -227,3 +227,18 @@ async def test_a_failure_waits_for_the_data_plane_and_ends_nothing_else(reason: 
         ledger = await world.until(lambda ledger: sum(ledger.failed.values()) == 1)
 
     assert (ledger.failed, len(refused), len(episodes.asked)) == ({reason: 1}, 3, 1)
+
+
+async def test_a_claim_whose_task_is_cancelled_before_it_begins_is_handed_back() -> None:
+    world = World(ScriptedEpisodes())
+    await world.gate.set(0)
+    await world.issue(a_task(0))
+    world.worker.resume()
+    running = asyncio.create_task(world.worker.run())
+    cancel_on_claim(world.hop, running)
+
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    ledger = await world.plane.ledger()
+    assert (ledger.waiting.tasks, ledger.claimed.tasks) == (1, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -47,8 +48,8 @@ class ScriptedGateway:
                 await asyncio.sleep(0.001)
 
 
-def a_member(gateway: ScriptedGateway, applied: list[str]) -> Membership:
-    client = GatewayClient("http://gateway", "t", transport=httpx.MockTransport(gateway))
+def a_member(gateway: ScriptedGateway, applied: list[str], through: Any = None) -> Membership:
+    client = GatewayClient("http://gateway", "t", transport=httpx.MockTransport(through or gateway))
 
     async def apply(desired: DesiredState) -> None:
         applied.append(desired.tag)
@@ -110,3 +111,33 @@ async def test_a_call_that_is_repeated_after_an_absence_tells_what_is_observed_t
     await polling
 
     assert gateway.observed[-1].policy_version == version > 7
+
+
+async def test_an_answer_that_was_overtaken_is_not_applied() -> None:
+    gateway, applied = ScriptedGateway(), list[str]()
+    may_arrive = asyncio.Event()
+
+    async def late_poll(request: httpx.Request) -> httpx.Response:
+        response = await gateway(request)
+        if request.method == "PUT" and float(request.url.params["wait"]) > 0 and len(applied) == 1:
+            await may_arrive.wait()
+        return response
+
+    member = a_member(gateway, applied, late_poll)
+    running = asyncio.create_task(member.run())
+    await gateway.until(lambda: applied == ["first"])
+    await gateway.until(lambda: len([each for each in gateway.observed if each.acknowledged == "first"]) >= 2)
+
+    gateway.tag = "second"  # the poll takes this to the service, slowly
+    await asyncio.sleep(0.01)
+    gateway.tag = "third"
+    member.notify()
+    await gateway.until(lambda: applied == ["first", "third"])
+    may_arrive.set()
+    gateway.tag = "fourth"
+    await gateway.until(lambda: applied[-1] == "fourth")
+
+    assert applied == ["first", "third", "fourth"]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

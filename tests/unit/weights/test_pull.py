@@ -1,5 +1,8 @@
 """A pull that meets a server in a bad moment: it is asked again, and nothing of the rollout ends with it."""
 
+import asyncio
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -31,3 +34,38 @@ async def test_a_server_that_fails_within_is_asked_again(tmp_path: Path) -> None
         await pull("http://trainer/v1/weights/1", 1, tmp_path, 20.0)
 
     assert not answers
+
+
+async def test_a_pull_that_is_cancelled_at_its_end_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = WeightImage.create(4096, directory=tmp_path)
+    content, tag = bytes(image.view), image.checksum()
+    image.close()
+    headers = {"etag": f'"{tag}"', "content-length": str(len(content))}
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield content
+
+    answer = httpx.MockTransport(lambda _: httpx.Response(200, content=chunks(), headers=headers))
+    pull = WeightPuller("token", transport=answer)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def finish(image: WeightImage) -> Path:
+        path = hand_over(image)
+        has_begun.set()
+        may_end.wait(5)
+        return path
+
+    hand_over = WeightImage.hand_over
+    monkeypatch.setattr(WeightImage, "layout", lambda _: None)
+    monkeypatch.setattr(WeightImage, "hand_over", finish)
+    pulling = asyncio.create_task(pull("http://trainer/v1/weights/1", 1, tmp_path, 20.0))
+    assert await asyncio.to_thread(has_begun.wait, 5)
+
+    pulling.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+
+    assert list(tmp_path.iterdir()) == []

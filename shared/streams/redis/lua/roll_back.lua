@@ -3,7 +3,8 @@
 -- ARGV: consumer, step of the checkpoint, counter, then the steps whose plans are given up ...
 -- The groups of those plans wait again, as outstanding. Committed steps after the checkpoint are no lineage any more:
 -- their groups, whose entries are gone, count as ended by the counter and no longer as trained.
--- Returns {groups that wait again, groups that were trained in vain}, or -1 if a later trainer took over.
+-- Returns {groups that wait again, groups that were trained in vain}, or -1 if a later trainer took over. The same call
+-- again returns the sum of both: its first answer may have been lost.
 local stream, ledger, outstanding, state, consumed, plans, lineage = unpack(KEYS)
 local consumer, checkpoint_step, counter = unpack(ARGV, 1, 3)
 local steps = after(3, ARGV)
@@ -62,4 +63,12 @@ for _, step in ipairs(redis.call('HKEYS', lineage)) do
     lost = lost + count
   end
 end
-return {waiting, lost}
+
+local call = table.concat(ARGV, ' ')
+if redis.call('HGET', state, 'rolled_back_by') ~= call then
+  redis.call('HSET', state, 'rolled_back_by', call, 'rolled_back_waiting', 0, 'rolled_back_lost', 0)
+end
+return {
+  redis.call('HINCRBY', state, 'rolled_back_waiting', waiting),
+  redis.call('HINCRBY', state, 'rolled_back_lost', lost),
+}

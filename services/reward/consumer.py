@@ -20,6 +20,8 @@ from shared.errors import ClaimLost, FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.retry import DATA_PLANE, retry
+from shared.samples.kinds import SampleKind
+from shared.samples.recorder import KeepsEnded, NothingKept
 from shared.schemas.grading import Grade, GradingMessage, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.holding import holding
@@ -147,12 +149,21 @@ class RewardConsumer:
         verifier: what grades.
         config: what is filtered.
         concurrency: groups graded at the same time in each lane.
+        kept: told of groups that are not trained.
     """
 
-    def __init__(self, lanes: Sequence[RewardLane], verifier: Verifier, config: RewardConfig, concurrency: int) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[RewardLane],
+        verifier: Verifier,
+        config: RewardConfig,
+        concurrency: int,
+        kept: KeepsEnded | None = None,
+    ) -> None:
         self._lanes = lanes
         self._verifier = verifier
         self._config = config
+        self._kept = NothingKept() if kept is None else kept
         self._concurrency = concurrency
         self._claiming = asyncio.Event()
         self._arranged: dict[Claim, Hop] = {}
@@ -273,20 +284,24 @@ class RewardConsumer:
             if GradeStatus.ERROR in statuses:
                 self.failures_in_a_row += 1
                 log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
-                await self._resolve(lane.hop, claim, Resolution.FAILED, "grading_error")
+                await self._end(lane.hop, claim, group, Resolution.FAILED, "grading_error")
             else:
-                await self._resolve(lane.hop, claim, Resolution.FILTERED, "all_abstained")
+                await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_abstained")
             return
         self.failures_in_a_row = 0
         reason = why_filtered(group, self._config)
         if reason is not None:
-            await self._resolve(lane.hop, claim, Resolution.FILTERED, reason)
+            await self._end(lane.hop, claim, group, Resolution.FILTERED, reason)
             return
         trained = for_training(group, self._config)
         if any(t.num_sampled for t in trained.trajectories):
             await self._forward(lane.hop, claim, trained)
         else:
-            await self._resolve(lane.hop, claim, Resolution.FILTERED, "all_masked")
+            await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_masked")
+
+    async def _end(self, hop: Hop, claim: Claim, group: Group, resolution: Resolution, reason: str) -> None:
+        self._kept.ended(group, SampleKind(resolution.value), reason)
+        await self._resolve(hop, claim, resolution, reason)
 
     async def _forward(self, hop: Hop, claim: Claim, group: Group) -> None:
         await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)

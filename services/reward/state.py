@@ -1,11 +1,13 @@
 """What a reward service opens at start-up."""
 
+import asyncio
 import contextlib
 import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 from redis.asyncio import Redis
@@ -18,6 +20,7 @@ from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
 from shared.errors import Unavailable
 from shared.membership import Membership
+from shared.samples.recorder import SampleRecorder
 from shared.schemas.experiment import Page
 from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
 from shared.schemas.task import Lane
@@ -47,10 +50,13 @@ class RewardSession:
 
     worker: RewardConsumer
     verifier: Verifier
+    recorder: SampleRecorder | None = None
 
     async def close(self) -> None:
-        """End the verifiers' processes and connections."""
+        """End the verifiers' processes and connections; write the samples that wait."""
         await self.verifier.aclose()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,10 @@ class SessionOpener:
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)
             hop = plane.hop(HopName.GENERATED, self.holder)
             lanes.append(RewardLane(lane.value, hop, is_filtered=lane is Lane.TRAIN))
-        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, CONCURRENCY), verifier)
+        recorder = None
+        if spec.samples is not None:
+            recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
+        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, CONCURRENCY, recorder), verifier, recorder)
 
     async def _sandbox_url(self, experiment_id: str) -> str:
         """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.

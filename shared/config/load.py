@@ -341,8 +341,9 @@ def _first_field(message: str, root: type[BaseModel]) -> str:
 def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:
     *parents, key = location
     names = sorted(section.model_fields) if section else []
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     elsewhere = [found for found in _paths_named(root, key) if found != ".".join(location)]
+    # The very name in another section is a better guess than a name here that is only a little like it.
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.75 if elsewhere else 0.5)
     if moved := MOVED.get(".".join(location)):
         hint = f"it is {moved} now"
     elif list(location) == ["prepare"]:

@@ -18,6 +18,7 @@ from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
 from shared.config.reward import CodeConfig, RewardConfig
 from shared.config.rollout import RolloutConfig
+from shared.config.samples import SamplesConfig
 from shared.config.tracking import TrackingConfig
 
 
@@ -39,6 +40,8 @@ class ExperimentSpec(Config):
     evaluation: EvaluationConfig | None = None
     """Null: never evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    samples: SamplesConfig | None = SamplesConfig()
+    """Null: nothing that the model wrote is kept."""
     tracking: TrackingConfig = TrackingConfig()
     resources: ResourcesConfig = ResourcesConfig()
 

@@ -36,7 +36,8 @@ RUN: tuple[Parameter, ...] = (
                example=["a.jsonl", "b.jsonl"], default=None, context=VALIDATED),
     refused("resume_from_checkpoint", "an experiment goes on from its own newest checkpoint by itself; to begin from "
             "other weights, set pretrain to their directory", default=False),
-    refused("render_save_dir", ENVIRONMENTS, default=None),
+    *ignored("there is nothing to render: the text of every sample is kept (samples), in the run's own folder",
+             "render_save_dir"),
     refused("system_envs", "a service's environment is that of its machine: set the variables there", default={},
             harmless=(None,), is_tree=True),
     *ignored("says where models are downloaded from; ours are directories", "system_envs.USE_MODELSCOPE"),

@@ -46,9 +46,10 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     refused("trainer.resume_mode", "an experiment goes on from its own newest checkpoint: use auto", default="auto",
             harmless=("disable",)),
     *unsupported(PROFILING, "trainer.profile_steps"),
-    refused("trainer.log_val_generations", "texts of an evaluation are not logged", default=0),
-    refused("trainer.rollout_data_dir", "trajectories are not written to files", default=None),
-    refused("trainer.validation_data_dir", "trajectories are not written to files", default=None),
+    *ignored("all answers of every evaluation are kept (samples), and a right and a wrong one are shown with it",
+             "trainer.log_val_generations"),
+    *ignored("all groups of every step and evaluation are kept (samples), in parquet files in the run's own folder: "
+             "see flotilla show", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     refused("trainer.default_hdfs_dir", "checkpoints are not copied to HDFS: copy the run's directory", default=None),
     refused("trainer.del_local_ckpt_after_load", "a checkpoint is never deleted for having been read", default=False),
     *unsupported("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train",

@@ -5,8 +5,10 @@ a restart of the gateway interrupted is given up, and its tasks are resolved as 
 """
 
 import logging
+from typing import Any
 
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.evaluation.keeping import keep_evaluation, right_and_wrong
 from services.gateway.evaluation.schedule import due_version
 from services.gateway.evaluation.summary import summarise_sets
 from services.gateway.events.log import EventLog
@@ -111,10 +113,12 @@ class Evaluator:
         metrics[LAG] = float(self._experiment.record.policy_version - version)
         # Not the step that was done meanwhile: the result belongs to the version.
         step = await self._repository.step_of(self._experiment, version)
+        await keep_evaluation(self._experiment, groups, version=version, step=step)
         at = rfc3339(self._clock.now())
         points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         seconds = round(self._clock.monotonic() - started_at, 3)
-        facts = {"version": version, "step": step, "seconds": seconds, "metrics": metrics}
+        facts: dict[str, Any] = {"version": version, "step": step, "seconds": seconds, "metrics": metrics}
+        facts["samples"] = right_and_wrong(groups)
         async with self._repository.transaction() as change:
             change.write(PutMetrics(self._experiment.id, points))
             self._repository.stage(change, self._experiment, evaluating_version=None, evaluated_version=version)

@@ -29,16 +29,33 @@ from shared.config.policy_loss import ClipCovConfig, KlCovConfig
 
 
 @dataclass(frozen=True, eq=False)
+class TokenFigures:
+    """What a loss made of each token, without gradient.
+
+    Args:
+        log_probs: [T] nats, under the weights being trained.
+        weights: [T], what the token's loss was multiplied with; 0 where it was rejected or not sampled.
+        clipped: [T] bool, whether a clip, gate or trust region changed its gradient.
+    """
+
+    log_probs: Tensor
+    weights: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Objective:
     """A micro-batch's share.
 
     Args:
         loss: scalar with gradient; shares of all micro-batches and ranks add up to the mini-batch's loss.
         metrics: sums and counts, to be combined over micro-batches and ranks before dividing.
+        tokens: figures of the policy loss alone; None of a critic's objective.
     """
 
     loss: Tensor
     metrics: Metrics
+    tokens: TokenFigures | None = None
 
 
 def denominators_of(
@@ -186,7 +203,7 @@ def policy_objective(
     if config.supervised is not None:
         loss = loss + terms.supervised(config.supervised, log_probs, scores)
     metrics["loss"] = once(loss)
-    return Objective(loss, metrics)
+    return Objective(loss, metrics, _token_figures(token_loss, log_probs, weights, survivors.response_mask))
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,6 +296,14 @@ def _loss_weights(
         return weights
     spread = sequences.spread(sequence_weights)
     return spread if weights is None else spread * weights
+
+
+def _token_figures(token_loss: TokenLoss, log_probs: Tensor, weights: Tensor | None, survived: Tensor) -> TokenFigures:
+    clipped = torch.zeros_like(survived)
+    for part in (token_loss.clipped, token_loss.clipped_lower):
+        clipped = clipped if part is None else clipped | part
+    used = torch.ones_like(log_probs) if weights is None else weights
+    return TokenFigures(log_probs.detach(), torch.where(survived, used.detach(), 0.0), clipped & survived)
 
 
 def _policy_metrics(token_loss: TokenLoss, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Metrics:

@@ -15,6 +15,8 @@ from services.trainer.data.group_metrics import Totals
 from shared.errors import Conflict, DataError
 from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
+from shared.samples.kinds import SampleKind
+from shared.samples.recorder import KeepsEnded, NothingKept
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.hop import Claim, Resolution
 from shared.streams.intervals import IntervalSet
@@ -65,13 +67,21 @@ class GroupSource:
         trained: ids of the groups trained in this lineage; grows elsewhere.
         totals: counts what is resolved here.
         line: the versions of the lineage.
+        kept: told of groups that are not trained.
     """
 
     def __init__(
-        self, queue: TrainerQueue, requirements: Requirements, trained: IntervalSet, totals: Totals, line: VersionLine
+        self,
+        queue: TrainerQueue,
+        requirements: Requirements,
+        trained: IntervalSet,
+        totals: Totals,
+        line: VersionLine,
+        kept: KeepsEnded | None = None,
     ) -> None:
         self._queue = queue
         self._line = line
+        self._kept = NothingKept() if kept is None else kept
         self._requirements = requirements
         self._trained = trained
         self._totals = totals
@@ -138,6 +148,7 @@ class GroupSource:
             )
             del self._ready[each.group_id]
             self._totals.dropped_groups += 1
+            self._kept.ended(each.group, SampleKind.DROPPED, "stale")
             await self._resolve(each.claim, Resolution.DROPPED, "stale")
         return len(stale)
 
@@ -203,10 +214,12 @@ class GroupSource:
         if any(self._line.is_lost(version) for version in _sampled_by(group)):
             self._totals.dropped_groups += 1
             log.warning("group was sampled by a version that is lost", extra={"group_id": group_id})
+            self._kept.ended(group, SampleKind.DROPPED, LOST_WITH_CHECKPOINT)
             await self._resolve(claim, Resolution.DROPPED, LOST_WITH_CHECKPOINT)
             return
         problem = find_problem(group, self._requirements)
         if problem is not None:
+            self._kept.ended(group, SampleKind(problem[0].value), problem[1])
             await self._refuse(claim, *problem)
             return
         self._ready[group_id] = ReadyGroup(claim, group)

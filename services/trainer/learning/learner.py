@@ -18,10 +18,11 @@ from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
 from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
 from services.trainer.algorithms.resampling import redraw
-from services.trainer.algorithms.sample_weights import sequence_weights
-from services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
+from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from services.trainer.learning.prepared import Prepared, component_scores, step_weights
+from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
@@ -30,7 +31,6 @@ from services.trainer.models.versions import VersionedWeights
 from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
-from shared.errors import DataError
 from shared.schemas.trajectory import Group
 from shared.weights.flat_parameters import FlatParameters
 
@@ -45,37 +45,12 @@ class StepResult:
     Attributes:
         updates: one result per optimiser update.
         metrics: losses, ratios, corrections and advantages, by the name they are reported under.
+        traced: what was found about each token; None where the spec keeps no samples.
     """
 
     updates: tuple[UpdateResult, ...]
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A step's batch with all that is fixed before its first update; tensors are [T] over the batch's span tokens."""
-
-    batch: TrainingBatch
-    old_log_probs: Tensor
-    ref_log_probs: Tensor | None
-    advantages: Tensor
-    values: Tensor | None
-    returns: Tensor | None
-    sequence_weights: Tensor | None
-
-    def take(self, members: Tensor) -> "_Prepared":
-        """Make the same of some sequences [S'], in this order and as often as they are named."""
-        batch, tokens = self.batch.take(members)
-        weights = None if self.sequence_weights is None else self.sequence_weights[members]
-        return _Prepared(
-            batch,
-            self.old_log_probs[tokens],
-            _of_tokens(self.ref_log_probs, tokens),
-            self.advantages[tokens],
-            _of_tokens(self.values, tokens),
-            _of_tokens(self.returns, tokens),
-            None if weights is None else weights / weights.mean(),
-        )
+    traced: TracedStep | None = None
 
 
 class Learner:
@@ -121,8 +96,9 @@ class Learner:
             step: its number, from 1; seeds what the losses draw.
         """
         batch = make_batch(groups).to(self.device)
-        weights = _sequence_weights(self.spec.algorithm, batch, groups)
+        weights = step_weights(self.spec.algorithm, batch, groups)
         prepared, advantage_metrics = self._prepare(batch, weights)
+        trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step
         generator = torch.Generator(self.device).manual_seed(seed)
         if self.spec.algorithm.resampling is not None:
@@ -136,12 +112,13 @@ class Learner:
                 if self.critic is not None:
                     tallies.append(_teach_critic(self.critic, ordered, micro_batches))
                 if self.critic is None or step > self.critic.config.warmup_steps:
-                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator))
+                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, trace))
                 results.append(self.optimizer.update())
         metrics = combine(tallies)
         self._adapt_kl(metrics, batch.num_sequences)
         summary = summarise(metrics) | summarise(advantage_metrics)
-        return StepResult(tuple(results), algorithm_names(mean_of_updates(summary, len(results))))
+        values = algorithm_names(mean_of_updates(summary, len(results)))
+        return StepResult(tuple(results), values, None if trace is None else trace.arrays())
 
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""
@@ -155,8 +132,8 @@ class Learner:
         return [range(start, end) for start, end in zip(starts, [*starts[1:], batch.num_sequences], strict=True)]
 
     def _passes(
-        self, prepared: _Prepared, ranges: Sequence[range], seed: int
-    ) -> Iterator[tuple[_Prepared, list[tuple[range, list[MicroBatch]]]]]:
+        self, prepared: Prepared, ranges: Sequence[range], seed: int
+    ) -> Iterator[tuple[Prepared, list[tuple[range, list[MicroBatch]]]]]:
         """Return the step's samples, and its mini-batches, once for each pass over them."""
         config = self.spec.optimisation
         if not config.shuffle:
@@ -169,7 +146,7 @@ class Learner:
             ordered = prepared.take(order.to(self.device))
             yield ordered, [self._micro_batches(ordered, members) for members in ranges]
 
-    def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[_Prepared, Metrics]:
+    def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[Prepared, Metrics]:
         config = self.spec.algorithm
         needs_squares = config.advantage.kind == "optimal_token_baseline"
         needs_passes = (
@@ -194,7 +171,7 @@ class Learner:
             )
         if self.critic is not None and found.returns is not None:
             self.critic.observe(found.returns, batch.sequences.response_mask)
-        return _Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found.metrics
+        return Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found.metrics
 
     def _advantages(
         self,
@@ -218,14 +195,14 @@ class Learner:
             ref_log_probs=reference,
             sum_pi_squared=squares,
             importance_weights=weights,
-            component_scores=_component_scores(batch, config.advantage)
+            component_scores=component_scores(batch, config.advantage)
             if isinstance(config.advantage, GdpoConfig)
             else None,
         )
         kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
         return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=self.kl_coefficient if kl else None)
 
-    def _micro_batches(self, prepared: _Prepared, members: range) -> tuple[range, list[MicroBatch]]:
+    def _micro_batches(self, prepared: Prepared, members: range) -> tuple[range, list[MicroBatch]]:
         chosen: Sequence[int] = members
         if self._can_skip_zero_advantages:
             sums = prepared.batch.sequences.sum(prepared.advantages.abs()).tolist()
@@ -281,10 +258,11 @@ class Learner:
 
     def _accumulate(
         self,
-        prepared: _Prepared,
+        prepared: Prepared,
         members: slice,
         micro_batches: Sequence[MicroBatch],
         generator: torch.Generator,
+        trace: TokenTrace | None,
     ) -> Metrics:
         """Leave the gradient of one mini-batch on the parameters."""
         batch, config = prepared.batch, self.spec.algorithm
@@ -324,6 +302,8 @@ class Learner:
             torch.autograd.backward(objective.loss)
             self.optimizer.collect()
             tallies.append(objective.metrics)
+            if trace is not None and objective.tokens is not None:
+                trace.note(prepared, micro, objective.tokens)
         # Without an advantage nothing is computed, because the loss and its gradient are exactly 0: that is a figure.
         return combine(tallies) or {name: once(torch.zeros(())) for name in ("loss", "policy_loss")}
 
@@ -335,7 +315,7 @@ class Learner:
             )
 
 
-def _teach_critic(critic: Critic, prepared: _Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
+def _teach_critic(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
     """Make the critic's update of one mini-batch."""
     assert prepared.values is not None and prepared.returns is not None
     if not micro_batches:
@@ -347,7 +327,7 @@ def _teach_critic(critic: Critic, prepared: _Prepared, micro_batches: Sequence[M
 
 
 def _selected(
-    config: AlgorithmConfig, prepared: _Prepared, of_mini_batch: Tensor, generator: torch.Generator
+    config: AlgorithmConfig, prepared: Prepared, of_mini_batch: Tensor, generator: torch.Generator
 ) -> Tensor | None:
     """Choose the tokens of a mini-batch that the loss treats differently: [T] over the batch, or None."""
     return selected_tokens(
@@ -359,40 +339,5 @@ def _selected(
     )
 
 
-def _of_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
-    return None if values is None else values[tokens]
-
-
 def _of_members(values: Tensor | None, micro: MicroBatch) -> Tensor | None:
     return None if values is None else values[micro.members]
-
-
-def _sequence_weights(config: AlgorithmConfig, batch: TrainingBatch, groups: Sequence[Group]) -> Tensor | None:
-    """Weigh the sequences of a step: [S], mean 1; None if nothing asks for it."""
-    section = config.sequence_weights
-    if section is None:
-        return None
-    difficulty = None
-    if section.difficulty is not None:
-        rows = [_difficulty(group, section.difficulty) for group in groups for _ in scored_trajectories(group)]
-        difficulty = torch.tensor(rows, device=batch.rewards.device)
-    return sequence_weights(difficulty, batch.sequences.lengths if section.length else None)
-
-
-def _difficulty(group: Group, column: str) -> float:
-    found = group.task.metadata.get(column)
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise DataError(
-            f"algorithm.sequence_weights.difficulty names the column {column}, which is {found!r} for task "
-            f"{group.task.group_id}: it must be a number"
-        )
-    return float(found)
-
-
-def _component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:
-    """Lay out the named reward components: [S, K]."""
-    missing = {name for name in config.components for found in batch.components if name not in found}
-    if missing:
-        raise DataError(f"algorithm.advantage.components names {sorted(missing)[0]}, which the rewards do not have")
-    rows = [[found[name] for name in config.components] for found in batch.components]
-    return torch.tensor(rows, dtype=torch.float32, device=batch.rewards.device)

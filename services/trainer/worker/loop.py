@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import TypeVar
 
 from services.trainer.data.group_metrics import describe_groups, with_sources
@@ -21,6 +22,7 @@ from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
+from services.trainer.worker.samples import StepSamples
 from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
 from shared.faults.armed import armed
 from shared.faults.sites import Site
@@ -48,10 +50,12 @@ class TrainingLoop:
         control: RunControl,
         compute: Executor,
         line: VersionLine,
+        samples: StepSamples,
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
+        self._samples = samples
         self.line, self.total_steps = line, learner.spec.optimisation.steps
         self._max_lag, self._names = learner.spec.asynchrony.resolved_max_lag, SeriesNames()
 
@@ -83,6 +87,7 @@ class TrainingLoop:
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
         self._watch.check(result, step)
+        self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version))
         self.progress.add(planned.plan)
         if self.is_at_version:
             await self._publish()
@@ -93,7 +98,7 @@ class TrainingLoop:
         self._reporter.keep(MetricBatch(step=step, version=version, values=values))
         await self._durability.after_step()
         self._times.add(planned, *spent, time.monotonic() - published)
-        values |= self._describe(result, self._times) | self._durability.take_figures()
+        values |= self._describe(result, self._times) | self._durability.take_figures() | self._samples.figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
         log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -52,7 +53,7 @@ class WorkerProcess:
         self._control = RunControl(on_state=lambda _: self._say_status())
         self._session: Session | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
-        self._failure: Failure | None = None
+        self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None}
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -98,7 +99,8 @@ class WorkerProcess:
                     endpoint=endpoint,
                     plane=cast(DataPlane, RedisDataPlane(redis, launch.assignment.experiment_id)),
                     on_image=self._offer,
-                    on_failure=self._set_failure,
+                    on_failure=partial(self._set_failure, "checkpoint"),
+                    on_sample_failure=partial(self._set_failure, "samples"),
                 )
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
@@ -148,9 +150,10 @@ class WorkerProcess:
             await asyncio.sleep(STATUS_SECONDS)
             self._say_status()
 
-    def _set_failure(self, failure: Failure | None) -> None:
-        if failure != self._failure:
-            self._failure = failure
+    def _set_failure(self, part: str, failure: Failure | None) -> None:
+        """Note that a part fails and is tried again, or no longer; the first of several is reported."""
+        if failure != self._failures[part]:
+            self._failures[part] = failure
             self._say_status()
 
     def _say_status(self) -> None:
@@ -170,7 +173,7 @@ class WorkerProcess:
                 step=session.loop.progress.step,
                 version=version,
                 load=load,
-                failure=self._failure,
+                failure=next(filter(None, self._failures.values()), None),
             )
         )
 

@@ -22,6 +22,7 @@ from services.trainer.worker.images import ImagePool
 from services.trainer.worker.loop import TrainingLoop
 from services.trainer.worker.publisher import Gateway, Publisher
 from services.trainer.worker.reporter import Reporter
+from services.trainer.worker.samples import StepSamples, open_samples
 from services.trainer.worker.takeover import become_trainer, reconcile_with
 from shared.checkpoints import CHECKPOINTS
 from shared.config.advantage import GdpoConfig
@@ -50,7 +51,8 @@ class SessionDeps:
         gateway, endpoint, plane: the three planes.
         image_directory: where snapshots lie; None chooses shared memory.
         on_image: offers the image of a version to be pulled.
-        on_failure: told of a failure that is tried again, and None when that succeeded.
+        on_failure: told of a checkpoint that failed and is tried again, and None when that succeeded.
+        on_sample_failure: likewise of samples that cannot be kept.
     """
 
     experiment_id: str
@@ -63,6 +65,7 @@ class SessionDeps:
     on_image: Callable[[int, Path, str], Awaitable[None]]
     on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
+    on_sample_failure: Callable[[Failure | None], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,24 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     await become_trainer(queue, around.gateway, *mine, around.incarnation)
     storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
     manager = CheckpointManager(around.experiment_id, storage)
-    with compute_thread(spec.parallelism.threads) as compute:
+    async with contextlib.AsyncExitStack() as stack:
+        opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
+        recorder = await stack.enter_async_context(opened)
+        compute = stack.enter_context(compute_thread(spec.parallelism.threads))
         loop = asyncio.get_running_loop()
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
         line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
+        samples = StepSamples(recorder)
+        if recorder is not None:
+            recorder.forget(after_step=progress.step, lost=line.lost)
         how = spec.asynchrony.publication
         images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
-        source = GroupSource(queue, requirements_of(spec, learner), progress.trained, progress.totals, line)
+        source = GroupSource(
+            queue, requirements_of(spec, learner), progress.trained, progress.totals, line, samples.ended
+        )
         publisher = Publisher(
             around.gateway,
             around.endpoint,
@@ -131,7 +142,9 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         planner = StepPlanner(spec, queue, around.plane.admission, source, line)
         try:
             await durability.begin()
-            training = TrainingLoop(learner, planner, publisher, images, durability, reporter, control, compute, line)
+            training = TrainingLoop(
+                learner, planner, publisher, images, durability, reporter, control, compute, line, samples
+            )
             yield Session(training, source, publisher, reporter)
         finally:
             await publisher.close()

@@ -1,15 +1,19 @@
 """The evaluator over the data plane in memory."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.errors import Unavailable
+from shared.samples.folder import SAMPLES, stored_files
+from shared.samples.table import to_groups
 from shared.schemas.service import ServiceKind
 from shared.schemas.task import Task
 from shared.streams.hop import Resolution
@@ -45,6 +49,23 @@ async def answer(experiment: Experiment, rewards: list[float], *, num_failed: in
     for claim in await reward.claim(9, wait_seconds=0.05):
         await reward.forward(claim, a_group(claim.task(), rewards=rewards))
     return tasks
+
+
+async def test_its_answers_are_kept_and_a_right_and_a_wrong_one_are_told(tmp_path: Path) -> None:
+    gateway, experiment, evaluator = await an_evaluator(group_size=2, greedy=False)
+    await gateway.repository.update(experiment, directory=str(tmp_path))
+    async with running(evaluator.run()):
+        await answer(experiment, [1.0, 0.0])
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    [file] = stored_files(tmp_path / SAMPLES)
+    groups = to_groups(parquet.read_table(tmp_path / SAMPLES / file.name))
+    assert (file.family, file.number, [kept.group.task.row for kept in groups]) == ("evaluation", 0, [0, 1, 2])
+    [event] = [
+        each for each in await gateway.store.events(experiment.id, after=0, limit=99) if each.type == "evaluation"
+    ]
+    assert [sample["reward"] for sample in event.data["samples"]] == [1.0, 0.0]
+    assert event.data["samples"][0]["completion"] == "an answer"
 
 
 async def series(gateway: GatewayState, experiment: Experiment) -> dict[tuple[str, int], float]:

@@ -9,6 +9,7 @@ import pytest
 from services.reward.consumer import MOST_NAMES, RewardConsumer, RewardLane
 from services.reward.verifiers.base import LONGEST_ANSWER
 from shared.config.reward import RewardConfig
+from shared.samples.kinds import SampleKind
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.streams.keys import HopName
@@ -17,6 +18,7 @@ from shared.streams.memory.plane import MemoryDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.testing.absence import cancel_on_claim, make_absent
 from shared.testing.builders import a_group, a_task, a_trajectory
+from shared.testing.kept import KeptInMemory
 
 Grader = Callable[[GradingSample], Grade]
 
@@ -40,7 +42,9 @@ class World:
         self.tasks = self.plane.hop(HopName.TASKS, "rollout")
         self.verifier = ScriptedVerifier(grade)
         self.hop = self.plane.hop(HopName.GENERATED, "reward")
-        self.worker = RewardConsumer([RewardLane("train", self.hop, is_filtered)], self.verifier, config, concurrency=4)
+        self.kept = KeptInMemory()
+        lanes = [RewardLane("train", self.hop, is_filtered)]
+        self.worker = RewardConsumer(lanes, self.verifier, config, concurrency=4, kept=self.kept)
 
     async def generate(self, *groups: Group) -> None:
         await self.plane.admission.issue_many([group.task for group in groups], limit=1000)
@@ -130,6 +134,7 @@ async def test_a_group_that_nobody_could_grade_fails() -> None:
         ledger = await world.until(lambda ledger: sum(ledger.failed.values()) == 2)
 
     assert ledger.failed == {"grading_error": 2}
+    assert sorted(world.kept.groups) == [(number, SampleKind.FAILED, "grading_error") for number in (0, 1)]
     assert world.worker.why_hopeless is not None
     assert "away" in world.worker.why_hopeless
 
@@ -153,6 +158,7 @@ async def test_a_group_that_teaches_nothing_is_filtered_on_request() -> None:
         ledger = await world.until(lambda ledger: bool(ledger.filtered))
 
     assert ledger.filtered == {"zero_spread": 1}
+    assert world.kept.groups == [(0, SampleKind.FILTERED, "zero_spread")]
 
 
 async def test_evaluation_is_never_filtered() -> None:
@@ -160,6 +166,8 @@ async def test_evaluation_is_never_filtered() -> None:
         await world.generate(a_group(0))
 
         await world.until(lambda ledger: ledger.waiting.scored == 1)
+
+    assert world.kept.groups == []
 
 
 async def test_an_aborted_completion_is_not_graded() -> None:

@@ -13,12 +13,14 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import Conflict
 from shared.lineage import INITIAL, ROOT, VersionLine
 from shared.retry import retry
+from shared.samples.kinds import SampleKind
 from shared.schemas.task import Task
 from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
 from shared.streams.memory.plane import MemoryDataPlane
 from shared.testing.absence import make_absent
+from shared.testing.kept import KeptInMemory
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
@@ -59,12 +61,15 @@ async def answer(plane: MemoryDataPlane, group: Group) -> None:
 
 @asynccontextmanager
 async def a_source(
-    plane: MemoryDataPlane, requirements: Requirements = STRICT, trained: IntervalSet | None = None
+    plane: MemoryDataPlane,
+    requirements: Requirements = STRICT,
+    trained: IntervalSet | None = None,
+    kept: KeptInMemory | None = None,
 ) -> AsyncIterator[GroupSource]:
     queue = plane.trainer("trainer")
     await queue.take_over()
     trained = IntervalSet() if trained is None else trained
-    async with a_running(GroupSource(queue, requirements, trained, Totals(), LINE)) as source:
+    async with a_running(GroupSource(queue, requirements, trained, Totals(), LINE, kept)) as source:
         yield source
 
 
@@ -128,7 +133,8 @@ async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
         asynchrony={"staleness_threshold": 1.0, "max_lag": 1, "on_max_lag": "drop"},
     )
 
-    async with a_source(plane) as source:
+    kept = KeptInMemory()
+    async with a_source(plane, kept=kept) as source:
         await answer(plane, a_group([1.0, 0.0], old, version=0))
         await answer(plane, a_group([1.0, 0.0], new, version=2))
         await settled(plane)
@@ -137,6 +143,7 @@ async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
     assert [group.task.group_id for group in planned.groups] == [new.group_id]
     ledger = await plane.ledger()
     assert ledger.dropped == {"stale": 1}
+    assert kept.groups == [(old.group_id, SampleKind.DROPPED, "stale")]
     assert ledger.balanced
 
 

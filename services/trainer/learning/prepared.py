@@ -1,0 +1,81 @@
+"""A step's batch with all that is fixed before its first update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.sample_weights import sequence_weights
+from services.trainer.data.batch import TrainingBatch, scored_trajectories
+from shared.config.advantage import GdpoConfig
+from shared.config.algorithm import AlgorithmConfig
+from shared.errors import DataError
+from shared.schemas.trajectory import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step's batch with all that is fixed before its first update; tensors are [T] over the batch's span tokens.
+
+    ``origin`` tells which token of the step's batch each is; None where they are the same.
+    """
+
+    batch: TrainingBatch
+    old_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    advantages: Tensor
+    values: Tensor | None
+    returns: Tensor | None
+    sequence_weights: Tensor | None
+    origin: Tensor | None = None
+
+    def take(self, members: Tensor) -> "Prepared":
+        """Make the same of some sequences [S'], in this order and as often as they are named."""
+        batch, tokens = self.batch.take(members)
+        weights = None if self.sequence_weights is None else self.sequence_weights[members]
+        return Prepared(
+            batch,
+            self.old_log_probs[tokens],
+            _of_tokens(self.ref_log_probs, tokens),
+            self.advantages[tokens],
+            _of_tokens(self.values, tokens),
+            _of_tokens(self.returns, tokens),
+            None if weights is None else weights / weights.mean(),
+            tokens if self.origin is None else self.origin[tokens],
+        )
+
+
+def _of_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
+    return None if values is None else values[tokens]
+
+
+def step_weights(config: AlgorithmConfig, batch: TrainingBatch, groups: Sequence[Group]) -> Tensor | None:
+    """Weigh the sequences of a step: [S], mean 1; None if nothing asks for it."""
+    section = config.sequence_weights
+    if section is None:
+        return None
+    difficulty = None
+    if section.difficulty is not None:
+        rows = [_difficulty(group, section.difficulty) for group in groups for _ in scored_trajectories(group)]
+        difficulty = torch.tensor(rows, device=batch.rewards.device)
+    return sequence_weights(difficulty, batch.sequences.lengths if section.length else None)
+
+
+def _difficulty(group: Group, column: str) -> float:
+    found = group.task.metadata.get(column)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise DataError(
+            f"algorithm.sequence_weights.difficulty names the column {column}, which is {found!r} for task "
+            f"{group.task.group_id}: it must be a number"
+        )
+    return float(found)
+
+
+def component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:
+    """Lay out the named reward components: [S, K]."""
+    missing = {name for name in config.components for found in batch.components if name not in found}
+    if missing:
+        raise DataError(f"algorithm.advantage.components names {sorted(missing)[0]}, which the rewards do not have")
+    rows = [[found[name] for name in config.components] for found in batch.components]
+    return torch.tensor(rows, dtype=torch.float32, device=batch.rewards.device)

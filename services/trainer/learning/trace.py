@@ -1,0 +1,119 @@
+"""What the updates of a step find about each of its tokens, kept for whoever looks at the step afterwards."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.objective import TokenFigures
+from services.trainer.data.batch import scored_trajectories
+from services.trainer.data.micro_batch import MicroBatch
+from services.trainer.learning.prepared import Prepared
+from shared.samples.kinds import TrainedTokens
+from shared.schemas.trajectory import Group, Trajectory
+
+Floats = npt.NDArray[np.float32]
+
+
+class TokenTrace:
+    """Collects figures of the step's span tokens [T]; a token that several updates see keeps those of the last.
+
+    Args:
+        prepared: of the whole step, before anything is drawn from it.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        nothing = torch.full_like(prepared.old_log_probs, torch.nan)
+        self._log_probs, self._weights, self._clipped = nothing, nothing.clone(), nothing.clone()
+
+    def note(self, prepared: Prepared, micro: MicroBatch, figures: TokenFigures) -> None:
+        """Record what a micro-batch of ``prepared`` gave."""
+        tokens = micro.tokens if prepared.origin is None else prepared.origin[micro.tokens]
+        self._log_probs[tokens] = figures.log_probs
+        self._weights[tokens] = figures.weights
+        self._clipped[tokens] = figures.clipped.float()
+
+    def arrays(self) -> "TracedStep":
+        """Take the figures off the device."""
+        batch = self._prepared.batch
+        return TracedStep(
+            span_starts=batch.span_starts,
+            span_lengths=tuple(batch.span_lengths),
+            mask=_array(batch.sequences.response_mask).astype(bool),
+            advantages=_array(self._prepared.advantages),
+            old_log_probs=_array(self._prepared.old_log_probs),
+            ref_log_probs=None if self._prepared.ref_log_probs is None else _array(self._prepared.ref_log_probs),
+            log_probs=_array(self._log_probs),
+            weights=_array(self._weights),
+            clipped=_array(self._clipped),
+        )
+
+
+class TracedStep:
+    """The same as arrays over the spans of all scored trajectories, which it cuts into one part for each of them."""
+
+    def __init__(
+        self,
+        *,
+        span_starts: Sequence[int],
+        span_lengths: Sequence[int],
+        mask: npt.NDArray[np.bool_],
+        advantages: Floats,
+        old_log_probs: Floats,
+        ref_log_probs: Floats | None,
+        log_probs: Floats,
+        weights: Floats,
+        clipped: Floats,
+    ) -> None:
+        self._starts, self._lengths, self._mask = span_starts, span_lengths, mask
+        self._advantages, self._old, self._ref = advantages, old_log_probs, ref_log_probs
+        self._log_probs, self._weights, self._clipped = log_probs, weights, clipped
+
+    def of_groups(
+        self, groups: Sequence[Group], lag: Callable[[int], int]
+    ) -> Iterator[tuple[Group, list[TrainedTokens | None]]]:
+        """Go through the step's groups, with what was found about each trajectory; None for one without a reward.
+
+        Args:
+            groups: of the step, in training order.
+            lag: versions from the one that sampled a token to the one that was trained.
+        """
+        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).tolist()
+        number = 0
+        for group in groups:
+            scored = {id(each) for each in scored_trajectories(group)}
+            found: list[TrainedTokens | None] = []
+            for trajectory in group.trajectories:
+                if id(trajectory) not in scored:
+                    found.append(None)
+                    continue
+                found.append(self._tokens(trajectory, offsets[number], number, lag))
+                number += 1
+            yield group, found
+
+    def _tokens(self, trajectory: Trajectory, offset: int, number: int, lag: Callable[[int], int]) -> TrainedTokens:
+        span = slice(offset, offset + self._lengths[number])
+        start, is_sampled = self._starts[number], self._mask[span]
+
+        def placed(values: Floats) -> Floats:
+            full = np.full(trajectory.token_ids.shape[0], np.nan, np.float32)
+            full[start:] = np.where(is_sampled, values[span], np.nan)
+            return full
+
+        return TrainedTokens(
+            advantages=placed(self._advantages),
+            old_log_probs=placed(self._old),
+            log_probs=placed(self._log_probs),
+            weights=placed(self._weights),
+            clipped=placed(self._clipped),
+            ref_log_probs=None if self._ref is None else placed(self._ref),
+            lags=tuple((start, lag(version)) for start, version in trajectory.versions),
+        )
+
+
+def _array(values: Tensor) -> Floats:
+    found: Floats = values.detach().cpu().numpy()
+    return found

@@ -1,0 +1,106 @@
+"""What the trainer keeps of the groups that it trains: whole steps, with all that only it knows about their tokens."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.trainer.data.plan import StepGroups
+from services.trainer.learning.learner import StepResult
+from shared.config.samples import SamplesConfig
+from shared.lineage import follow
+from shared.samples.folder import step_name
+from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
+from shared.samples.recorder import KeepsEnded, NothingKept, SampleRecorder
+from shared.schemas.service import Failure
+
+log = logging.getLogger(__name__)
+
+COMPONENT = "samples"
+
+
+class StepSamples:
+    """Hands trained steps to the recorder; without one it keeps nothing.
+
+    Args:
+        recorder: writes them; None where the spec says so.
+    """
+
+    def __init__(self, recorder: SampleRecorder | None) -> None:
+        self._recorder = recorder
+
+    @property
+    def ended(self) -> KeepsEnded:
+        """Who keeps groups that end without being trained."""
+        return NothingKept() if self._recorder is None else self._recorder
+
+    def figures(self) -> dict[str, float]:
+        """Return what a step's report tells of the record."""
+        if self._recorder is None:
+            return {}
+        return {
+            "samples/written_bytes": float(self._recorder.written_bytes),
+            "samples/lost_files": float(self._recorder.lost_files),
+        }
+
+    def trained(
+        self, planned: StepGroups, result: StepResult, version: int, parent: str, lag: Callable[[int], int]
+    ) -> None:
+        """Keep the groups of a step, or the first of them.
+
+        Args:
+            planned: the step.
+            result: of training it.
+            version: that was trained.
+            parent: the lineage that the step continued.
+            lag: versions from the one that sampled a token to the one that was trained.
+        """
+        recorder, traced = self._recorder, result.traced
+        if recorder is None or traced is None or recorder.config.groups_per_step == 0:
+            return
+        most = recorder.config.groups_per_step
+
+        def make() -> SampleFile:
+            kept = [
+                KeptGroup(group, SampleKind.TRAINED, tokens=tokens)
+                for group, tokens in traced.of_groups(planned.groups[:most], lag)
+            ]
+            facts = _facts(planned, result, parent)
+            return SampleFile(step_name(planned.plan.step), kept, planned.plan.step, version, facts)
+
+        recorder.keep(make)
+
+
+def _facts(planned: StepGroups, result: StepResult, parent: str) -> dict[str, Any]:
+    plan = planned.plan
+    return {
+        "num_groups": len(planned.groups),
+        "parent": parent,
+        "lineage": follow(parent, plan.step, plan.group_ids),
+        "metrics": dict(result.metrics),
+        "grad_norms": [update.grad_norm for update in result.updates],
+        "learning_rates": [update.learning_rate for update in result.updates],
+    }
+
+
+@asynccontextmanager
+async def open_samples(
+    directory: Path, config: SamplesConfig | None, on_failure: Callable[[Failure | None], None]
+) -> AsyncIterator[SampleRecorder | None]:
+    """Open the record of an experiment; None where the spec keeps none. What waits is written at the end."""
+    if config is None:
+        yield None
+        return
+    loop = asyncio.get_running_loop()
+
+    def tell(problem: str | None) -> None:
+        cause = None if problem is None else Failure(component=COMPONENT, cause=problem, fatal=False)
+        loop.call_soon_threadsafe(on_failure, cause)
+
+    recorder = SampleRecorder(directory, config, writer="trainer", on_problem=tell).start()
+    try:
+        yield recorder
+    finally:
+        await asyncio.to_thread(recorder.close)

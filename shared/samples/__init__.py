@@ -1,0 +1,1 @@
+"""The record of samples: what the model wrote, how it was graded, and what training made of it."""

@@ -1,0 +1,174 @@
+"""The folder of an experiment's samples: names, files that are whole or not there at all, and their bounds.
+
+Several processes write here, each its own files; whoever writes also keeps to the bounds.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config.samples import SamplesConfig
+from shared.samples.kinds import SampleFile
+from shared.samples.table import to_table
+from shared.streams.intervals import IntervalSet
+
+SAMPLES = "samples"
+"""Folder of an experiment's directory."""
+TEMPORARY = ".tmp"
+STALE_SECONDS = 600.0
+SLACK = 32
+"""A writer looks at all files again after it wrote a share of 1/32 of the bound, and leaves that much room."""
+_STEP = re.compile(r"step-(\d{8})\.parquet")
+_OF_VERSION = re.compile(r"(evaluation|ended)-v(\d{8})(?:-.*)?\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of samples on disk.
+
+    Attributes:
+        family: ``step``, ``evaluation`` or ``ended``.
+        number: of the step, or of the version.
+        size_bytes, modified_ns: as the file system has them.
+    """
+
+    name: str
+    family: str
+    number: int
+    size_bytes: int
+    modified_ns: int
+
+
+def step_name(step: int) -> str:
+    """Name the file of a trained step."""
+    return f"step-{step:08d}.parquet"
+
+
+def evaluation_name(version: int) -> str:
+    """Name the file of a version's evaluation."""
+    return f"evaluation-v{version:08d}.parquet"
+
+
+def ended_name(version: int, writer: str, number: int) -> str:
+    """Name a file of groups that ended otherwise: each writer has names of its own."""
+    return f"ended-v{version:08d}-{writer}-{number:04d}.parquet"
+
+
+def stored_files(directory: Path) -> Iterator[StoredFile]:
+    """Go through the files in a folder, in no order; none where there is no folder."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if (kind := _family(entry.name)) is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found = entry.stat()
+                yield StoredFile(entry.name, *kind, found.st_size, found.st_mtime_ns)
+
+
+def _family(name: str) -> tuple[str, int] | None:
+    if match := _STEP.fullmatch(name):
+        return "step", int(match[1])
+    if match := _OF_VERSION.fullmatch(name):
+        return match[1], int(match[2])
+    return None
+
+
+class SampleFolder:
+    """One process's hand on the folder; every call blocks.
+
+    Args:
+        directory: of the experiment, which is there: a service on a machine without it has nowhere to write.
+        config: the bounds.
+    """
+
+    def __init__(self, directory: Path, config: SamplesConfig) -> None:
+        self.path = directory / SAMPLES
+        self._config = config
+        self._written = 0
+        self._looked_at: float | None = None
+
+    def write(self, file: SampleFile) -> int:
+        """Put a file in its place at once, instead of one of the same name; returns its size in bytes.
+
+        Raises:
+            OSError: the disk is full, or the experiment's directory is not there; nothing of the file remains.
+        """
+        from pyarrow import parquet
+
+        self.path.mkdir(exist_ok=True)
+        temporary = self.path / f".{file.name}.{os.getpid()}{TEMPORARY}"
+        try:
+            with temporary.open("wb") as target:
+                parquet.write_table(to_table(file), target, compression="zstd")
+                target.flush()
+                os.fsync(target.fileno())
+            size = temporary.stat().st_size
+            temporary.replace(self.path / file.name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._written += size
+        self._keep_to_bounds()
+        return size
+
+    def forget(self, *, after_step: int, lost: IntervalSet) -> int:
+        """Remove what a lineage that was given up wrote: steps after one, and lost versions. Counts the files."""
+        count = 0
+        for file in stored_files(self.path):
+            is_gone = file.number > after_step if file.family == "step" else file.number in lost
+            if is_gone:
+                (self.path / file.name).unlink(missing_ok=True)
+                count += 1
+        return count
+
+    def _keep_to_bounds(self) -> None:
+        now, slack = time.time(), self._config.max_bytes // SLACK
+        age = None if self._config.max_age_hours is None else self._config.max_age_hours * 3600
+        due = None if self._looked_at is None or age is None else self._looked_at + age / SLACK
+        if self._looked_at is not None and self._written < slack and (due is None or now < due):
+            return
+        self._looked_at, self._written = now, 0
+        self._sweep(now)
+        files = sorted(stored_files(self.path), key=lambda file: file.modified_ns)
+        if age is not None:
+            for file in files:
+                if file.modified_ns < (now - age) * 1e9:
+                    (self.path / file.name).unlink(missing_ok=True)
+            files = [file for file in files if file.modified_ns >= (now - age) * 1e9]
+        for file in beyond(files, self._config.max_bytes - slack):
+            (self.path / file.name).unlink(missing_ok=True)
+
+    def _sweep(self, now: float) -> None:
+        """Remove what a writer that was killed left half written."""
+        for path in self.path.glob(f".*{TEMPORARY}"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < now - STALE_SECONDS:
+                    path.unlink()
+
+
+def beyond(files: list[StoredFile], most_bytes: int) -> list[StoredFile]:
+    """Choose which files go so that the others fit: each time the oldest of the family that takes most.
+
+    So a flood of one family never pushes out another.
+
+    Args:
+        files: oldest first.
+        most_bytes: bound on what stays.
+    """
+    families: dict[str, list[StoredFile]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
+    for file in reversed(files):
+        families[file.family].append(file)
+        sizes[file.family] += file.size_bytes
+    gone = []
+    while sum(sizes.values()) > most_bytes:
+        largest = max(sizes, key=lambda family: sizes[family])
+        oldest = families[largest].pop()
+        sizes[largest] -= oldest.size_bytes
+        gone.append(oldest)
+    return gone

@@ -17,6 +17,8 @@ from shared.errors import ModelError
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's directory."""
 STATE_FILE = "state.json"
+MODEL = "model"
+"""Folder of a checkpoint: a Hugging Face directory."""
 CHECKPOINT_SCHEMA: Final = 1
 OPTIMIZER = "optimizer.safetensors"
 VERSIONS = "versions.safetensors"
@@ -80,7 +82,7 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
 def complete(directory: Path) -> Iterator[StoredCheckpoint]:
     """Go through the complete checkpoints, newest first: every file is there and has its size."""
     for step, path in reversed(folders(directory)):
-        state = _read_state(path)
+        state = state_of(path)
         if state is not None and state.step == step:
             yield StoredCheckpoint(step, path, state)
 
@@ -115,7 +117,8 @@ def check_files(stored: StoredCheckpoint) -> None:
             raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
 
 
-def _read_state(path: Path) -> CheckpointState | None:
+def state_of(path: Path) -> CheckpointState | None:
+    """Read what a checkpoint says about itself; None if it is not there, not readable, or files of it are missing."""
     try:
         state = CheckpointState.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
         found = sizes(path)

@@ -10,6 +10,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -137,13 +138,36 @@ class GatewayClient:
             Unavailable: the server cannot be reached, or broke off.
             DeadlineExceeded: it was silent for too long.
         """
+        async with self._streaming(path, headers, silence_seconds) as response:
+            async for line in response.aiter_lines():
+                yield line
+
+    async def chunks(self, path: str, *, start: int = 0, silence_seconds: float) -> AsyncGenerator[bytes, None]:
+        """Read the bytes of a file from ``start`` on.
+
+        Args:
+            path: path below the base URL, of a route that honours ``Range``.
+            start: offset in bytes, below the file's size.
+            silence_seconds: how long the server may send nothing at all.
+
+        Raises:
+            FlotillaError: as ``lines``.
+        """
+        headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"}
+        async with self._streaming(path, headers, silence_seconds) as response:
+            async for chunk in response.aiter_bytes():
+                yield chunk
+
+    @asynccontextmanager
+    async def _streaming(
+        self, path: str, headers: Mapping[str, str], silence_seconds: float
+    ) -> AsyncGenerator[httpx.Response, None]:
         timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
         try:
             async with self._http.stream("GET", path, headers=dict(headers), timeout=timeout) as response:
                 if not response.is_success:
                     raise problem_to_error(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    yield line
+                yield response
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"GET {self.base_url}{path} sent nothing for {silence_seconds:.0f} s") from error
         except httpx.TransportError as error:

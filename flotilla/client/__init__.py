@@ -13,5 +13,6 @@ for ``deadline_seconds`` at most; every wait has a deadline of its own. Errors a
 
 from flotilla.client.asynchronous import AsyncClient, Ledgers, Spec
 from flotilla.client.synchronous import Client
+from flotilla.client.views import Experiment, Experiments, Metrics
 
-__all__ = ["AsyncClient", "Client", "Ledgers", "Spec"]
+__all__ = ["AsyncClient", "Client", "Experiment", "Experiments", "Ledgers", "Metrics", "Spec"]

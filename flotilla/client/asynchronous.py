@@ -8,15 +8,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from flotilla.client.fetching import download, local_model
+from flotilla.client.plots import plot_series
+from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA, find_experiment, list_experiments, open_client
 from flotilla.launch_file import read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
-from shared.errors import DeadlineExceeded, FlotillaError
+from shared.errors import DeadlineExceeded, FlotillaError, NotFound
 from shared.schemas.experiment import (
+    CheckpointFiles,
     CheckpointView,
     DiagnosisView,
     Event,
@@ -85,7 +90,7 @@ class AsyncClient:
 
     async def create(
         self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
-    ) -> ExperimentView:
+    ) -> Experiment:
         """Create an experiment.
 
         Args:
@@ -107,42 +112,42 @@ class AsyncClient:
             raise ValueError("overrides apply to a file: change the mapping itself")
         else:
             document = spec.model_dump(mode="json") if isinstance(spec, ExperimentSpec) else spec
-        view = await self._call(ExperimentView, "POST", "/v1/experiments", body=document)
+        view = await self._call(Experiment, "POST", "/v1/experiments", body=document)
         return await self.start(view.id) if start else view
 
-    async def experiments(self) -> list[ExperimentView]:
+    async def experiments(self) -> Experiments:
         """List all experiments, oldest first."""
-        return await list_experiments(self._gateway)
+        return Experiments(map(_shown, await list_experiments(self._gateway)))
 
-    async def experiment(self, reference: str | None = None) -> ExperimentView:
+    async def experiment(self, reference: str | None = None) -> Experiment:
         """Find one by id or name; by default the only one that has not ended, else the newest.
 
         Raises:
             NotFound: there is none.
             Conflict: several have this name, or have not ended.
         """
-        return await find_experiment(self._gateway, reference)
+        return _shown(await find_experiment(self._gateway, reference))
 
-    async def start(self, experiment: str) -> ExperimentView:
+    async def start(self, experiment: str) -> Experiment:
         """Start a draft."""
         return await self._act(experiment, "start")
 
-    async def pause(self, experiment: str) -> ExperimentView:
+    async def pause(self, experiment: str) -> Experiment:
         """Issue no more tasks; services finish what they have in hand."""
         return await self._act(experiment, "pause")
 
-    async def resume(self, experiment: str) -> ExperimentView:
+    async def resume(self, experiment: str) -> Experiment:
         """Go on after a pause."""
         return await self._act(experiment, "resume")
 
-    async def stop(self, experiment: str) -> ExperimentView:
+    async def stop(self, experiment: str) -> Experiment:
         """End an experiment; what is outstanding is dropped."""
         return await self._act(experiment, "stop")
 
-    async def change(self, experiment: str, resources: Mapping[str, Any]) -> ExperimentView:
+    async def change(self, experiment: str, resources: Mapping[str, Any]) -> Experiment:
         """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``."""
         path = await self._path(experiment)
-        return await self._call(ExperimentView, "PATCH", path, body={"resources": dict(resources)})
+        return await self._call(Experiment, "PATCH", path, body={"resources": dict(resources)})
 
     async def delete(self, experiment: str) -> None:
         """Delete a draft, or one that has ended, with its series; its directory stays."""
@@ -152,10 +157,10 @@ class AsyncClient:
     async def wait(
         self,
         experiment: str,
-        until: Callable[[ExperimentView], bool] | None = None,
+        until: Callable[[Experiment], bool] | None = None,
         *,
         timeout_seconds: float | None = None,
-    ) -> ExperimentView:
+    ) -> Experiment:
         """Wait until an experiment has ended, or until a condition of its view holds.
 
         Raises:
@@ -164,7 +169,7 @@ class AsyncClient:
         path = await self._path(experiment)
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
-            view = await self._call(ExperimentView, "GET", path)
+            view = await self._call(Experiment, "GET", path)
             if (until or _has_ended)(view):
                 return view
             if end is not None and time.monotonic() >= end:
@@ -176,10 +181,51 @@ class AsyncClient:
         answer = await self._read(await self._path(experiment), "ledger")
         return Ledgers(Ledger.model_validate(answer["train"]), Ledger.model_validate(answer["evaluation"]))
 
-    async def metrics(self, experiment: str, names: Sequence[str] = ()) -> list[MetricPoint]:
+    async def metrics(self, experiment: str, names: Sequence[str] = ()) -> Metrics:
         """Read the values recorded so far, in the order of writing; all series if none is named."""
         params = {"names": ",".join(names)} if names else {}
-        return await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params)
+        return Metrics(await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params))
+
+    async def follow_metrics(self, experiment: str, names: Sequence[str] = ()) -> AsyncGenerator[MetricPoint, None]:
+        """Follow the values of some series, or of all, from the first one on, until the experiment has ended.
+
+        A step that is trained again, after a trainer's crash, is recorded again.
+        """
+        path = await self._path(experiment)
+        params = {"names": ",".join(names), "limit": PAGE}
+        after: str | None = None
+        while True:
+            # Asked first: what is written before an end is seen below.
+            has_ended = _has_ended(await self._call(Experiment, "GET", path))
+            query = {**params, "after": after}
+            page = Page.model_validate(
+                await self._gateway.call(
+                    "GET", f"{path}/metrics", params=query, deadline_seconds=self._deadline_seconds
+                )
+            )
+            for item in page.items:
+                yield MetricPoint.model_validate(item)
+            after = page.next or after
+            if not page.items:
+                if has_ended:
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def plot(self, experiments: str | Sequence[str], name: str = "reward/mean") -> Any:
+        """Draw one series of one experiment or of several, to compare them.
+
+        Returns:
+            A ``matplotlib.figure.Figure``: ``savefig`` writes it, a notebook shows it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        series = {}
+        for reference in [experiments] if isinstance(experiments, str) else experiments:
+            view = await self.experiment(reference)
+            label = view.name if view.name not in series else view.id
+            series[label] = await self.metrics(view.id, [name])
+        return plot_series(series, ylabel=name)
 
     async def diagnosis(self, experiment: str) -> DiagnosisView:
         """Read what bounds its speed, and what would change that."""
@@ -188,6 +234,40 @@ class AsyncClient:
     async def checkpoints(self, experiment: str) -> list[CheckpointView]:
         """List its durable checkpoints by step."""
         return await self._pages(CheckpointView, f"{await self._path(experiment)}/checkpoints", {})
+
+    async def fetch_model(
+        self, experiment: str, directory: str | Path | None = None, *, step: int | None = None
+    ) -> Path:
+        """Give the directory of a checkpoint's model, which ``from_pretrained`` loads.
+
+        On the trainer's machine that is where it is, and nothing is copied. Elsewhere its files are downloaded through
+        the gateway; a download that broke off goes on, and what came is checked by its checksums.
+
+        Args:
+            directory: where to put it; None: the checkpoint itself if it is on this machine, else
+                ``EXPERIMENT-step-STEP`` here.
+            step: of the checkpoint; None: the newest that is still there.
+
+        Raises:
+            NotFound: there is no such checkpoint, or the gateway does not see its files.
+            Unavailable: the gateway stayed away; call it again to go on.
+        """
+        view = await self.experiment(experiment)
+        kept = [each for each in await self.checkpoints(view.id) if step in {None, each.step}]
+        if not kept:
+            what = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise NotFound(f"{view.id} has no {what} yet")
+        chosen = kept[-1]
+        if directory is None and (found := local_model(chosen, view.id)) is not None:
+            return found
+        path = f"/v1/experiments/{view.id}/checkpoints/{chosen.step}/files"
+        listed = await self._call(CheckpointFiles, "GET", path)
+        target = Path(directory) if directory is not None else Path(f"{view.id}-step-{chosen.step}")
+
+        def open_file(name: str, start: int) -> AsyncGenerator[bytes, None]:
+            return self._gateway.chunks(f"{path}/{quote(name)}", start=start, silence_seconds=SILENCE_SECONDS)
+
+        return (await download(list(listed.files), target, open_file)).resolve()
 
     async def services(self) -> list[ServiceView]:
         """List the registered services."""
@@ -219,15 +299,15 @@ class AsyncClient:
                     raise
                 await asyncio.sleep(POLL_SECONDS)
                 continue
-            if (await self._call(ExperimentView, "GET", path.removesuffix("/events"))).state.is_final:
+            if (await self._call(Experiment, "GET", path.removesuffix("/events"))).state.is_final:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
     async def _path(self, reference: str) -> str:
         return f"/v1/experiments/{(await self.experiment(reference)).id}"
 
-    async def _act(self, experiment: str, action: str) -> ExperimentView:
-        return await self._call(ExperimentView, "POST", f"{await self._path(experiment)}/{action}")
+    async def _act(self, experiment: str, action: str) -> Experiment:
+        return await self._call(Experiment, "POST", f"{await self._path(experiment)}/{action}")
 
     async def _call(self, model: type[Model], method: str, path: str, *, body: Any = None) -> Model:
         answer = await self._gateway.call(method, path, body=body, deadline_seconds=self._deadline_seconds)
@@ -251,3 +331,7 @@ class AsyncClient:
 
 def _has_ended(view: ExperimentView) -> bool:
     return view.state.is_final
+
+
+def _shown(view: ExperimentView) -> Experiment:
+    return Experiment.model_validate(view.model_dump())

@@ -1,7 +1,7 @@
 """The client for scripts and notebooks: the asynchronous one, on a thread of its own."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -9,8 +9,9 @@ from typing import Any, ParamSpec, Self, TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from flotilla.client.asynchronous import CALL_SECONDS, AsyncClient, Ledgers, Spec
+from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
-from shared.schemas.experiment import CheckpointView, DiagnosisView, Event, ExperimentView, MetricPoint
+from shared.schemas.experiment import CheckpointView, DiagnosisView, Event, MetricPoint
 from shared.schemas.fleet import FleetView
 from shared.schemas.service import ServiceView
 
@@ -58,37 +59,35 @@ class Client:
         finally:
             self._stack.close()
 
-    def create(
-        self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
-    ) -> ExperimentView:
+    def create(self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False) -> Experiment:
         """Create an experiment; see :meth:`AsyncClient.create`."""
         return self._run(self._client.create, spec, overrides=overrides, start=start)
 
-    def experiments(self) -> list[ExperimentView]:
+    def experiments(self) -> Experiments:
         """List all experiments, oldest first."""
         return self._run(self._client.experiments)
 
-    def experiment(self, reference: str | None = None) -> ExperimentView:
+    def experiment(self, reference: str | None = None) -> Experiment:
         """Find one by id or name."""
         return self._run(self._client.experiment, reference)
 
-    def start(self, experiment: str) -> ExperimentView:
+    def start(self, experiment: str) -> Experiment:
         """Start a draft."""
         return self._run(self._client.start, experiment)
 
-    def pause(self, experiment: str) -> ExperimentView:
+    def pause(self, experiment: str) -> Experiment:
         """Issue no more tasks."""
         return self._run(self._client.pause, experiment)
 
-    def resume(self, experiment: str) -> ExperimentView:
+    def resume(self, experiment: str) -> Experiment:
         """Go on after a pause."""
         return self._run(self._client.resume, experiment)
 
-    def stop(self, experiment: str) -> ExperimentView:
+    def stop(self, experiment: str) -> Experiment:
         """End an experiment."""
         return self._run(self._client.stop, experiment)
 
-    def change(self, experiment: str, resources: Mapping[str, Any]) -> ExperimentView:
+    def change(self, experiment: str, resources: Mapping[str, Any]) -> Experiment:
         """Change quotas while it runs."""
         return self._run(self._client.change, experiment, resources)
 
@@ -99,10 +98,10 @@ class Client:
     def wait(
         self,
         experiment: str,
-        until: Callable[[ExperimentView], bool] | None = None,
+        until: Callable[[Experiment], bool] | None = None,
         *,
         timeout_seconds: float | None = None,
-    ) -> ExperimentView:
+    ) -> Experiment:
         """Wait until an experiment has ended, or until a condition of its view holds."""
         return self._run(self._client.wait, experiment, until, timeout_seconds=timeout_seconds)
 
@@ -110,9 +109,21 @@ class Client:
         """Read where every group is."""
         return self._run(self._client.ledger, experiment)
 
-    def metrics(self, experiment: str, names: Sequence[str] = ()) -> list[MetricPoint]:
+    def metrics(self, experiment: str, names: Sequence[str] = ()) -> Metrics:
         """Read the values recorded so far."""
         return self._run(self._client.metrics, experiment, names)
+
+    def follow_metrics(self, experiment: str, names: Sequence[str] = ()) -> Iterator[MetricPoint]:
+        """Follow the values of some series, or of all, until the experiment has ended."""
+        return self._each(self._client.follow_metrics(experiment, names))
+
+    def plot(self, experiments: str | Sequence[str], name: str = "reward/mean") -> Any:
+        """Draw one series of one experiment or of several; see :meth:`AsyncClient.plot`."""
+        return self._run(self._client.plot, experiments, name)
+
+    def fetch_model(self, experiment: str, directory: str | Path | None = None, *, step: int | None = None) -> Path:
+        """Give the directory of a checkpoint's model; see :meth:`AsyncClient.fetch_model`."""
+        return self._run(self._client.fetch_model, experiment, directory, step=step)
 
     def diagnosis(self, experiment: str) -> DiagnosisView:
         """Read what bounds its speed."""
@@ -132,16 +143,19 @@ class Client:
 
     def events(self, experiment: str, *, after: int = 0) -> Iterator[Event]:
         """Follow what happens until the experiment has ended."""
-        events = self._client.events(experiment, after=after)
+        return self._each(self._client.events(experiment, after=after))
 
-        async def following() -> Event | None:
-            return await anext(events, None)
+    def _each(self, following: AsyncGenerator[Result, None]) -> Iterator[Result]:
+        async def next_one() -> tuple[Result] | None:
+            async for found in following:
+                return (found,)
+            return None
 
         try:
-            while (event := self._run(following)) is not None:
-                yield event
+            while (found := self._run(next_one)) is not None:
+                yield found[0]
         finally:
-            self._run(events.aclose)
+            self._run(following.aclose)
 
     def _run(
         self, method: Callable[Params, Awaitable[Result]], *arguments: Params.args, **options: Params.kwargs

@@ -134,6 +134,25 @@ class CheckpointView(Wire):
     at: str
 
 
+class CheckpointFile(Wire):
+    """A file of a checkpoint."""
+
+    name: str
+    """Its path in the checkpoint, such as ``model/config.json``."""
+    size_bytes: int
+    checksum: str
+    """xxh3-64; empty where an earlier release wrote the checkpoint."""
+
+
+class CheckpointFiles(Wire):
+    """What a checkpoint consists of."""
+
+    step: int
+    path: str
+    """Its directory, as the gateway sees it."""
+    files: tuple[CheckpointFile, ...]
+
+
 class DiagnosisView(Wire):
     """What bounds the speed of an experiment, seen over a recent window; see docs/metrics.md."""
 

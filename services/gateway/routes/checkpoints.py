@@ -1,11 +1,17 @@
-"""Durable checkpoints of an experiment."""
+"""Durable checkpoints of an experiment, and their files."""
+
+import asyncio
+from pathlib import Path
 
 from fastapi import APIRouter
+from fastapi.responses import FileResponse
 
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.writes import PutCheckpoint
-from shared.schemas.experiment import CheckpointView, Page
+from shared.checkpoints import CheckpointState, state_of
+from shared.errors import NotFound
+from shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -38,3 +44,51 @@ async def checkpoints(experiment_id: str, gateway: Gateway, after: Cursor = None
     gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)
     return page_of([(str(each.step), each) for each in found], after, limit)
+
+
+@router.get("/checkpoints/{step}/files")
+async def files(experiment_id: str, step: int, gateway: Gateway) -> CheckpointFiles:
+    """List the files of a checkpoint; those below ``model/`` are an ordinary Hugging Face directory.
+
+    Raises:
+        NotFound: there is no such experiment or checkpoint, or it is not on the gateway's disk (404).
+    """
+    path, state = await _stored(experiment_id, step, gateway)
+    return CheckpointFiles(
+        step=step,
+        path=str(path),
+        files=tuple(
+            CheckpointFile(name=name, size_bytes=size, checksum=state.checksums.get(name, ""))
+            for name, size in sorted(state.files.items())
+        ),
+    )
+
+
+@router.get("/checkpoints/{step}/files/{name:path}", response_class=FileResponse)
+async def file(experiment_id: str, step: int, name: str, gateway: Gateway) -> FileResponse:
+    """Send one of them; a ``Range`` is honoured, so a download can go on where it broke off.
+
+    Raises:
+        NotFound: there is no such experiment, checkpoint or file (404).
+    """
+    path, state = await _stored(experiment_id, step, gateway)
+    if name not in state.files:
+        # Nothing but what the checkpoint says that it consists of is ever opened.
+        raise NotFound(f"checkpoint {step} of {experiment_id} has no file {name!r}", experiment_id=experiment_id)
+    return FileResponse(path / name, media_type="application/octet-stream")
+
+
+async def _stored(experiment_id: str, step: int, gateway: Gateway) -> tuple[Path, CheckpointState]:
+    gateway.repository.get(experiment_id)
+    found = next((each for each in await gateway.store.checkpoints(experiment_id) if each.step == step), None)
+    if found is None:
+        raise NotFound(f"{experiment_id} has no checkpoint of step {step}", experiment_id=experiment_id)
+    path = Path(found.path)
+    state = await asyncio.to_thread(state_of, path)
+    if state is None:
+        raise NotFound(
+            f"the checkpoint of step {step} is not at {path} on the gateway's machine: it was removed "
+            "(checkpoint.keep), or the trainer's directory is not shared with the gateway",
+            experiment_id=experiment_id,
+        )
+    return path, state

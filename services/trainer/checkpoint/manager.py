@@ -23,7 +23,7 @@ from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
-from shared.checkpoints import CRITIC, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
+from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
@@ -32,7 +32,6 @@ from shared.streams.plans import RECENT_STEPS, Plan
 
 log = logging.getLogger(__name__)
 
-MODEL = "model"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
 

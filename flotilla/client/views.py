@@ -1,0 +1,75 @@
+"""What the client answers with: the wire's schemas, shown as tables in notebooks."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from flotilla.client.plots import plot_series
+from shared.schemas.experiment import ExperimentView, MetricPoint
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN_ROWS = 20
+
+
+class Experiment(ExperimentView):
+    """An experiment and where it stands."""
+
+    def _repr_html_(self) -> str:
+        return _table(COLUMNS, [_cells(self)])
+
+
+class Experiments(list[Experiment]):
+    """Several of them, oldest first."""
+
+    def _repr_html_(self) -> str:
+        return _table(COLUMNS, [_cells(view) for view in self])
+
+
+COLUMNS = ("experiment", "id", "state", "step", "version", "problem")
+
+
+def _cells(view: ExperimentView) -> tuple[str, ...]:
+    problem = f"{view.problem.component}: {view.problem.cause}" if view.problem else ""
+    step = f"{view.step}/{view.total_steps}"
+    return view.name, view.id, view.state, step, str(view.policy_version), problem
+
+
+class Metrics(list[MetricPoint]):
+    """Values of one experiment's series, in the order of writing."""
+
+    def frame(self) -> "pd.DataFrame":
+        """Make a data frame: one row per step, one column per series.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("a frame needs pandas: pip install pandas") from None
+        rows: dict[int, dict[str, float]] = {}
+        for point in self:
+            rows.setdefault(point.step, {})[point.name] = point.value
+        steps = sorted(rows)
+        return pd.DataFrame([rows[step] for step in steps], index=pd.Index(steps, name="step"))
+
+    def plot(self) -> Any:
+        """Draw each series over steps; see :func:`plot_series`."""
+        return plot_series({name: [p for p in self if p.name == name] for name in dict.fromkeys(p.name for p in self)})
+
+    def _repr_html_(self) -> str:
+        last = {point.name: point for point in self}
+        rows = [(name, str(point.step), f"{point.value:.6g}") for name, point in sorted(last.items())]
+        return _table(("series", "last step", "value"), rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    rows = list(rows)
+    more = f"<p>... and {len(rows) - SHOWN_ROWS} more</p>" if len(rows) > SHOWN_ROWS else ""
+    body = "".join(line("td", row) for row in rows[:SHOWN_ROWS])
+    return f"<table><thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>{more}"

@@ -4,6 +4,8 @@ Rollouts make them; the gateway counts them where rows that are too long are lef
 transformers, of which tokenizers need no torch.
 """
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,12 @@ from shared.config.data import PLACE, DataConfig, ErrorOverlongConfig, TruncateO
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, PromptTooLong
 from shared.schemas.task import Message
+
+
+def keep_torch_out() -> None:
+    """Let transformers find no torch in this process: it would import it, two seconds and 200 MB, for a tokenizer."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
 
 
 def load_tokenizer(path: str) -> Any:

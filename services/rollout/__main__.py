@@ -3,11 +3,13 @@
 import sys
 
 from services.rollout.app import create_app
+from shared.prompts import keep_torch_out
 from shared.service_main import run_service
 
 
 def main() -> int:
     """Serve; a refusal is one sentence and exit code 2."""
+    keep_torch_out()  # it lives in the engine's process and in the weight endpoint
     return run_service("rollout", create_app)
 
 

@@ -82,6 +82,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
             return shell.look(f"/v1/experiments/{first}")
 
         until(lambda: seen()["step"] >= 2, PATIENCE_SECONDS, "the first steps")
+        assert {each["kind"] for each in services if maps_torch(each["pid"])} == set()
         (share,) = shell.status()["shares"]
         rollouts = share["kinds"]["rollout"]
         assert (rollouts["min"], rollouts["max"], rollouts["share"], share["waiting"]) == (1, None, 2, None)
@@ -127,6 +128,11 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
     assert "is down" in said
     until(lambda: not any(map(is_running, pids)), LEFT_SECONDS, f"the end of all of {pids}")
     assert "flotilla up" in shell.run("status", code=ExitCode.UNREACHABLE)
+
+
+def maps_torch(pid: int) -> bool:
+    """Whether a process has torch loaded: services leave it to their children."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def services_of(shell: Shell) -> list[dict[str, Any]]:

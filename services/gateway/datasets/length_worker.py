@@ -29,10 +29,9 @@ def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show
 
 def main() -> None:
     """Answer until the input ends."""
-    # Found missing by transformers, which then loads no more than tokenizers.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    from shared.prompts import PromptTemplate, load_tokenizer
+    from shared.prompts import PromptTemplate, keep_torch_out, load_tokenizer
 
+    keep_torch_out()
     replies, sys.stdout = sys.stdout, sys.stderr
     tokenizer: Any = None
     reply: dict[str, Any]

@@ -105,7 +105,12 @@ def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
         },
         "reward": {"components": [{"kind": "custom", "path": f"{directory / 'grade.py'}:score"}]},
         "optimisation": {"steps": 12, "groups_per_mini_batch": 4, "learning_rate": 1e-4},
-        "asynchrony": {"staleness_threshold": 0.5, "on_weight_update": "interrupt"},
+        "asynchrony": {
+            "staleness_threshold": 0.5,
+            "on_weight_update": "interrupt",
+            # What all have on one machine; "auto" would start two processes with torch to be ready for others.
+            "publication": {"transport": "shared_memory"},
+        },
         "checkpoint": {"every_steps": 4},
     }
     for name, section in sections.items():

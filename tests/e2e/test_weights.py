@@ -36,7 +36,8 @@ def transports(publications: list[dict[str, Any]]) -> list[list[str]]:
 @pytest.mark.timeout(580)
 async def test_each_experiment_publishes_as_its_spec_says(tmp_path: Path) -> None:
     few = {"steps": STEPS, "groups_per_mini_batch": 4}
-    mapped = make_experiment(tmp_path, name="mapped", optimisation=few)
+    chosen = {"publication": {"transport": "auto"}}
+    mapped = make_experiment(tmp_path, name="mapped", optimisation=few, asynchrony=chosen)
     # Steps too small to move a weight of 8 significant bits: the versions differ in few blocks, if in any.
     patched = make_experiment(
         tmp_path,

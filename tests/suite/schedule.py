@@ -1,7 +1,7 @@
 """Which worker runs which file: xdist's ``loadfile``, but for whole fleets, and for what it does after a crash.
 
-Fleets come first, one at a time, beside all other files. Fleets whose time is measured, or whose traces are looked for
-on the whole machine, come last, when all else has ended.
+Fleets come first, one at a time, beside all other files; once those are handed out, side by side. Fleets whose time is
+measured come last, each alone.
 
 xdist 3.8 gives a worker that replaces a crashed one files that are done already, or a single test, and both wait for
 ever then; the test that crashed is run again at once, and crashes again. Here it is done, and has failed.
@@ -21,18 +21,8 @@ FEWEST_TESTS = 2
 FOLDERS = ("integration", "contract", "unit")
 """Files that take long come first: short ones fill the end."""
 FLEETS = ("e2e", "faults")
-SHARING = frozenset(
-    {
-        "test_bad_input.py",
-        "test_fleet_commands.py",
-        "test_injected.py",
-        "test_kill.py",
-        "test_loss_curve.py",
-        "test_survival.py",
-        "test_weights.py",
-    }
-)
-"""Files of fleets that may be slow: their deadlines are minutes, and they look at nothing but their own."""
+ALONE = frozenset({"test_diagnosis.py", "test_membership.py", "test_stalls.py", "test_two_experiments.py"})
+"""Files of fleets that must not be slowed by others: seconds are compared in them."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,13 +63,14 @@ class FileSchedule(LoadFileScheduling):
         while self._pending_of(self.assigned_work[node]) < FEWEST_TESTS and self._is_there_work_for(node):
             self._assign_work_unit(node)
         others = [other for other in self.nodes if other is not node and not other.shutting_down]
-        is_needed = (self._sharing or self._alone) and not others
+        is_needed = self._sharing or (self._alone and not others)
         if not is_needed and (not self.workqueue or self._runs_alone not in {None, node}):
             node.shutdown()
 
     def _is_there_work_for(self, node: WorkerController) -> bool:
         """Whether there is a file for a worker; puts it to the front."""
-        if self._sharing and not any(self._has_fleet(other) for other in self.nodes if other is not node):
+        has_neighbour = any(self._has_fleet(other) for other in self.nodes if other is not node)
+        if self._sharing and not (has_neighbour and self.workqueue):
             file = next(iter(self._sharing))
             self.workqueue[file] = self._sharing.pop(file)
             self.workqueue.move_to_end(file, last=False)
@@ -109,13 +100,13 @@ class FileSchedule(LoadFileScheduling):
 
 
 def is_fleet(nodeid: str) -> bool:
-    """Whether a test runs a whole fleet: the memory is for one at a time."""
+    """Whether a test runs a whole fleet: a gigabyte, and more than one core while it starts."""
     return any(folder in FLEETS for folder in folders_of(nodeid))
 
 
 def is_alone(nodeid: str) -> bool:
     """Whether a test wants the machine for itself."""
-    return is_fleet(nodeid) and nodeid.partition("::")[0].rpartition("/")[2] not in SHARING
+    return is_fleet(nodeid) and nodeid.partition("::")[0].rpartition("/")[2] in ALONE
 
 
 def rank(nodeid: str) -> int:

@@ -1,4 +1,4 @@
-"""Whole fleets keep apart, and run last where they want the machine, whatever crashes."""
+"""Whole fleets run beside other files, then beside each other; last, those that want the machine; whatever crashes."""
 
 import json
 from itertools import pairwise
@@ -32,11 +32,11 @@ def test_that_crashes(is_first):
 """
 
 
-def test_one_fleet_runs_at_a_time_and_some_when_all_else_has_ended(tmp_path: Path) -> None:
+def test_fleets_come_first_then_side_by_side_then_some_alone(tmp_path: Path) -> None:
     for folder, files in {
         "unit": {"test_a": TIMED, "test_b": TIMED, "test_crash": CRASHING + TIMED},
         "e2e": {"test_c": TIMED, "test_crash_too": CRASHING + TIMED},
-        "faults": {"test_d": TIMED, "test_kill": TIMED},
+        "faults": {"test_d": TIMED, "test_stalls": TIMED},
     }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
@@ -49,8 +49,10 @@ def test_one_fleet_runs_at_a_time_and_some_when_all_else_has_ended(tmp_path: Pat
     assert ended.closing_line == "28 passed, 2 flaky"
     times = [json.loads(line) for line in (tmp_path / "times").read_text().splitlines()]
     spans = [(begun, end, name) for name, begun, end in times if "crashes" not in name]
-    fleets = sorted(span for span in spans if not span[2].startswith("unit/"))
-    alone = [span for span in fleets if "test_kill" not in span[2]]
-    assert (len(spans), len(fleets), len(alone)) == (28, 16, 12)
-    assert max(end for _, end, name in spans if name.startswith("unit/")) <= alone[0][0]
-    assert all(first[1] <= second[0] for first, second in pairwise(fleets))
+    fleets = [span for span in spans if not span[2].startswith("unit/")]
+    alone = [span for span in fleets if "test_stalls" in span[2]]
+    assert (len(spans), len(fleets), len(alone)) == (28, 16, 4)
+    assert max(end for _, end, name in spans if "test_stalls" not in name) <= min(begun for begun, _, _ in alone)
+    beside = [second for first, second in pairwise(sorted(fleets)) if second[0] < first[1]]
+    others_began = max(begun for begun, _, name in spans if name.startswith(("unit/test_a", "unit/test_b")))
+    assert all(begun >= others_began for begun, _, _ in beside)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ import psutil
 
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from shared.client import GatewayClient
-from shared.errors import Conflict, NotFound, Unavailable
+from shared.errors import Conflict, NotFound, Unauthorized, Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
 FLEET_FILE = "fleet.json"
@@ -38,10 +39,17 @@ class FleetInfo:
             content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
             info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
         except (OSError, ValueError, KeyError):
-            raise Unavailable(f"no fleet runs with the data directory {data}: start one with `flotilla up`") from None
+            raise Unavailable(
+                f"no fleet runs with the data directory {data}: start one with `{typed('up', data)}`"
+            ) from None
         if not is_running(info.pid):
-            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `flotilla up`")
+            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `{typed('up', data)}`")
         return info
+
+
+def typed(command: str, data: Path) -> str:
+    """Write a command for the fleet of a data directory as it is typed."""
+    return f"flotilla {command}" if str(data) == DEFAULT_DATA else f"flotilla {command} --data {shlex.quote(str(data))}"
 
 
 def is_running(pid: int) -> bool:
@@ -62,6 +70,7 @@ def open_client(
 
     Raises:
         Unavailable: no gateway is named and no fleet runs.
+        Unauthorized: a gateway is named, but no token.
     """
     url = url or environment.get("FLOTILLA_GATEWAY_URL")
     if not url:
@@ -71,6 +80,10 @@ def open_client(
     token_file = environment.get("FLOTILLA_TOKEN_FILE")
     if not token and token_file:
         token = Path(token_file).read_text(encoding="utf-8").strip()
+    if not token:
+        raise Unauthorized(
+            f"{url} wants the fleet's token: set FLOTILLA_TOKEN, or FLOTILLA_TOKEN_FILE to a file that holds it"
+        )
     return GatewayClient(url, token)
 
 

@@ -5,6 +5,7 @@
     │   ├── InvalidSpec              422  invalid_spec
     │   └── PromptTooLong            422  prompt_too_long
     ├── NotFound                     404  not_found
+    ├── MethodNotAllowed             405  method_not_allowed
     ├── Unauthorized                 401  unauthorized
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
@@ -73,6 +74,12 @@ class NotFound(FlotillaError):
     """The named resource does not exist."""
 
     code, title, status = "not_found", "Not found", 404
+
+
+class MethodNotAllowed(FlotillaError):
+    """The path exists, but not with this HTTP method; ``allowed`` says with which."""
+
+    code, title, status = "method_not_allowed", "Method not allowed", 405
 
 
 class Unauthorized(FlotillaError):

@@ -15,9 +15,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.errors import FlotillaError, InvalidRequest, NotFound, Unavailable, error_for_code
+from shared.errors import FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
 from shared.telemetry.prometheus import gauge, response_of
@@ -132,19 +133,20 @@ def _with_state(app: ASGIApp, opened: Mapping[str, Any]) -> ASGIApp:
     return call
 
 
-def problem_response(error: FlotillaError) -> JSONResponse:
-    """Make the problem document of an error (RFC 9457)."""
+def problem_response(error: FlotillaError, *, status: int | None = None) -> JSONResponse:
+    """Make the problem document of an error (RFC 9457); ``status`` overrides that of its class."""
+    status = status or error.status
     body: dict[str, Any] = {
         "type": f"urn:flotilla:problem:{error.code}",
         "title": error.title,
-        "status": error.status,
+        "status": status,
         "code": error.code,
         "detail": error.detail,
         **error.context,
     }
     if error.errors:
         body["errors"] = error.errors
-    return JSONResponse(body, status_code=error.status, media_type=PROBLEM_JSON)
+    return JSONResponse(body, status_code=status, media_type=PROBLEM_JSON)
 
 
 def add_problem_handlers(app: FastAPI) -> None:
@@ -167,9 +169,19 @@ def add_problem_handlers(app: FastAPI) -> None:
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == NotFound.status:
             return problem_response(NotFound(f"there is no {request.method} {request.url.path}"))
-        response = problem_response(error_for_code("")(str(error.detail)))
-        response.status_code = error.status_code
-        return response
+        if error.status_code == MethodNotAllowed.status:
+            allowed = ", ".join(_methods(app, request.url.path))
+            detail = f"{request.method} is not allowed on {request.url.path}, but {allowed}"
+            response = problem_response(MethodNotAllowed(detail, allowed=allowed))
+            response.headers["Allow"] = allowed
+            return response
+        return problem_response(InvalidRequest(str(error.detail)), status=error.status_code)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """List the methods that some route takes on a path."""
+    paths = app.openapi()["paths"]
+    return sorted(name.upper() for known in paths if compile_path(known)[0].match(path) for name in paths[known])
 
 
 def add_health_routes(

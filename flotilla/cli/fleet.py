@@ -23,7 +23,7 @@ from typing import IO, Any
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
-from flotilla.connection import FLEET_FILE, FleetInfo
+from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
@@ -184,7 +184,9 @@ class LocalFleet:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise Conflict(f"another fleet runs with the data directory {data}: end it with `flotilla down`") from None
+            raise Conflict(
+                f"another fleet runs with the data directory {data}: end it with `{typed('down', data)}`"
+            ) from None
         self._lock = lock
 
     async def _start_redis(self, data: Path) -> str:

@@ -26,6 +26,11 @@ LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
 
+HOW_TO_AUTHORISE = (
+    "send the fleet's token as 'Authorization: Bearer TOKEN'; commands and clients take it from "
+    "FLOTILLA_TOKEN, or from the file that FLOTILLA_TOKEN_FILE names"
+)
+
 StoreOf = Callable[[Scope], tuple[Store, Clock]]
 
 
@@ -60,7 +65,7 @@ class Guard:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["path"] not in OPEN_PATHS and not is_same_secret(bearer_of(headers.get("authorization")), self._token):
-            raise _Refused(Unauthorized("send the fleet's token as 'Authorization: Bearer TOKEN'"))
+            raise _Refused(Unauthorized(HOW_TO_AUTHORISE))
         body = await self._read(headers, receive)
         replayed = _with_body(body, receive)
         key = headers.get("idempotency-key")

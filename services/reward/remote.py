@@ -26,6 +26,9 @@ from shared.security import signature
 RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
+REASON_BYTES = 4096
+REASON_LENGTH = 300
+"""Of what a grader says about a refusal, what is kept."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -221,7 +224,7 @@ class RemoteVerifier:
             request = await self._request(body, name)
             response = await self._client.send(request, stream=True)
             try:
-                self._check(response)
+                await self._check(response)
                 content = bytearray()
                 async for piece in response.aiter_bytes():
                     content += piece
@@ -253,11 +256,31 @@ class RemoteVerifier:
             "POST", url.copy_with(host=address), content=body, headers=headers, extensions={"sni_hostname": host}
         )
 
-    def _check(self, response: httpx.Response) -> None:
-        if response.status_code in RETRIED_STATUSES:
-            after = _retry_after(response.headers.get("Retry-After"), self._clock.now())
-            raise Retryable(f"the grader answered {response.status_code}", after)
+    async def _check(self, response: httpx.Response) -> None:
+        if response.status_code == 200:
+            return
         if response.status_code == 202:
             raise GradingFailed("the grader answered 202 (later), but it was offered no callback")
-        if response.status_code != 200:
-            raise GradingFailed(f"the grader refused the request with {response.status_code}")
+        reason = await _reason(response)
+        if response.status_code in RETRIED_STATUSES:
+            after = _retry_after(response.headers.get("Retry-After"), self._clock.now())
+            raise Retryable(f"the grader answered {response.status_code}{reason}", after)
+        raise GradingFailed(f"the grader refused the request with {response.status_code}{reason}")
+
+
+async def _reason(response: httpx.Response) -> str:
+    """What a grader says about its refusal: the usual fields of a JSON object, else the beginning of the text."""
+    content = b""
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > REASON_BYTES:
+            break
+    text = content[:REASON_BYTES].decode("utf-8", "replace")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict):
+        text = next((str(answer[key]) for key in ("detail", "error", "message", "title") if answer.get(key)), text)
+    words = "".join(character if character.isprintable() else " " for character in text).split()
+    return f": {' '.join(words)}"[:REASON_LENGTH] if words else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.output import new_console
-from flotilla.connection import FleetInfo, is_running
+from flotilla.connection import FleetInfo, is_running, typed
 from shared.errors import Conflict, Unavailable
 from shared.processes import python_module
 
@@ -62,6 +62,19 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
             start_new_session=True,
             env={**os.environ, "NO_COLOR": "1"},
         )
+    try:
+        info = await _until_up(process, data, log_path)
+    except BaseException:
+        # Ctrl-C too: what was started here is not left behind half started.
+        await asyncio.shield(_end(process))
+        raise
+    console.print(
+        f"the fleet is up: {info.gateway_url} (pid {info.pid}); `{typed('down', data)}` ends it", markup=False
+    )
+    return 0
+
+
+async def _until_up(process: asyncio.subprocess.Process, data: Path, log_path: Path) -> FleetInfo:
     end = time.monotonic() + DETACH_SECONDS
     while time.monotonic() < end:
         if process.returncode is not None:
@@ -69,11 +82,21 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
         with contextlib.suppress(Unavailable):
             info = FleetInfo.read(data)
             if info.pid == process.pid:
-                console.print(f"the fleet is up: {info.gateway_url} (pid {info.pid}); `flotilla down` ends it")
-                return 0
+                return info
         await asyncio.sleep(0.2)
-    process.terminate()
     raise Unavailable(f"the fleet did not come up within {DETACH_SECONDS:.0f} s; see {log_path}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a fleet in order; its own children end with it."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(DOWN_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def _make_log(data: Path) -> Path:

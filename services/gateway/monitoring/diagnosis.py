@@ -94,7 +94,10 @@ def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str]:
     if ledger.waiting.tasks:
         behind = [s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < situation.policy_version]
         if behind:
-            found = f"{behind[0].service_id} serves version {behind[0].policy_version}"
+            version = behind[0].policy_version
+            # None before it has an engine, negative before the engine has weights.
+            serves = "has not loaded any version yet" if version is None or version < 0 else f"serves version {version}"
+            found = f"{behind[0].service_id} {serves}"
             return "rollout", f"{ledger.waiting.tasks} tasks wait for version {situation.policy_version}; {found}"
         return "rollout", f"{ledger.waiting.tasks} tasks wait and none is claimed"
     used = ledger.outstanding + ledger.consumed_since_publication

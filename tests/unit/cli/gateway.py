@@ -44,5 +44,6 @@ def serve(monkeypatch: pytest.MonkeyPatch, views: list[ExperimentView], answers:
         return answer
 
     monkeypatch.setenv("FLOTILLA_GATEWAY_URL", "http://gateway")
+    monkeypatch.setenv("FLOTILLA_TOKEN", "token")
     monkeypatch.setattr(httpx.AsyncClient, "send", send)
     return gateway

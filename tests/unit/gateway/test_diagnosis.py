@@ -60,6 +60,15 @@ def test_a_rollout_that_is_behind_is_named() -> None:
     assert "rollout-1 serves version 2" in cause
 
 
+@pytest.mark.parametrize("version", [None, -1])
+def test_a_rollout_that_has_no_version_yet_is_said_to_have_none(version: int | None) -> None:
+    loading = [replace(s, policy_version=version) if s.kind is Kind.ROLLOUT else s for s in SERVICES]
+
+    _, cause = diagnose(replace(WELL, services=loading, ledger=Ledger(waiting=hops(tasks=1))))
+
+    assert cause.endswith("rollout-1 has not loaded any version yet")
+
+
 def test_a_service_that_does_not_start_is_named() -> None:
     loading = [replace(s, state=WorkState.STARTING) if s.kind is Kind.TRAINER else s for s in SERVICES]
 

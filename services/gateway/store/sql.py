@@ -5,6 +5,8 @@ One thread owns the connection, so writes are in the order of the calls and the 
 
 import asyncio
 import logging
+import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -39,12 +41,15 @@ from services.gateway.store.writes import (
     Write,
 )
 from shared.errors import FlotillaError, Unavailable
+from shared.retry import Backoff
 from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0
 CONNECT_SECONDS = 10
 UPGRADE_SECONDS = 900.0
+ONLY = 1
+"""Key of the one row that names the last transaction."""
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +82,7 @@ class SqlStore(TransactionalStore):
         super().__init__()
         self._engine = engine
         self._thread = thread
+        self._is_closing = threading.Event()
         path = engine.url.database if engine.dialect.name == "sqlite" else None
         self._lock = FileLock(Path(path)) if path else None
 
@@ -124,11 +130,43 @@ class SqlStore(TransactionalStore):
     async def apply(self, writes: Sequence[Write]) -> list[Event]:
         """Store all of them or none; return the events among them."""
 
-        def transaction() -> list[Event]:
-            with self._engine.begin() as connection:
-                return [event for write in writes if (event := _do(connection, write)) is not None]
+        return await self._in_thread(lambda: self._apply(writes))
 
-        return await self._in_thread(transaction)
+    def _apply(self, writes: Sequence[Write]) -> list[Event]:
+        with self._engine.connect() as connection:
+            transaction = connection.begin()
+            events = [event for write in writes if (event := _do(connection, write)) is not None]
+            name = secrets.token_hex(8)
+            _put(connection, tables.last_transaction, {"number": ONLY, "name": name})
+            try:
+                transaction.commit()
+                return events
+            except SQLAlchemyError as error:
+                connection.invalidate(error)
+                lost = error
+        if self._is_stored(name):
+            log.warning("the answer to a commit was lost, it is stored", extra={"error": repr(lost)})
+            return events
+        raise lost
+
+    def _is_stored(self, name: str) -> bool:
+        """Ask whether the last transaction was stored, until the database answers.
+
+        A commit that is still under way has ended before: on PostgreSQL its session holds the database's lock.
+
+        Raises:
+            Unavailable: the store is closed before it is known.
+        """
+        pauses = Backoff()
+        while True:
+            try:
+                with self._engine.connect() as connection:
+                    found = connection.scalar(sa.select(tables.last_transaction.c.name).with_for_update())
+                    return bool(found == name)
+            except (SQLAlchemyError, Unavailable) as error:
+                log.warning("nobody knows yet whether a change is stored", extra={"error": repr(error)})
+                if self._is_closing.wait(pauses.after(error)):
+                    raise Unavailable(f"nobody knows whether a change is stored: {error}") from error
 
     async def _rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
         def read() -> list[dict[str, Any]]:
@@ -143,6 +181,7 @@ class SqlStore(TransactionalStore):
 
     async def close(self) -> None:
         """Close the connection, release the lock, end the thread."""
+        self._is_closing.set()
 
         def give_up() -> None:
             self._engine.dispose()

@@ -132,6 +132,13 @@ checkpoints = Table(
     Column("at", Text, nullable=False),
 )
 
+last_transaction = Table(
+    "last_transaction",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("name", String(16), nullable=False),
+)
+
 idempotency = Table(
     "idempotency",
     metadata,

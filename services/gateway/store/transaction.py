@@ -69,7 +69,7 @@ class TransactionalStore(ABC):
         Waits until it is known which of the two it was, however long that takes: whoever calls bounds their wait.
 
         Raises:
-            Unavailable: the database does not answer; nothing was stored.
+            Unavailable: the database does not answer; nothing was stored, or the detail says that nobody knows.
         """
 
     @contextlib.asynccontextmanager

@@ -7,7 +7,10 @@ SOURCES := flotilla services shared
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test check format lint types goldens test-all clean
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
+
+.PHONY: help install demo test test-sglang check format lint types goldens test-all clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,20 +33,33 @@ demo: install ## a fleet comes up, a model visibly learns, the result is shown, 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15
 
 test: install ## the whole test suite (about 15 minutes on two cores)
-	@$(PYTEST) -m "not long"
+	@$(PYTEST) -m "not long and not sglang"
+
+# SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).
+$(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py constraints.txt
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@echo "installing SGLang for CPUs into $(SGLANG) (a few minutes the first time, 2 GB)"
+	@$(SGLANG)/bin/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
+	@$(SGLANG)/bin/pip install --quiet -c constraints.txt -r tests/sglang/requirements.txt
+	@$(SGLANG)/bin/pip install --quiet --no-deps xgrammar==0.2.7 sglang==0.5.23
+	@cp tests/sglang/sitecustomize.py $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	@touch $(SGLANG_STAMP)
+
+test-sglang: install $(SGLANG_STAMP) ## tests against a real SGLang 0.5.23 on the CPU, in an environment of its own
+	@FLOTILLA_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(BIN)/python -m pytest -q --durations=10 -m sglang tests
 
 check: install ## format, lint, types, unit and contract tests: passes on every commit
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(PYTEST) -m "not slow and not long" tests/unit tests/contract
+	@$(PYTEST) -m "not slow and not long and not sglang" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 test-all: install ## also the long tests, for every night
-	@$(PYTEST)
+	@$(PYTEST) -m "not sglang"
 
 clean: ## remove what was built; runs and prepared models stay
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang build *.egg-info .pytest_cache .mypy_cache .ruff_cache

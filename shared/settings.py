@@ -11,6 +11,7 @@ from shared.telemetry.logging import FORMATS
 NOTICE_SECONDS = 25.0
 """So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
 VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
+SGLANG_PYTHON = "FLOTILLA_SGLANG_PYTHON"
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
 
 
@@ -29,6 +30,7 @@ class ServiceSettings:
         lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
+        sglang_python: interpreter that has SGLang, for rollouts; None where there is none.
     """
 
     gateway_url: str
@@ -42,6 +44,7 @@ class ServiceSettings:
     lease_seconds: float = 60.0
     parent_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
+    sglang_python: Path | None = None
 
 
 def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
@@ -82,7 +85,17 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
+        sglang_python=_interpreter(values.get(SGLANG_PYTHON, "")),
     )
+
+
+def _interpreter(text: str) -> Path | None:
+    if not text:
+        return None
+    path = Path(text)
+    if not (path.is_absolute() and path.is_file() and os.access(path, os.X_OK)):
+        raise InvalidRequest(f"{SGLANG_PYTHON} must be the absolute path of a Python interpreter, got {text!r}")
+    return path
 
 
 def allows_volatile_redis(values: Mapping[str, str]) -> bool:

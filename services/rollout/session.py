@@ -4,13 +4,13 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from redis.asyncio import Redis
 
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import Engine
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.opening import make_engine
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
@@ -58,6 +58,7 @@ class SessionOpener:
         streams: leases and deliveries.
         pull: fetches versions that were missed.
         host: address that this service is reached at.
+        sglang_python: interpreter that has SGLang; None where there is none.
     """
 
     redis: Redis
@@ -65,6 +66,7 @@ class SessionOpener:
     streams: StreamsConfig
     pull: Puller
     host: str
+    sglang_python: Path | None = None
 
     async def __call__(
         self,
@@ -77,8 +79,9 @@ class SessionOpener:
 
         Raises:
             ModelError: the model or its tokenizer cannot be loaded.
+            InvalidSpec: the engine is not one that this service can start.
         """
-        engine = ProcessEngine(engine_settings(spec))
+        engine = make_engine(spec, self.sglang_python)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -125,18 +128,3 @@ class SessionOpener:
             config = LaneConfig(lane.value, max_groups, spec.rollout.task_seconds)
             lanes.append((config, plane.hop(HopName.TASKS, self.holder)))
         return lanes
-
-
-def engine_settings(spec: ExperimentSpec) -> EngineSettings:
-    """Read what the embedded engine needs from a spec."""
-    engine = spec.rollout.engine
-    return EngineSettings(
-        model_path=spec.model.path,
-        dtype=spec.model.dtype,
-        device=engine.device,
-        slots=engine.slots,
-        context_tokens=engine.context_tokens,
-        threads=engine.threads,
-        overlap_load=spec.asynchrony.publication.overlap_load,
-        batch_invariant=engine.batch_invariant,
-    )

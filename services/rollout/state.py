@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from services.rollout.engines.opening import offers
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
 from shared.client import GatewayClient
@@ -47,6 +48,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
             pull=WeightPuller(settings.token),
             host=settings.host,
+            sglang_python=settings.sglang_python,
         )
         service = RolloutService(opener)
         registration = Registration(
@@ -55,7 +57,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             host=socket.gethostname(),
             pid=os.getpid(),
             capabilities=Capabilities(
-                engine="torch",
+                engines=offers(settings.sglang_python),
                 cores=os.cpu_count() or 1,
                 memory_bytes=psutil.virtual_memory().total,
                 transports=("gloo", "nccl", "pull"),

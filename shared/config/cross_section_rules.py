@@ -17,6 +17,7 @@ from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
 from shared.config.reward import CodeConfig, MatchConfig, RewardConfig
 from shared.config.rollout import RolloutConfig
+from shared.schemas.engine import EngineCapability
 
 
 class Sections(Protocol):
@@ -57,6 +58,7 @@ def check_sections(spec: Sections) -> None:
         ValueError: the first that is broken.
     """
     _weights(spec)
+    _engine(spec)
     _advantage(spec)
     _lengths(spec)
     _labels(spec)
@@ -78,6 +80,15 @@ def _weights(spec: Sections) -> None:
         raise ValueError(
             f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
             "same: leave it out"
+        )
+
+
+def _engine(spec: Sections) -> None:
+    engine = spec.rollout.engine
+    if spec.asynchrony.publication.overlap_load and EngineCapability.SPARE_COPY not in engine.CAPABILITIES:
+        raise ValueError(
+            f"asynchrony.publication.overlap_load needs an engine with a spare copy of its weights, which "
+            f"rollout.engine.kind {engine.kind} has not: leave it out, or set it to false"
         )
 
 

@@ -54,10 +54,11 @@ class PublicationConfig(Config):
     slice_megabytes: int | None = Field(None, ge=1, le=MAX_SLICE_MEGABYTES)
     """Size of one broadcast in MiB; several are under way at once. Null: 8."""
 
-    overlap_load: bool = True
-    """The engine reads a version into its spare weights on a thread of its own while it samples: a broadcast image as
-    its slices arrive, any other once it is checked. At the commit it only switches. False: it reads after the commit,
-    between two tokens, and sampling pauses for as long."""
+    overlap_load: bool | None = None
+    """True: the engine reads a version into its spare weights on a thread of its own while it samples: a broadcast
+    image as its slices arrive, any other once it is checked. At the commit it only switches. False: it reads after the
+    commit, between two tokens, and sampling pauses for as long. Null: true where the engine has spare weights, which
+    the embedded one has."""
     delta: DeltaConfig | None = None
     """Broadcast changed blocks only; null sends whole images. A rollout that holds another version than the last
     committed one makes that publication a whole one; who maps or pulls the image is not affected."""

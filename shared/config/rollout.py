@@ -1,10 +1,13 @@
 """How completions are sampled, and by which engine."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Config, Device
+from shared.config.base import Config
+from shared.config.engine import EngineConfig, TorchEngineConfig
+from shared.schemas.engine import EngineCapability
 
 
 class SamplingConfig(Config):
@@ -24,36 +27,33 @@ class SamplingConfig(Config):
     """Go on after the model's end-of-sequence token."""
 
 
-class TorchEngineConfig(Config):
-    """The embedded engine: any Hugging Face causal LM, on CPU or one GPU."""
-
-    kind: Literal["torch"] = "torch"
-    slots: int = Field(128, ge=1)
-    """Completions sampled at the same time."""
-    context_tokens: int = Field(2048, ge=8)
-    """Longest prompt and completion together; the KV cache grows up to it."""
-    threads: int = Field(1, ge=1)
-    """Compute threads of the engine's process."""
-    batch_invariant: bool = False
-    """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
-    log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
-    full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
-    device: Device = "cpu"
-    """Torch device, such as cpu or cuda:0."""
-
-
-EngineConfig = Annotated[TorchEngineConfig, Field(discriminator="kind")]
-
-
 class RolloutConfig(Config):
     """How tasks become trajectories."""
 
     group_size: int = Field(8, ge=1)
     """Trajectories per task."""
     sampling: SamplingConfig = SamplingConfig()
-    engine: TorchEngineConfig = TorchEngineConfig()
+    engine: EngineConfig = TorchEngineConfig()
+    """What samples: without a kind the embedded engine."""
+    requires: tuple[EngineCapability, ...] = ()
+    """What the engine must promise; a spec whose engine does not is refused."""
     task_seconds: float = Field(300.0, gt=0)
     """Longest time that sampling one group may take before it counts as failed."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _embedded_unless_said(cls, engine: Any) -> Any:
+        return {"kind": "torch", **engine} if isinstance(engine, Mapping) else engine
+
+    @model_validator(mode="after")
+    def _engine_promises_what_is_required(self) -> "RolloutConfig":
+        for capability in self.requires:
+            if capability not in self.engine.CAPABILITIES:
+                raise ValueError(
+                    f"rollout.requires {capability.value}, which rollout.engine.kind {self.engine.kind} does not "
+                    "promise: remove it, or use the embedded engine (kind torch)"
+                )
+        return self
 
     @model_validator(mode="after")
     def _context_holds_a_completion(self) -> "RolloutConfig":

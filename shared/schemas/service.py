@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from shared.schemas.engine import EngineOffer
 from shared.schemas.publication import PublicationOrder, PublicationReport
 from shared.schemas.wire import Wire
 
@@ -42,13 +43,20 @@ class Capabilities(Wire):
     """What a service can offer to a scheduler."""
 
     device: str = "cpu"
-    engine: str | None = None
+    engines: tuple[EngineOffer, ...] = ()
+    """What a rollout can sample with."""
     cores: int = Field(1, ge=1)
     memory_bytes: int = Field(0, ge=0)
     transports: tuple[str, ...] = ()
     """Weight transports that it can receive or send by."""
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_the_only_engine(cls, fields: Any) -> Any:
+        # Rows of before there were several kinds name one.
+        return {name: value for name, value in fields.items() if name != "engine"} if "engine" in fields else fields
 
 
 class Registration(Wire):

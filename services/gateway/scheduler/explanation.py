@@ -21,7 +21,9 @@ def why_waiting(
     if lacking:
         holders = _holders(experiment_id, lacking, demands, candidates)
         how = f"to register or to fall free: {'; '.join(holders)}" if holders else "to register"
-        return f"waiting for {_counted(lacking)} {how}"
+        engine = next((demand.engine for demand in demands if demand.experiment_id == experiment_id), None)
+        able = f" with an interpreter for {engine}" if engine is not None and Kind.ROLLOUT in lacking else ""
+        return f"waiting for {_counted(lacking)}{able} {how}"
     coming = placement.coming.get(experiment_id)
     if coming:
         return f"waiting for {_counted(coming)}, {_givers(coming, candidates, placement)}"

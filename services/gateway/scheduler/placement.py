@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.gateway.scheduler.sharing import Share, divide
+from shared.config.engine import SglangEngineConfig
 from shared.config.resources import QuotaConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.service import ServiceKind as Kind
@@ -35,12 +36,14 @@ class Candidate:
     Attributes:
         experiment_id: what it is assigned to; None while it is idle.
         is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
+        engines: kinds of engine that a rollout can start.
     """
 
     service_id: str
     kind: Kind
     experiment_id: str | None = None
     is_leaving: bool = False
+    engines: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Demand:
         quotas: bounds by kind; a kind that is not here it does not use.
         is_placed: it had all that it needs at one time, so it gets replacements one by one.
         is_paused: it takes no surplus, and lends what it has to those who can use it.
+        engine: the kind of engine that its rollouts have to start; None if every rollout can.
     """
 
     experiment_id: str
@@ -59,6 +63,7 @@ class Demand:
     weight: float = 1.0
     priority: int = 0
     is_paused: bool = False
+    engine: str | None = None
 
     def uses(self, kind: Kind) -> bool:
         """Whether services of this kind work for it."""
@@ -93,6 +98,12 @@ def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     return quotas
 
 
+def engine_to_start(spec: ExperimentSpec) -> str | None:
+    """Name the engine that an experiment's rollouts must be able to start; None where any rollout will do."""
+    engine = spec.rollout.engine
+    return engine.kind if isinstance(engine, SglangEngineConfig) and engine.url is None else None
+
+
 def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placement:
     """Assign idle services to experiments, and say which services should leave theirs.
 
@@ -102,7 +113,7 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
     """
     # Those that run come first whatever their priority: nobody starts at their minimums' cost.
     demands = sorted(demands, key=lambda demand: (not demand.is_placed, -demand.priority))
-    pools = [_Pool(kind, demands, candidates) for kind in KINDS]
+    pools = _pools(demands, candidates)
     lacking: dict[str, dict[Kind, int]] = {}
     admitted = []
     for demand in demands:
@@ -130,10 +141,29 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
         leaving={service_id: why for pool in pools for service_id, why in pool.leaving(admitted).items()},
         lacking=lacking,
         coming=coming,
-        targets={
-            d.experiment_id: {p.kind: p.targets[d.experiment_id] for p in pools if d.uses(p.kind)} for d in admitted
-        },
+        targets={d.experiment_id: {p.kind: p.targets[d.experiment_id] for p in pools if p.serves(d)} for d in admitted},
     )
+
+
+def _pools(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> "list[_Pool]":
+    """Divide demands and candidates: one pool for each kind, and one for the rollouts of each engine that is asked for.
+
+    What can start an engine that an active experiment asks for is kept for such experiments, unless it has work.
+    """
+    pools = [_Pool(kind, demands, candidates) for kind in KINDS if kind is not Kind.ROLLOUT]
+    rollouts = [candidate for candidate in candidates if candidate.kind is Kind.ROLLOUT]
+    engine_of = {demand.experiment_id: demand.engine for demand in demands}
+    asked = sorted({engine for engine in engine_of.values() if engine is not None})
+
+    def belongs_to(candidate: Candidate) -> str | None:
+        if candidate.experiment_id in engine_of:
+            return engine_of[candidate.experiment_id]
+        return next((engine for engine in asked if engine in candidate.engines), None)
+
+    for engine in (None, *asked):
+        mine = [candidate for candidate in rollouts if belongs_to(candidate) == engine]
+        pools.append(_Pool(Kind.ROLLOUT, [demand for demand in demands if demand.engine == engine], mine))
+    return sorted(pools, key=lambda pool: KINDS.index(pool.kind))
 
 
 class _Pool:
@@ -160,6 +190,10 @@ class _Pool:
             self._left += sum(map(len, self.held.values())) - self.targets.total()
         self._needed = self._hungry = 0
 
+    def serves(self, demand: Demand) -> bool:
+        """Whether these services may work for an experiment."""
+        return demand.experiment_id in self.held
+
     def short_of(self, demand: Demand) -> int:
         """Count what an experiment would lack of its minimum if it got all that there is left."""
         return self._minimum(demand) - self.targets[demand.experiment_id] - self._left
@@ -174,7 +208,7 @@ class _Pool:
         """Divide what is left."""
         shares = []
         for demand in takers:
-            if not demand.uses(self.kind):
+            if not self.serves(demand):
                 continue
             target, quota = self.targets[demand.experiment_id], demand.quotas[self.kind]
             extra = max(0, len(self.held[demand.experiment_id]) - target)
@@ -214,7 +248,7 @@ class _Pool:
         """Choose who leaves: no more than others will have, besides what is above a maximum."""
         if self.kind is Kind.TRAINER:
             return {}
-        maximums = {d.experiment_id: d.quotas[self.kind].max for d in demands if d.uses(self.kind)}
+        maximums = {d.experiment_id: d.quotas[self.kind].max for d in demands if self.serves(d)}
         chosen: dict[str, WhyLeave] = {}
         offered: list[str] = []
         # The last served give first; of each, those that are leaving already, then the newest.
@@ -234,7 +268,7 @@ class _Pool:
         return chosen | dict.fromkeys(offered[needed : needed + hungry], WhyLeave.SHARE)
 
     def _minimum(self, demand: Demand) -> int:
-        return demand.quotas[self.kind].min if demand.uses(self.kind) else 0
+        return demand.quotas[self.kind].min if self.serves(demand) else 0
 
     def _wanted(self, demand: Demand) -> int:
         secured = min(self._minimum(demand), self.targets[demand.experiment_id])

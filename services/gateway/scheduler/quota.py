@@ -12,7 +12,15 @@ from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.scheduler.explanation import why_waiting
-from services.gateway.scheduler.placement import Candidate, Demand, Placement, WhyLeave, place, quotas_of
+from services.gateway.scheduler.placement import (
+    Candidate,
+    Demand,
+    Placement,
+    WhyLeave,
+    engine_to_start,
+    place,
+    quotas_of,
+)
 from shared.clock import Clock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.fleet import ExperimentShare, FleetView, KindShare
@@ -92,13 +100,20 @@ class Scheduler:
                 weight=experiment.spec.resources.weight,
                 priority=experiment.spec.resources.priority,
                 is_paused=experiment.state is ExperimentState.PAUSED,
+                engine=engine_to_start(experiment.spec),
             )
             for experiment in active
         ]
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(service.id, service.kind, service.experiment_id, service.leaving is not None or _is_busy(service))
+            Candidate(
+                service_id=service.id,
+                kind=service.kind,
+                experiment_id=service.experiment_id,
+                is_leaving=service.leaving is not None or _is_busy(service),
+                engines=frozenset(offer.kind for offer in service.capabilities.engines if offer.can_start),
+            )
             for service in self._registry
             # A draining trainer keeps its place until it is idle: an experiment never has two.
             if not service.record.is_draining

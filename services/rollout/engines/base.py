@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from shared.config.asynchrony import OnWeightUpdate
+from shared.schemas.engine import EngineCapability
 from shared.schemas.trajectory import FinishReason
 
 
@@ -132,6 +133,14 @@ class WeightTransfer(Protocol):
 
 class Engine(Protocol):
     """Samples completions under versioned weights."""
+
+    @property
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What it promises beyond this protocol, which a spec may require.
+
+        Without ``SEEDED_SAMPLING`` the values of seeds mean nothing; without ``EXACT_SPANS`` a run of versions that
+        begins under ``continue`` may begin one token early.
+        """
 
     async def start(self) -> None:
         """Load the initial weights; returns when the engine can generate.

@@ -16,6 +16,7 @@ from services.rollout.engines.base import Completion, EngineLoad, GenerationRequ
 from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.stop_text import StopText
 from shared.config.asynchrony import OnWeightUpdate
+from shared.config.engine import TorchEngineConfig
 from shared.errors import FlotillaError, RequestInFlight, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
 
@@ -129,6 +130,8 @@ class ScriptedEngine:
         eos_token_id: ends a completion unless the request ignores it.
         token_seconds: time that one token of every running sample takes.
     """
+
+    capabilities = TorchEngineConfig.CAPABILITIES
 
     def __init__(
         self,

@@ -1,8 +1,10 @@
-"""The engines that the contract is asked of: scripted, on a thread, in a process."""
+"""The engines that the contract is asked of: scripted, on a thread, in a process, SGLang recorded and SGLang itself."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,11 @@ from services.rollout.engines.process.engine import ProcessEngine
 from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
 from shared.config.asynchrony import OnWeightUpdate
+from shared.schemas.engine import EngineCapability
+from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.models import EOS, make_model, save_image, save_model
 
 CONTEXT = 2048
@@ -45,7 +51,10 @@ def overlap_load() -> bool:
     return False
 
 
-@pytest.fixture(scope="module", params=["scripted", "in-process", "process"])
+ENGINES = ["scripted", "in-process", "process", "recorded-sglang", pytest.param("sglang", marks=pytest.mark.sglang)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: bool) -> Callable[[], Engine]:
     settings = EngineSettings(
         str(model_path), version=3, slots=SLOTS, context_tokens=CONTEXT, overlap_load=overlap_load
@@ -54,8 +63,29 @@ def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: 
         "scripted": lambda: ScriptedEngine(version=3, slots=SLOTS, context_tokens=CONTEXT, eos_token_id=EOS),
         "in-process": lambda: InProcessEngine(settings),
         "process": lambda: ProcessEngine(settings),
+        "recorded-sglang": lambda: recorded_sglang(model_path),
+        "sglang": lambda: SglangEngine(sglang_settings(model_path)),
     }
     return makers[request.param]
+
+
+def sglang_settings(model_path: Path, **changes: Any) -> SglangSettings:
+    """Say how a server of this model runs on a CPU; the interpreter is the environment's that ``make`` has made."""
+    python = Path(os.environ.get("FLOTILLA_SGLANG_PYTHON", "/FLOTILLA_SGLANG_PYTHON/is/not/set"))
+    facts = {"python": python, "version": 3, "slots": SLOTS, "context_tokens": CONTEXT, **changes}
+    return SglangSettings(model_path, **facts)
+
+
+def recorded_sglang(model_path: Path) -> SglangEngine:
+    """Make an SGLang engine whose server is in memory."""
+    settings = sglang_settings(model_path, python=None, url="http://recorded")
+    return SglangEngine(settings, transport=FakeSglang(model_path, slots=SLOTS, token_seconds=0.0003))
+
+
+def needs(engine: Engine, capability: EngineCapability) -> None:
+    """Leave a test out for an engine that does not promise what it is about."""
+    if capability not in engine.capabilities:
+        pytest.skip(f"the engine does not promise {capability.value}")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-from services.gateway.scheduler.placement import Candidate, Demand, WhyLeave, place, quotas_of
+from services.gateway.scheduler.explanation import why_waiting
+from services.gateway.scheduler.placement import Candidate, Demand, WhyLeave, engine_to_start, place, quotas_of
 from shared.config.resources import QuotaConfig
 from shared.schemas.service import ServiceKind as Kind
 from tests.unit.gateway.builders import a_spec
@@ -211,3 +212,49 @@ def test_a_sandbox_is_needed_only_by_a_reward_that_runs_code() -> None:
     wanted = {"sandboxes": {"min": 2}, "rewards": {"max": 3}, "rollouts": {"min": 4}}
     found = quotas_of(a_spec(reward=code, resources=wanted))
     assert (found[Kind.SANDBOX].min, found[Kind.REWARD].max, found[Kind.ROLLOUT].min) == (2, 3, 4)
+
+
+def rollouts(**engines: str) -> list[Candidate]:
+    return [Candidate(name, Kind.ROLLOUT, engines=frozenset({"torch", also})) for name, also in engines.items()]
+
+
+def test_an_experiment_gets_only_rollouts_that_can_start_its_engine() -> None:
+    candidates = [*idle(trainer=2, reward=2), *rollouts(plain="torch", able="sglang", other="torch")]
+    wanting, any_will_do = waiting("fast", 1, engine="sglang"), waiting("plain", 2)
+
+    placement = place([any_will_do, wanting], candidates)
+
+    assert {each: to for each, to in placement.assigned.items() if each in {"plain", "able", "other"}} == {
+        "plain": "plain",
+        "other": "plain",
+        "able": "fast",
+    }
+
+
+def test_an_experiment_without_a_rollout_for_its_engine_waits_and_takes_nothing() -> None:
+    candidates = [*idle(trainer=1, reward=1), *rollouts(plain="torch")]
+
+    placement = place([waiting("fast", 1, engine="sglang")], candidates)
+
+    assert placement.assigned == {}
+    assert placement.lacking == {"fast": {Kind.ROLLOUT: 1}}
+    why = why_waiting("fast", placement, [waiting("fast", 1, engine="sglang")], candidates)
+    assert why == "waiting for 1 rollout with an interpreter for sglang to register"
+
+
+def test_a_rollout_that_can_start_another_engine_works_for_anybody_until_that_is_asked_for() -> None:
+    able = rollouts(able="sglang")
+
+    assert "able" in place([waiting("plain", 1)], [*idle(trainer=1, reward=1), *able]).assigned
+    busy = [Candidate("able", Kind.ROLLOUT, "plain", engines=frozenset({"torch", "sglang"}))]
+    placement = place([running("plain"), waiting("fast", 1, engine="sglang")], [*served("plain", 0), *busy])
+    assert placement.leaving == {}
+    assert placement.lacking["fast"][Kind.ROLLOUT] == 1
+
+
+def test_an_engine_that_runs_elsewhere_needs_no_rollout_that_can_start_it() -> None:
+    attached = {"engine": {"kind": "sglang", "url": "http://127.0.0.1:30000"}}
+
+    assert engine_to_start(a_spec(rollout={"engine": {"kind": "sglang"}})) == "sglang"
+    assert engine_to_start(a_spec(rollout=attached)) is None
+    assert engine_to_start(a_spec()) is None

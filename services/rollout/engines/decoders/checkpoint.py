@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from shared.errors import ModelError, WeightTransferFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOADABLE_DTYPES = frozenset({"F32", "BF16", "F16"})
 
@@ -94,7 +96,7 @@ class TensorSource:
             view = handle.get_slice(name)
             self.headers[name] = TensorHeader(view.get_dtype(), tuple(view.get_shape()))
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """Read a tensor; it may be a view of the file, so copy it before the source closes."""
         tensor: Tensor = self._handle_of[name].get_tensor(name)
         return tensor
@@ -108,11 +110,24 @@ def open_tensors(files: Sequence[Path]) -> Iterator[TensorSource]:
         WeightTransferFailed: a file is missing, truncated or no safetensors file.
     """
     with ExitStack() as stack:
-        try:
-            source = TensorSource([stack.enter_context(safe_open(file, framework="pt")) for file in files])
-        except (OSError, SafetensorError) as error:
-            raise WeightTransferFailed(f"weights in {', '.join(map(str, files))} cannot be read: {error}") from error
-        yield source
+        yield _opened(files, stack, "pt")
+
+
+def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
+    """Read names, dtypes and shapes, without torch.
+
+    Raises:
+        WeightTransferFailed: a file is missing, truncated or no safetensors file.
+    """
+    with ExitStack() as stack:
+        return _opened(files, stack, "np").headers
+
+
+def _opened(files: Sequence[Path], stack: ExitStack, framework: str) -> TensorSource:
+    try:
+        return TensorSource([stack.enter_context(safe_open(file, framework=framework)) for file in files])
+    except (OSError, SafetensorError) as error:
+        raise WeightTransferFailed(f"weights in {', '.join(map(str, files))} cannot be read: {error}") from error
 
 
 def check_headers(

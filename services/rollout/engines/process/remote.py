@@ -23,6 +23,7 @@ from services.rollout.engines.process.commands import (
     UpdateWeights,
 )
 from shared.config.asynchrony import OnWeightUpdate
+from shared.config.engine import TorchEngineConfig
 from shared.errors import DeadlineExceeded, FlotillaError
 
 
@@ -32,6 +33,8 @@ class RemoteEngine(ABC):
     Args:
         call_seconds: deadline of a call that waits for no sampling.
     """
+
+    capabilities = TorchEngineConfig.CAPABILITIES
 
     def __init__(self, call_seconds: float) -> None:
         self._call_seconds = call_seconds

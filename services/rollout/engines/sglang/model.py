@@ -1,0 +1,92 @@
+"""The model that a server runs, as its directory describes it; and whether an image fits it.
+
+Names and shapes are compared before an image is loaded, since a tensor of a wrong shape ends the server.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engines.decoders.checkpoint import check_headers, read_config, read_headers, safetensors_files
+from shared.errors import ModelError, WeightTransferFailed
+
+HEAD = frozenset({"lm_head.weight"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Facts of a model directory.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_positions: longest context of the model; None if it says none.
+        shapes: of the checkpoint's tensors by name.
+        is_tied: whether the head is the embedding, so that a checkpoint or an image may leave it out.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+    shapes: Mapping[str, tuple[int, ...]]
+    is_tied: bool
+
+    def check_fits(self, image: Path) -> None:
+        """Check that an image holds the model's tensors.
+
+        Raises:
+            WeightTransferFailed: names, shapes or dtypes do not fit, or it cannot be read.
+        """
+        check_headers(read_headers([image]), self.shapes, optional=HEAD if self.is_tied else frozenset())
+
+
+def read_served_model(directory: Path) -> ServedModel:
+    """Read a model directory.
+
+    Raises:
+        ModelError: it is no model, or its weights cannot be read.
+    """
+    config = read_config(directory)
+    text: Mapping[str, Any] = config.get("text_config") or config
+    try:
+        vocab_size = int(text["vocab_size"])
+        headers = read_headers(safetensors_files(directory))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json of {directory} has no usable vocab_size: {error!r}") from error
+    except WeightTransferFailed as error:
+        raise ModelError(error.detail) from error
+    return ServedModel(
+        vocab_size=vocab_size,
+        max_positions=text.get("max_position_embeddings"),
+        shapes={name: header.shape for name, header in headers.items()},
+        is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+    )
+
+
+def stage_directory(place: Path, model: Path, image: Path) -> Path:
+    """Make a directory that the server loads an image from: the model's small files, and a link to the image.
+
+    Args:
+        place: where it is made; what an earlier call made there is replaced.
+        model: directory of the model that the server runs.
+        image: a safetensors file.
+    """
+    if place.exists():
+        shutil.rmtree(place)
+    place.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.is_file() and file.suffix == ".json" and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, place / file.name)
+    (place / "model.safetensors").symlink_to(image.resolve())
+    return place
+
+
+def write_key(place: Path, key: str) -> Path:
+    """Write the server's configuration file, which holds its key and nobody else may read."""
+    file = place / "server.yaml"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as target:
+        target.write(f"api-key: {json.dumps(key)}\n")
+    return file

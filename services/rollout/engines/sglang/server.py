@@ -1,0 +1,139 @@
+"""An SGLang server that is ours: started, watched, ended with all its processes.
+
+It is a program of another environment. Its process group is ended as a whole; the kernel ends its first process when
+ours dies, and that one's children end with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections import deque
+from pathlib import Path
+
+from services.rollout.engines.sglang.arguments import HOST, command_line, environment
+from services.rollout.engines.sglang.model import write_key
+from services.rollout.engines.sglang.settings import SglangSettings
+from shared.errors import InvalidSpec, WorkerDied
+from shared.processes import reap, tie_to_parent
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 20
+MAX_LINE = 400
+CHUNK_BYTES = 1 << 16
+USAGE_EXIT_CODE = 2
+"""Of a program that refuses its arguments."""
+
+
+class SglangServer:
+    """One server process with its children.
+
+    Args:
+        settings: how it runs.
+        place: directory for its files, which is the caller's to delete.
+    """
+
+    def __init__(self, settings: SglangSettings, place: Path) -> None:
+        self._settings = settings
+        self._place = place
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._port = _free_port()
+        self.key = secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        """Where it listens once it is up."""
+        return f"http://{HOST}:{self._port}"
+
+    @property
+    def process_id(self) -> int | None:
+        """Of its first process, while that runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start it; it is not up yet when this returns.
+
+        Raises:
+            WorkerDied: the interpreter cannot be started.
+        """
+        settings = self._settings
+        assert settings.python is not None
+        file = await asyncio.to_thread(write_key, self._place, self.key)
+        arguments = command_line(settings, port=self._port, key_file=str(file))
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                str(settings.python),
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment(settings, os.environ),
+                cwd=self._place,
+                start_new_session=True,
+                preexec_fn=tie_to_parent(),
+            )
+        except OSError as error:
+            raise WorkerDied(f"FLOTILLA_SGLANG_PYTHON {settings.python} cannot be started: {error}") from error
+        self._reading = asyncio.create_task(self._read(self._process), name="sglang output")
+
+    async def ended(self) -> WorkerDied | InvalidSpec:
+        """Wait until it has ended by itself, and return the cause."""
+        assert self._process is not None and self._reading is not None
+        code = await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            # Its children may hold the pipe open for a moment.
+            async with asyncio.timeout(1.0):
+                await asyncio.shield(self._reading)
+        last = " | ".join(self._last_lines) or "no output"
+        if code == USAGE_EXIT_CODE:
+            why = next((line for line in reversed(self._last_lines) if "error" in line.lower()), last)
+            return InvalidSpec(f"the SGLang server refuses rollout.engine.options: {why}")
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return WorkerDied(f"the SGLang server ended by {how}; last lines: {last}", exit_code=code)
+
+    async def close(self, seconds: float) -> None:
+        """End it and its children, by force after some seconds."""
+        process = self._process
+        if process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await process.wait()
+        # Also when the first process has ended: a child that stays would keep its memory and its device.
+        self._signal(signal.SIGKILL)
+        await reap(process)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        rest = b""
+        # By chunks, since a reader of lines gives up on a long one, and then a full pipe would block the server.
+        while chunk := await process.stdout.read(CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                text = line[:MAX_LINE].decode(errors="replace").rstrip()
+                if text:
+                    self._last_lines.append(text)
+                    log.info("engine output", extra={"line": text})
+            rest = rest[:MAX_LINE]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,52 @@
+"""What an SGLang engine needs to start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config.engine import Options
+
+MARGIN_TOKENS = 8
+"""SGLang keeps up to six positions of its context for itself, and cuts a completion short that would need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSettings:
+    """How the server runs, or where it runs already.
+
+    Attributes:
+        model_path: a Hugging Face model directory.
+        python: interpreter that has SGLang; None if the server is not ours to start.
+        url: where the server listens already; None if it is ours to start.
+        version: the policy version of the weights in ``model_path``.
+        dtype: of weights, activations and KV cache.
+        device: "cpu", or a CUDA device such as "cuda:0".
+        slots: completions sampled at a time.
+        context_tokens: prompt and completion together.
+        decodes: whether stop strings are wanted, for which the server needs the model's tokenizer.
+        options: further server arguments.
+        start_seconds: deadline of ``start``.
+        load_seconds: deadline of loading weights.
+        call_seconds: deadline of any other call that waits for no sampling.
+        close_seconds: how long ``close`` waits before it kills the server.
+        probe_seconds: between two looks at the server's health; three that fail are its death.
+    """
+
+    model_path: Path
+    python: Path | None = None
+    url: str | None = None
+    version: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    slots: int = 128
+    context_tokens: int = 2048
+    decodes: bool = False
+    options: Options | None = None
+    start_seconds: float = 600.0
+    load_seconds: float = 120.0
+    call_seconds: float = 30.0
+    close_seconds: float = 10.0
+    probe_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.python is None and self.url is None:
+            raise ValueError("an SGLang engine needs an interpreter to start a server with, or the URL of one")

@@ -1,0 +1,31 @@
+"""What rollout engines promise beyond sampling with exact versions and log-probabilities."""
+
+from enum import StrEnum
+
+from shared.schemas.wire import Wire
+
+
+class EngineCapability(StrEnum):
+    """What one engine can and another cannot; what a token's version and log-probability mean is the same for all."""
+
+    SEEDED_SAMPLING = "seeded_sampling"
+    """A completion is a function of weights, prompt, sampling parameters and seed, whatever else is sampled."""
+    EXACT_RESUMPTION = "exact_resumption"
+    """A completion that was interrupted goes on with the tokens that it would have had without the interruption."""
+    SPARE_COPY = "spare_copy"
+    """New weights are read into a second copy while the old ones serve; switching takes no longer than one step."""
+    EXACT_SPANS = "exact_spans"
+    """Every token has the version that sampled it. Without it, a span that begins while weights change under
+    ``continue`` may begin one token early; under ``interrupt`` and ``drain`` spans are exact with every engine."""
+    SLEEP = "sleep"
+    """Its device memory can be given to somebody else, and be taken again."""
+
+
+class EngineOffer(Wire):
+    """One kind of engine that a rollout service can use."""
+
+    kind: str
+    """As in ``rollout.engine.kind``."""
+    can_start: bool = True
+    """Whether the service can start one; else it can only attach to one that runs already."""
+    capabilities: tuple[EngineCapability, ...] = ()

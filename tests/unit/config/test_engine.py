@@ -1,0 +1,77 @@
+"""Which engine a spec may ask for, with what, and what it may require of it."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.engine import SglangEngineConfig, TorchEngineConfig
+from shared.config.load import validate_spec
+from shared.errors import InvalidSpec
+from shared.schemas.engine import EngineCapability
+from tests.unit.config.test_load import a_document
+
+
+def with_engine(engine: dict[str, Any], **rollout: Any) -> dict[str, Any]:
+    return a_document(rollout={"engine": {"context_tokens": 4096, **engine}, **rollout})
+
+
+def test_an_engine_without_a_kind_is_the_embedded_one() -> None:
+    engine = validate_spec(with_engine({"slots": 3})).rollout.engine
+
+    assert isinstance(engine, TorchEngineConfig) and engine.slots == 3
+
+
+def test_options_of_sglang_survive_the_way_over_the_wire() -> None:
+    options = {"tp_size": 2, "mem-fraction-static": 0.7, "quantization": "fp8", "cuda_graph_bs_decode": [1, 2]}
+    spec = validate_spec(with_engine({"kind": "sglang", "options": options | {"disable_radix_cache": True}}))
+
+    again = validate_spec(spec.model_dump(mode="json"))
+
+    assert again == spec
+    assert isinstance(again.rollout.engine, SglangEngineConfig)
+    assert dict(again.rollout.engine.options)["mem-fraction-static"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "words"),
+    [
+        ({"kind": "sglang", "options": {"max-running-requests": 4}}, "options", "it is set by rollout.engine.slots"),
+        ({"kind": "sglang", "options": {"--dtype": "half"}}, "options", "it is set by model.dtype"),
+        ({"kind": "sglang", "options": {"dp_size": 2}}, "options", "resources.rollouts"),
+        ({"kind": "sglang", "options": {"max-running": 4}}, "options", "take it for a longer name"),
+        ({"kind": "sglang", "options": {"tp size": 4}}, "options", "no name of a server argument"),
+        ({"kind": "sglang", "url": "http://a:1", "options": {"tp_size": 2}}, "", "have no effect with"),
+        ({"kind": "sglang", "url": "ftp://a"}, "url", "pattern"),
+        ({"kind": "sglang", "threads": 2}, "threads", ""),
+        ({"kind": "vllm"}, "", "sglang"),
+    ],
+)
+def test_what_an_engine_cannot_be_given_is_refused_with_the_reason(
+    engine: dict[str, Any], path: str, words: str
+) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        validate_spec(with_engine(engine))
+
+    [entry] = caught.value.errors
+    assert str(entry["path"]).startswith("rollout.engine") and path in str(entry["path"])
+    assert words in str(entry["allowed"])
+
+
+@pytest.mark.parametrize("capability", list(EngineCapability))
+def test_a_spec_that_requires_what_its_engine_does_not_promise_is_refused(capability: EngineCapability) -> None:
+    for engine in (TorchEngineConfig(), SglangEngineConfig(kind="sglang")):
+        document = with_engine({"kind": engine.kind}, requires=[capability.value])
+        if capability in engine.CAPABILITIES:
+            assert validate_spec(document).rollout.requires == (capability,)
+            continue
+        with pytest.raises(InvalidSpec, match=f"requires {capability.value}.*kind {engine.kind} does not promise"):
+            validate_spec(document)
+
+
+def test_reading_ahead_needs_a_spare_copy() -> None:
+    document = with_engine({"kind": "sglang"})
+    overlap: dict[str, Any] = {"asynchrony": {"publication": {"overlap_load": True}}}
+
+    assert validate_spec(document).asynchrony.publication.overlap_load is None
+    with pytest.raises(InvalidSpec, match="overlap_load needs an engine with a spare copy"):
+        validate_spec(document | overlap)

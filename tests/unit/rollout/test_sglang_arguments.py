@@ -1,0 +1,69 @@
+"""How an SGLang server is started: its command line and its environment."""
+
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engines.sglang.arguments import command_line, environment
+from services.rollout.engines.sglang.settings import SglangSettings
+
+
+def settings(**fields: Any) -> SglangSettings:
+    return SglangSettings(**{"model_path": Path("/m"), "python": Path("/python"), **fields})
+
+
+def words(**fields: Any) -> list[str]:
+    return command_line(settings(**fields), port=7, key_file="/k")
+
+
+def value_of(name: str, arguments: list[str]) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_what_follows_from_the_spec_is_said_to_the_server() -> None:
+    arguments = words(slots=5, context_tokens=100, version=3, dtype="bfloat16", device="cuda:2")
+
+    assert arguments[:2] == ["-m", "sglang.launch_server"]
+    assert value_of("--max-running-requests", arguments) == "5"
+    assert value_of("--context-length", arguments) == "108"
+    assert value_of("--weight-version", arguments) == "3"
+    assert (value_of("--device", arguments), value_of("--base-gpu-id", arguments)) == ("cuda", "2")
+    assert value_of("--dtype", arguments) == "bfloat16"
+    assert "--skip-tokenizer-init" in arguments
+    assert "--skip-tokenizer-init" not in words(decodes=True)
+
+
+def test_options_are_flags_values_or_lists_and_beat_what_a_cpu_needs() -> None:
+    options = {
+        "attention_backend": "intel_amx",
+        "tp-size": 2,
+        "disable_radix_cache": True,
+        "enable_metrics": False,
+        "cuda_graph_bs_decode": (1, 2),
+        "quantization": None,
+    }
+
+    arguments = words(options=options)
+
+    assert value_of("--attention-backend", arguments) == "intel_amx"
+    assert arguments.count("--attention-backend") == 1
+    assert value_of("--tp-size", arguments) == "2"
+    place = arguments.index("--cuda-graph-bs-decode")
+    assert arguments[place + 1 : place + 3] == ["1", "2"]
+    assert "--disable-radix-cache" in arguments
+    assert not {"--enable-metrics", "--quantization"} & set(arguments)
+
+
+def test_a_gpu_gets_none_of_what_a_cpu_needs() -> None:
+    assert "--attention-backend" in words()
+    assert not {"--attention-backend", "--max-total-tokens"} & set(words(device="cuda:0"))
+
+
+def test_the_server_gets_neither_our_packages_nor_our_secrets() -> None:
+    ours = {"FLOTILLA_TOKEN": "secret", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/v", "HF_HOME": "/h", "PATH": "/bin"}
+
+    theirs = environment(settings(), ours)
+
+    assert not {"FLOTILLA_TOKEN", "PYTHONPATH", "VIRTUAL_ENV"} & set(theirs)
+    assert (theirs["HF_HOME"], theirs["PATH"]) == ("/h", "/bin")
+    assert theirs["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(settings(device="cuda:0"), ours)

@@ -1,0 +1,202 @@
+"""What the SGLang engine adds to the contract: what its server sees and in which order, and when the server is dead."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.settings import SglangSettings
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import ModelError, Unavailable, WeightTransferFailed, WorkerDied
+from tests.contract.engine.fake_sglang import FakeSglang
+from tests.contract.engine.models import make_model, save_image, save_model
+from tests.contract.engine.requests import a_request
+
+LONG = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3", path)
+    return path
+
+
+@pytest.fixture
+def server(model: Path) -> FakeSglang:
+    return FakeSglang(model, context_length=136, token_seconds=0.001)
+
+
+@pytest.fixture
+def settings(model: Path) -> SglangSettings:
+    return SglangSettings(model, url="http://recorded", context_tokens=128, version=3, probe_seconds=0.01)
+
+
+@pytest.fixture
+async def engine(server: FakeSglang, settings: SglangSettings) -> AsyncIterator[SglangEngine]:
+    made = SglangEngine(replace(settings, probe_seconds=60), transport=server)
+    await made.start()
+    server.calls.clear()
+    yield made
+    await made.close()
+
+
+def image_of(model: Path) -> Path:
+    return model / "model.safetensors"
+
+
+async def until_sampling(server: FakeSglang, count: int = 1) -> None:
+    async with asyncio.timeout(10):
+        while sum(path == "/generate" for path, _ in server.calls) < count:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pause", "flushes"),
+    [
+        (OnWeightUpdate.INTERRUPT, "retract", True),
+        (OnWeightUpdate.DRAIN, "retract", True),
+        (OnWeightUpdate.CONTINUE, "in_place", False),
+    ],
+)
+async def test_an_update_is_pause_load_continue(
+    engine: SglangEngine, server: FakeSglang, model: Path, mode: OnWeightUpdate, pause: str, flushes: bool
+) -> None:
+    await engine.load_weights(image_of(model), 4, mode)
+
+    paths = [path for path, _ in server.calls]
+    assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    (_, pausing), (_, loading), _ = server.calls
+    assert pausing == {"mode": pause}
+    assert loading is not None
+    assert (loading["weight_version"], loading["flush_cache"]) == ("4", flushes)
+    await engine.generate(a_request(max_new_tokens=1))
+    assert server.calls[-1][1] is not None
+    assert server.calls[-1][1]["cache_salt"] == "4"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.norm.weight": torch.zeros(33)},
+        {"model.unheard_of.weight": torch.zeros(3)},
+        {"model.norm.weight": torch.zeros(32, dtype=torch.int32)},
+    ],
+    ids=["shape", "name", "dtype"],
+)
+async def test_an_image_that_does_not_fit_never_reaches_the_server(
+    engine: SglangEngine, server: FakeSglang, tmp_path: Path, changes: dict[str, torch.Tensor]
+) -> None:
+    wrong = save_image(make_model("qwen3"), tmp_path / "wrong.safetensors", **changes)
+
+    with pytest.raises(WeightTransferFailed):
+        await engine.load_weights(wrong, 4, OnWeightUpdate.INTERRUPT)
+
+    assert server.calls == []
+    assert [each.versions for each in await engine.generate(a_request())] == [((0, 3),)]
+
+
+async def test_an_update_that_fails_half_way_is_the_engines_death(
+    engine: SglangEngine, server: FakeSglang, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_shapes", {})  # As if the server were of another model than the directory.
+    running = asyncio.create_task(engine.generate(a_request(max_new_tokens=LONG)))
+    await until_sampling(server)
+
+    with pytest.raises(WorkerDied):
+        await engine.load_weights(image_of(model), 4, OnWeightUpdate.INTERRUPT)
+
+    with pytest.raises(WorkerDied):
+        await running
+    with pytest.raises(WorkerDied):
+        await engine.generate(a_request())
+
+
+async def test_a_dropped_connection_is_no_death(engine: SglangEngine, server: FakeSglang) -> None:
+    server.drops_connections = 1
+
+    with pytest.raises(Unavailable, match="dropped a connection"):
+        await engine.generate(a_request())
+
+    assert len(await engine.generate(a_request())) == 1
+
+
+async def test_a_dead_server_ends_every_request_that_runs_or_waits(
+    engine: SglangEngine, server: FakeSglang, model: Path
+) -> None:
+    running = [asyncio.create_task(engine.generate(a_request(max_new_tokens=LONG))) for _ in range(3)]
+    await until_sampling(server, 3)
+    update = asyncio.create_task(engine.load_weights(image_of(model), 4, OnWeightUpdate.DRAIN))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(engine.generate(a_request()))
+
+    server.die()
+
+    ended = await asyncio.gather(*running, update, waiting, return_exceptions=True)
+    assert {type(each) for each in ended} == {WorkerDied}
+
+
+async def test_a_server_that_stops_working_is_found_and_a_paused_one_is_not_asked(
+    server: FakeSglang, settings: SglangSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SglangEngine(settings, transport=server)
+    await engine.start()
+    async with engine._gate.switching():
+        monkeypatch.setitem(server._routes, "GET /health", lambda _: httpx.Response(503))
+        await asyncio.sleep(0.05)
+        assert (await engine.load()).version == 3
+
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await engine.load()
+            except WorkerDied as error:
+                assert "failed 3 health checks" in error.detail
+                break
+            await asyncio.sleep(0.01)
+    await engine.close()
+
+
+async def test_aborts_wait_for_the_end_of_a_pause_since_the_server_would_not_hear_them(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    running = asyncio.create_task(engine.generate(a_request(request_id="long", max_new_tokens=LONG)))
+    await until_sampling(server)
+    async with engine._gate.switching():
+        aborting = asyncio.create_task(engine.abort("long"))
+        await asyncio.sleep(0.03)
+        assert "/abort_request" not in [path for path, _ in server.calls]
+
+    await aborting
+    assert len(await running) == 1
+
+
+async def test_a_running_server_gets_the_initial_weights_and_has_to_have_the_room(
+    model: Path, settings: SglangSettings, tmp_path: Path
+) -> None:
+    server = FakeSglang(model, context_length=136)
+    engine = SglangEngine(settings, transport=server)
+    await engine.start()
+    assert server.label == "3"
+    await engine.close()
+
+    small = SglangEngine(settings, transport=FakeSglang(model, context_length=135))
+    with pytest.raises(ModelError, match="start it with --context-length 136"):
+        await small.start()
+
+    other = tmp_path / "other"
+    save_model("llama", other)
+    with pytest.raises(ModelError, match="another model"):
+        await SglangEngine(settings, transport=FakeSglang(other)).start()
+
+
+async def test_a_server_that_is_not_there_is_a_death(settings: SglangSettings, server: FakeSglang) -> None:
+    server.die()
+
+    with pytest.raises(WorkerDied, match="cannot be reached"):
+        await SglangEngine(replace(settings, probe_seconds=60), transport=server).start()

@@ -1,0 +1,85 @@
+"""What is asked of SGLang's ``/generate``, and how its replies are read."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.sglang.wire import completion_of, generate_body, new_request_id
+from shared.schemas.trajectory import FinishReason
+from tests.contract.engine.requests import a_request
+
+BEGUN = Prefix((8, 9), (-0.5, -0.25), ((0, 3),))
+
+
+def a_reply(tokens: tuple[int, ...] = (5, 6, 7), reason: str = "length", **changes: Any) -> dict[str, Any]:
+    facts = {
+        "finish_reason": {"type": reason},
+        "output_token_logprobs": [[-0.1 * token, token, None] for token in tokens],
+        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
+    }
+    return {"output_ids": list(tokens), "meta_info": facts | changes}
+
+
+def test_all_ids_have_one_length_so_that_no_abort_hits_another() -> None:
+    assert {len(new_request_id()) for _ in range(50)} == {32}
+
+
+def test_a_prefix_goes_behind_the_prompt_and_counts_as_sampled() -> None:
+    body = generate_body(a_request((1, 2), max_new_tokens=10, top_k=4), "r", BEGUN, serving=7)
+
+    assert body["input_ids"] == [1, 2, 8, 9]
+    assert body["sampling_params"]["max_new_tokens"] == 8
+    assert body["sampling_params"]["top_k"] == 4
+    assert body["cache_salt"] == "7"
+
+
+def test_greedy_is_temperature_zero_and_all_tokens_are_minus_one() -> None:
+    params = generate_body(a_request(greedy=True, temperature=0.3, top_p=0.5), "r", None, serving=0)["sampling_params"]
+
+    assert (params["temperature"], params["top_k"], params["top_p"]) == (0.0, -1, 1.0)
+
+
+def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
+
+    completion = completion_of(a_reply(weight_versions=spans), a_request(), 0, BEGUN)
+
+    assert completion.token_ids.tolist() == [8, 9, 5, 6, 7]
+    np.testing.assert_allclose(completion.log_probs, [-0.5, -0.25, -0.5, -0.6, -0.7], atol=1e-6)
+    assert completion.versions == ((0, 3), (3, 4))
+    assert completion.num_resumed == 2
+
+
+def test_a_stop_token_that_the_server_was_not_told_ends_the_completion() -> None:
+    request = a_request(ignore_eos=True, stop_token_ids=(6,))
+
+    assert "stop_token_ids" not in generate_body(request, "r", None, serving=0)["sampling_params"]
+    completion = completion_of(a_reply(), request, 0, None)
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([5, 6], FinishReason.STOP)
+
+
+def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> None:
+    reply = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}
+
+    assert completion_of(reply, a_request(), 0, None).token_ids.size == 0
+    kept = completion_of(reply, a_request(prefixes=[BEGUN]), 0, BEGUN)
+    assert (kept.token_ids.tolist(), kept.finish_reason) == ([8, 9], FinishReason.ABORTED)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"output_ids": [5]},
+        a_reply(output_token_logprobs=[[-0.1, 5, None]]),
+        a_reply(output_token_logprobs=[[float("nan"), token, None] for token in (5, 6, 7)]),
+        a_reply(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
+        a_reply(weight_versions=[{"version": "3", "start": 1, "end": 3}]),
+        a_reply(weight_versions=[{"version": "default", "start": 0, "end": 3}]),
+        a_reply(finish_reason={"type": "unheard of"}),
+    ],
+)
+def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal"):
+        completion_of(reply, a_request(), 0, None)

@@ -1,8 +1,10 @@
 """What is known about a running experiment, collected from the REST API, and how it is shown."""
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -13,6 +15,17 @@ from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
 
 PAGE = 1000
+SPEED_SECONDS = 60.0
+"""Over which the speed is told."""
+SHORTEST_SECONDS = 5.0
+"""Before that much was seen, the rollouts' own figure of the moment is told."""
+
+
+class HeldOut(NamedTuple):
+    """What held-out problems came to: its name, and (step, version, value) in the order of steps."""
+
+    name: str
+    points: list[tuple[int, int, float]]
 
 
 @dataclass
@@ -31,6 +44,9 @@ class Progress:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     services: list[Mapping[str, Any]] = field(default_factory=list)
     cursor: str | None = None
+    monotonic: Callable[[], float] = time.monotonic
+    _sampled: deque[tuple[float, int]] = field(default_factory=deque)
+    _tokens_of: dict[str, int] = field(default_factory=dict)
 
     def last(self, name: str) -> float | None:
         """Newest value of a series."""
@@ -47,17 +63,34 @@ class Progress:
         return max((value for _, _, value in self.series.get(name, [])), default=None)
 
     @property
-    def accuracy(self) -> list[tuple[int, int, float]]:
-        """Held-out accuracy over steps."""
-        return self.series.get("evaluation/accuracy", [])
+    def held_out(self) -> "HeldOut":
+        """What held-out problems came to over steps: an accuracy where every reward was 0 or 1."""
+        accuracy, reward = (self.series.get(f"evaluation/{name}", []) for name in ("accuracy", "reward_mean"))
+        return HeldOut("accuracy", accuracy) if len(accuracy) >= len(reward) else HeldOut("reward", reward)
 
     def tokens_per_second(self) -> float:
-        """Tokens that the rollouts sample now."""
-        return sum(
-            float(service["observed"]["load"].get("tokens_per_second", 0.0))
-            for service in self.services
-            if service["kind"] == "rollout"
-        )
+        """Tokens that the rollouts sample, over the last minute: between two bursts the speed is not zero."""
+        now, total = self._sampled[-1] if self._sampled else (0.0, 0)
+        since, before = self._sampled[0] if self._sampled else (0.0, 0)
+        if now - since >= SHORTEST_SECONDS:
+            return (total - before) / (now - since)
+        return sum(float(service["observed"]["load"].get("tokens_per_second", 0.0)) for service in self._rollouts())
+
+    def _rollouts(self) -> list[Mapping[str, Any]]:
+        return [service for service in self.services if service["kind"] == "rollout"]
+
+    def _count_sampled(self) -> None:
+        """Add what the rollouts sampled since the last look; an engine that was started again counts from zero."""
+        total = self._sampled[-1][1] if self._sampled else 0
+        for service in self._rollouts():
+            tokens = int(service["observed"]["load"].get("generated_tokens", 0))
+            before = self._tokens_of.get(service["service_id"], tokens)
+            total += tokens - before if tokens >= before else tokens
+            self._tokens_of[service["service_id"]] = tokens
+        now = self.monotonic()
+        self._sampled.append((now, total))
+        while now - self._sampled[0][0] > SPEED_SECONDS:
+            self._sampled.popleft()
 
     async def refresh(self, client: GatewayClient) -> None:
         """Read what is new."""
@@ -67,6 +100,7 @@ class Progress:
         everyone = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": PAGE})).items
         mine = {service for ids in self.view.services.values() for service in ids}
         self.services = [service for service in everyone if service["service_id"] in mine]
+        self._count_sampled()
         while True:
             query = {"after": self.cursor, "limit": PAGE}
             page = Page.model_validate(await client.call("GET", f"{path}/metrics", params=query))
@@ -107,13 +141,14 @@ def seconds_left(progress: Progress, seconds_since_first_step: float | None) -> 
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
     view, ledger = progress.view, progress.ledger
-    accuracy = progress.accuracy[-1][2] if progress.accuracy else None
+    held_out = progress.held_out
+    newest = held_out.points[-1][2] if held_out.points else None
     waiting = ledger.get("waiting", {})
     queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
     return (
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
-        f"reward {number(progress.mean_of_last('reward/mean', 5))} held-out {number(accuracy)} "
+        f"reward {number(progress.mean_of_last('reward/mean', 5))} held-out {held_out.name} {number(newest)} "
         f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
         f"queues {queues} left {duration(left)}{problem}"
     )
@@ -122,17 +157,17 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
 def live_view(progress: Progress, elapsed: float, left: float | None) -> RenderableType:
     """The live view of a terminal."""
     view, ledger = progress.view, progress.ledger
-    accuracy = progress.accuracy
+    name, points = progress.held_out
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(style="dim", justify="right")
         table.add_column(min_width=18)
-    shown = f"{number(accuracy[-1][2])} (at the start {number(accuracy[0][2])})" if accuracy else "-"
+    shown = f"{number(points[-1][2])} (at the start {number(points[0][2])})" if points else "-"
     waiting, claimed = ledger.get("waiting", {}), ledger.get("claimed", {})
     table.add_row(
         "reward",
         number(progress.mean_of_last("reward/mean", 5)),
-        "held-out accuracy",
+        f"held-out {name}",
         shown,
         "completion",
         f"{number(progress.last('completion_tokens/mean'), '.1f')} tokens",

@@ -17,10 +17,13 @@ def summarise(
     """Collect what a run has come to.
 
     Returns:
-        What ``summary.json`` holds. Accuracies are None where nothing was evaluated; tokens are those that the policy
+        What ``summary.json`` holds. Accuracies are None where nothing was evaluated or rewards are
+        not 0 or 1; ``held_out`` has what was found, whatever it is; tokens are those that the policy
         sampled; ``max_lag_trained`` is in versions.
     """
-    accuracy = progress.accuracy
+    held_out = progress.held_out
+    accuracy = held_out.points if held_out.name == "accuracy" else []
+    points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
     last = checkpoints.items[-1] if checkpoints.items else None
     directory = Path(str(last["path"])) if last else None
     return {
@@ -32,7 +35,8 @@ def summarise(
         "policy_version": progress.view.policy_version,
         "accuracy_before": accuracy[0][2] if accuracy else None,
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
-        "accuracy": [{"step": step, "version": version, "value": value} for step, version, value in accuracy],
+        "accuracy": points if accuracy else [],
+        "held_out": {"metric": held_out.name, "points": points},
         "wall_seconds": round(wall_seconds, 2),
         "tokens_generated": progress.ledger.get("tokens", {}).get("generated"),
         "tokens_trained": progress.ledger.get("tokens", {}).get("trained"),
@@ -67,8 +71,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, title=f"{summary['name']}: {summary['status']}", title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    table.add_row("held-out accuracy", f"{number(before, '.1%')} -> {number(after, '.1%')}")
+    held_out = summary["held_out"]
+    values = [point["value"] for point in held_out["points"]]
+    form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
+    before, after = values[0] if values else None, values[-1] if len(values) > 1 else None
+    table.add_row(f"held-out {held_out['metric']}", f"{number(before, form)} -> {number(after, form)}")
     table.add_row("steps", f"{summary['steps']}, policy version {summary['policy_version']}")
     table.add_row("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained")
     table.add_row("largest lag trained", f"{number(summary['max_lag_trained'], '.0f')} versions")
@@ -109,12 +116,14 @@ def write_plot(progress: Progress, path: Path) -> bool:
     rewards = progress.series.get("reward/mean", [])
     if rewards:
         axes.plot([step for step, _, _ in rewards], [value for _, _, value in rewards], lw=1, label="training reward")
-    accuracy = progress.accuracy
-    if accuracy:
+    name, held_out = progress.held_out
+    if held_out:
         axes.plot(
-            [step for step, _, _ in accuracy], [value for _, _, value in accuracy], "o-", label="held-out accuracy"
+            [step for step, _, _ in held_out], [value for _, _, value in held_out], "o-", label=f"held-out {name}"
         )
-    axes.set(xlabel="step", ylim=(-0.02, 1.02), title=progress.view.name)
+    axes.set(xlabel="step", title=progress.view.name)
+    if all(0 <= value <= 1 for _, _, value in [*rewards, *held_out]):
+        axes.set(ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     lengths = progress.series.get("completion_tokens/mean", [])

@@ -9,6 +9,7 @@ from shared.reward_metrics import SeriesNames, describe_rewards
 from shared.schemas.trajectory import GradeStatus, Group
 
 PREFIX = "evaluation/"
+RIGHT_OR_WRONG = (0.0, 1.0)
 
 
 def summarise_sets(
@@ -49,8 +50,9 @@ def summarise_sets(
 def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:
     """Compute the metrics of an evaluation.
 
-    ``accuracy`` is the mean over problems of the mean reward of their scored answers, ``reward_mean`` the mean over all
-    scored answers; both are left out when nothing was scored, since there is no such number then.
+    ``accuracy`` is the mean over problems of the mean reward of their scored answers, where each is 0 or 1; elsewhere
+    ``mean@N`` has that number. ``reward_mean`` is the mean over all scored answers. Both are left out when nothing was
+    scored, since there is no such number then.
 
     Args:
         groups: graded answers of the problems that came back.
@@ -62,7 +64,8 @@ def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:
     errors = sum(trajectory.status is GradeStatus.ERROR for trajectory in trajectories)
     metrics = {"evaluation/num_scored": float(len(scored)), "evaluation/num_errors": float(errors + num_lost)}
     if scored:
-        metrics["evaluation/accuracy"] = fmean(fmean(each) for each in rewards if each)
+        if all(reward in RIGHT_OR_WRONG for reward in scored):
+            metrics["evaluation/accuracy"] = fmean(fmean(each) for each in rewards if each)
         metrics["evaluation/reward_mean"] = fmean(scored)
     if trajectories:
         metrics["evaluation/mean_completion_tokens"] = fmean(t.num_sampled for t in trajectories)

@@ -86,7 +86,40 @@ async def test_a_line_says_what_is_known() -> None:
 
     assert "1:01" in line
     assert "step 2/10" in line
-    assert "held-out 0.250" in line
+    assert "held-out accuracy 0.250" in line
+
+
+async def test_rewards_that_are_no_accuracy_are_not_called_one() -> None:
+    progress = await refreshed(
+        [point("evaluation/reward_mean", 0, 0.5), point("evaluation/accuracy", 0, 0.5)],
+        [point("evaluation/reward_mean", 9, 3.5)],
+    )
+    summary = summarise(
+        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
+    )
+    console = Console(width=100, file=io.StringIO())
+    console.print(summary_table(summary))
+
+    assert "held-out reward 3.500" in live_line(progress, elapsed=1, left=None)
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["accuracy"]) == (None, None, [])
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.500 -> 3.500" in shown and "accuracy" not in shown
+
+
+async def test_the_speed_is_not_zero_between_two_bursts() -> None:
+    def rollout(tokens: int) -> dict[str, Any]:
+        load = {"tokens_per_second": 0.0, "generated_tokens": tokens}
+        return {"service_id": "r1", "kind": "rollout", "observed": {"load": load}}
+
+    progress = Progress(a_view(), monotonic=iter([0.0, 10.0, 20.0, 100.0, 110.0]).__next__)
+    speeds = []
+    for tokens in (1000, 1500, 500, 500, 500):
+        progress.services = [rollout(tokens)]
+        progress._count_sampled()
+        speeds.append(progress.tokens_per_second())
+
+    # The engine was started again before the third look; after a minute without tokens the speed is zero.
+    assert speeds == [0.0, 50.0, 50.0, 0.0, 0.0]
 
 
 def test_time_left_follows_the_pace() -> None:

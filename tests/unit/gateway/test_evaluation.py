@@ -48,5 +48,13 @@ def test_an_error_is_no_zero() -> None:
     assert metrics["evaluation/mean_completion_tokens"] == 5
 
 
+@pytest.mark.parametrize(("rewards", "is_accuracy"), [([1.0, 0.0], True), ([1.0, 0.5], False), ([2.0, 0.0], False)])
+def test_only_right_and_wrong_make_an_accuracy(rewards: list[float], is_accuracy: bool) -> None:
+    metrics = summarise([a_group(a_task(0), rewards=rewards)], num_lost=0)
+
+    assert ("evaluation/accuracy" in metrics) is is_accuracy
+    assert metrics["evaluation/reward_mean"] == sum(rewards) / 2
+
+
 def test_when_nothing_was_scored_there_is_no_accuracy() -> None:
     assert summarise([], num_lost=4) == {"evaluation/num_scored": 0.0, "evaluation/num_errors": 4.0}

@@ -20,6 +20,7 @@ from flotilla.launch_file import read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound
+from shared.samples.kinds import SampleKind
 from shared.schemas.experiment import (
     CheckpointFiles,
     CheckpointView,
@@ -30,11 +31,13 @@ from shared.schemas.experiment import (
     Page,
 )
 from shared.schemas.fleet import FleetView
+from shared.schemas.samples import SampleOrder, SamplePage, SampleView
 from shared.schemas.service import ServiceView
 from shared.streams.ledger import Ledger
 
 CALL_SECONDS = 30.0
 PAGE = 1000
+SAMPLES_PAGE = 200
 POLL_SECONDS = 0.5
 SILENCE_SECONDS = 60.0
 """Of the event stream, which sends a comment every 15 s."""
@@ -268,6 +271,57 @@ class AsyncClient:
             return self._gateway.chunks(f"{path}/{quote(name)}", start=start, silence_seconds=SILENCE_SECONDS)
 
         return (await download(list(listed.files), target, open_file)).resolve()
+
+    async def samples(
+        self,
+        experiment: str,
+        *,
+        step: int | None = None,
+        kinds: Sequence[SampleKind | str] = (),
+        row: int | None = None,
+        group: int | None = None,
+        failed: bool = False,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        order: SampleOrder | str = SampleOrder.NEWEST,
+        tokens: bool = False,
+        limit: int = 20,
+    ) -> list[SampleView]:
+        """Read what the model wrote.
+
+        Args:
+            experiment: id or name.
+            step: of this step, or evaluated after it.
+            kinds: of ``trained``, ``filtered``, ``dropped``, ``failed``, ``evaluation``; all if empty.
+            row: of the dataset: the problem.
+            group: id of a group.
+            failed: of failed groups, or whose grading failed.
+            min_reward, max_reward: bounds, both included.
+            order: ``newest``, ``best`` or ``worst`` first.
+            tokens: with token ids, log-probabilities, advantages and so on.
+            limit: most of them.
+        """
+        query = {
+            "step": step,
+            "kind": ",".join(SampleKind(kind).value for kind in kinds) or None,
+            "row": row,
+            "group": group,
+            "failed": failed or None,
+            "min_reward": min_reward,
+            "max_reward": max_reward,
+            "order": SampleOrder(order).value,
+            "tokens": tokens or None,
+        }
+        path, found, after = f"{await self._path(experiment)}/samples", list[SampleView](), None
+        while len(found) < limit:
+            params = {**query, "limit": min(limit - len(found), SAMPLES_PAGE), "after": after}
+            answer = await self._gateway.call("GET", path, params=params, deadline_seconds=self._deadline_seconds)
+            page = SamplePage.model_validate(answer)
+            found += page.items
+            after = page.next
+            if after is None:
+                break
+        return found
 
     async def services(self) -> list[ServiceView]:
         """List the registered services."""

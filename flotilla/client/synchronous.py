@@ -11,8 +11,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from flotilla.client.asynchronous import CALL_SECONDS, AsyncClient, Ledgers, Spec
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
+from shared.samples.kinds import SampleKind
 from shared.schemas.experiment import CheckpointView, DiagnosisView, Event, MetricPoint
 from shared.schemas.fleet import FleetView
+from shared.schemas.samples import SampleOrder, SampleView
 from shared.schemas.service import ServiceView
 
 Result = TypeVar("Result")
@@ -132,6 +134,37 @@ class Client:
     def checkpoints(self, experiment: str) -> list[CheckpointView]:
         """List its durable checkpoints by step."""
         return self._run(self._client.checkpoints, experiment)
+
+    def samples(
+        self,
+        experiment: str,
+        *,
+        step: int | None = None,
+        kinds: Sequence[SampleKind | str] = (),
+        row: int | None = None,
+        group: int | None = None,
+        failed: bool = False,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        order: SampleOrder | str = SampleOrder.NEWEST,
+        tokens: bool = False,
+        limit: int = 20,
+    ) -> list[SampleView]:
+        """Read what the model wrote: see ``AsyncClient.samples``."""
+        return self._run(
+            self._client.samples,
+            experiment,
+            step=step,
+            kinds=kinds,
+            row=row,
+            group=group,
+            failed=failed,
+            min_reward=min_reward,
+            max_reward=max_reward,
+            order=order,
+            tokens=tokens,
+            limit=limit,
+        )
 
     def services(self) -> list[ServiceView]:
         """List the registered services."""

@@ -19,6 +19,7 @@ from services.gateway.routes import (
     ledger,
     metrics,
     publications,
+    samples,
     services,
     steps,
     takeovers,
@@ -46,7 +47,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps)
+    series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
     for module in (services, experiments, fleet, publications, takeovers, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.

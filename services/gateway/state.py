@@ -21,6 +21,7 @@ from services.gateway.registry.services import Registry
 from services.gateway.runtime.parts import GatewayParts
 from services.gateway.runtime.reconciler import Reconciler
 from services.gateway.runtime.work import ExperimentWork
+from services.gateway.samples.indexing import SampleIndexes
 from services.gateway.scheduler.quota import Scheduler
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
@@ -158,6 +159,7 @@ def assemble(
         events=events,
         feeder_status=PerExperiment(FeederStatus),
         measurements=PerExperiment(Measurements),
+        samples=SampleIndexes(),
     )
     work = ExperimentWork(parts)
     scheduler = Scheduler(

@@ -170,6 +170,7 @@ GATEWAY_ORDER = (
     "monitoring",
     "lifecycle",
     "evaluation",
+    "samples",
     "membership",
     "scheduler",
     "runtime",

@@ -11,6 +11,7 @@ from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import ExperimentRepository
 from services.gateway.registry.services import Registry
+from services.gateway.samples.indexing import SampleIndexes
 from services.gateway.settings import GatewaySettings
 from services.gateway.store.base import Store
 from shared.clock import Clock
@@ -23,6 +24,7 @@ class GatewayParts:
     Attributes:
         feeder_status: written by each experiment's feeder alone.
         measurements: of each experiment, from the watchdog and the trainer's metrics.
+        samples: indexes of what each experiment's model wrote.
     """
 
     settings: GatewaySettings
@@ -36,3 +38,4 @@ class GatewayParts:
     events: EventLog
     feeder_status: PerExperiment[FeederStatus]
     measurements: PerExperiment[Measurements]
+    samples: SampleIndexes

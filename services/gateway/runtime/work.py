@@ -50,6 +50,7 @@ class ExperimentWork:
             watchdog.run(),
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
             self._tracking.run(experiment),
+            parts.samples.follow(experiment),
         ]
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())

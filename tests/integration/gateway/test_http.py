@@ -15,8 +15,11 @@ from services.gateway.middleware import OPEN_PATHS
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient
+from shared.config.samples import SamplesConfig
 from shared.errors import ActionNotAllowed, DataError, InvalidRequest, InvalidSpec, ModelError, NotFound
+from shared.samples.folder import SampleFolder
 from tests.integration.gateway.fleet import PATIENCE_SECONDS, TOKEN, a_spec, until
+from tests.unit.samples.builders import a_step
 
 AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
 REGISTRATION = {"kind": "rollout", "address": "http://h", "host": "h", "pid": 1, "incarnation": "i"}
@@ -281,6 +284,30 @@ async def test_checkpoints_are_listed_by_step(client: GatewayClient, tmp_path: P
     assert [item["step"] for item in (await client.call("GET", path))["items"]] == [10, 20]
     view = await client.call("GET", f"/v1/experiments/{created['id']}")
     assert view["step"] == 20, "what a checkpoint contains was done, whether the trainer said so or not"
+
+
+async def test_samples_are_filtered_ordered_and_paged(client: GatewayClient, tmp_path: Path) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    directory = Path(created["directory"])
+    directory.mkdir(parents=True)
+    folder = SampleFolder(directory, SamplesConfig())
+    for step in (1, 2):
+        folder.write(a_step(step))
+    path = f"/v1/experiments/{created['id']}/samples"
+
+    worst = await client.call("GET", path, params={"order": "worst", "step": 2, "limit": 1, "tokens": "true"})
+    rest = await client.call("GET", path, params={"order": "worst", "step": 2, "after": worst["next"]})
+    with pytest.raises(InvalidRequest, match="allowed: trained, filtered"):
+        await client.call("GET", path, params={"kind": "trained,good"})
+
+    assert [(item["step"], item["reward"]) for item in worst["items"] + rest["items"]] == [
+        (2, 0.0),
+        (2, 0.0),
+        (2, 1.0),
+        (2, 1.0),
+    ]
+    assert len(worst["items"][0]["tokens"]["token_ids"]) == 8
+    assert rest["next"] is None
 
 
 async def read_events(

@@ -1,0 +1,73 @@
+"""What the model wrote: samples of an experiment, filtered and paged."""
+
+import asyncio
+import sqlite3
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from services.gateway.routes.dependencies import Cursor, Gateway
+from shared.errors import InvalidRequest, Unavailable
+from shared.samples.kinds import SampleKind
+from shared.samples.reading import read_page
+from shared.schemas.samples import SampleOrder, SamplePage, SampleQuery
+from shared.schemas.trajectory import GradeStatus
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["samples"])
+
+LARGEST_PAGE = 200
+READ_SECONDS = 0.3
+Reward = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@router.get("/samples")
+async def samples(
+    experiment_id: str,
+    gateway: Gateway,
+    step: Annotated[int | None, Query(description="of this step, or evaluated after it")] = None,
+    kind: Annotated[str | None, Query(description="trained, filtered, dropped, failed, evaluation; by commas")] = None,
+    row: Annotated[int | None, Query(description="of the dataset: the problem")] = None,
+    group: Annotated[int | None, Query(description="id of a group")] = None,
+    status: Annotated[GradeStatus | None, Query(description="how grading ended")] = None,
+    failed: Annotated[bool, Query(description="of failed groups, or whose grading failed")] = False,
+    min_reward: Reward = None,
+    max_reward: Reward = None,
+    order: SampleOrder = SampleOrder.NEWEST,
+    tokens: Annotated[bool, Query(description="with token ids, log-probabilities, advantages")] = False,
+    after: Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE)] = 20,
+) -> SamplePage:
+    """List samples. ``num_unread`` files are not looked at yet: those of the newest steps always are.
+
+    Raises:
+        NotFound: there is no such experiment (404).
+        InvalidRequest: a kind that is none, or a cursor of another list (422).
+    """
+    experiment = gateway.repository.get(experiment_id)
+    query = SampleQuery(
+        step=step,
+        kinds=_kinds(kind),
+        row=row,
+        group=group,
+        status=status,
+        is_failure=failed,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        order=order,
+    )
+    index = gateway.samples.of(experiment)
+
+    def read() -> SamplePage:
+        return read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
+
+    try:
+        return await asyncio.to_thread(read)
+    except (OSError, sqlite3.Error) as error:
+        raise Unavailable(f"the samples of {experiment_id} cannot be read: {error}") from error
+
+
+def _kinds(text: str | None) -> tuple[SampleKind, ...]:
+    try:
+        return tuple(SampleKind(name) for name in (text or "").split(",") if name)
+    except ValueError as error:
+        raise InvalidRequest(f"kind: {error}; allowed: {', '.join(SampleKind)}") from None

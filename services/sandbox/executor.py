@@ -6,11 +6,12 @@ The service trusts the guard's result only as far as the program cannot gain by 
 
 import asyncio
 import json
+import logging
 import os
-import shutil
+import secrets
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from services.sandbox.guard.job import OVER_LIMIT, READY, Job, JobResult, Phase,
 from services.sandbox.guard.watch import descendants
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.languages import TOOL_PATH
-from services.sandbox.limits import Limits
+from services.sandbox.limits import Limits, longest_seconds
 from services.sandbox.slots import sweep
+from services.sandbox.trees import remove_tree
 from shared.errors import FlotillaError, Unavailable
 from shared.processes import reap
+
+log = logging.getLogger(__name__)
 
 START_SECONDS = 20.0
 END_SECONDS = 15.0
@@ -58,6 +62,9 @@ class Executor:
     def __init__(self, isolation: Isolation, groups: ControlGroups | None) -> None:
         self.isolation = isolation
         self._groups = groups
+        self._spoiled: dict[int, str] = {}
+        self.num_spoiled = 0
+        """How often something was left behind in a slot."""
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
         """Run a program in a slot that nobody else uses.
@@ -74,6 +81,38 @@ class Executor:
         except (OSError, TimeoutError, Unavailable) as error:
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
 
+    async def renewed(self, slot: Slot) -> Slot | None:
+        """Return a slot that can be used next: the same, or another in place of one where something was left behind.
+
+        Returns:
+            None as long as processes of the slot live: another program would share their uid.
+        """
+        if slot.number not in self._spoiled:
+            return slot
+        try:
+            if slot.uid is not None:
+                await sweep(slot.uid, self.isolation.place.python)
+            fresh = Slot(slot.number, slot.uid, _sibling(slot.directory))
+            fresh.directory.mkdir()
+            fresh.directory.chmod(0o711)
+        except (OSError, TimeoutError) as error:
+            self._spoiled[slot.number] = f"{type(error).__name__}: {error}"
+            return None
+        del self._spoiled[slot.number]
+        with suppress(OSError):
+            await asyncio.to_thread(remove_tree, slot.directory)
+        return fresh
+
+    @contextmanager
+    def _cleaning(self, slot: Slot) -> Iterator[None]:
+        """Take note of a slot in which something is left behind; what is known of the program stays true."""
+        try:
+            yield
+        except Exception as error:
+            self._spoiled[slot.number] = f"{type(error).__name__}: {error}"
+            self.num_spoiled += 1
+            log.exception("a slot could not be cleaned and is replaced", extra={"slot": slot.number})
+
     async def _attend(
         self, process: asyncio.subprocess.Process, group: Group | None, slot: Slot, program: Program
     ) -> JobResult:
@@ -88,7 +127,9 @@ class Executor:
             if group is not None:
                 _add_tree(group, process.pid)
             job = json.dumps(self._job(slot, program).to_wire()).encode()
-            async with asyncio.timeout(sum(phase.timeout_seconds for phase in program.phases) + END_SECONDS):
+            async with asyncio.timeout(
+                sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS
+            ):
                 answer = await _converse(process, job, _answer_bytes(program.limits))
         finally:
             complaint.cancel()
@@ -120,25 +161,26 @@ class Executor:
             yield
             return
         work = slot.directory / "work"
-        await asyncio.to_thread(_remove_tree, work)
         work.mkdir(mode=0o700)
         if slot.uid is not None:
             os.chown(work, slot.uid, slot.uid)
         try:
             yield
         finally:
-            await asyncio.shield(asyncio.to_thread(_remove_tree, work))
+            with self._cleaning(slot):
+                await asyncio.shield(asyncio.to_thread(remove_tree, work))
 
     @asynccontextmanager
     async def _group(self, slot: Slot, limits: Limits) -> AsyncIterator[Group | None]:
         if self._groups is None:
             yield None
             return
-        group = self._groups.create(f"flotilla-sandbox-{os.getpid()}-{slot.number}", limits)
+        group = self._groups.create(f"flotilla-sandbox-{os.getpid()}-{slot.number}-{secrets.token_hex(4)}", limits)
         try:
             yield group
         finally:
-            await asyncio.shield(asyncio.to_thread(group.remove))
+            with self._cleaning(slot):
+                await asyncio.shield(asyncio.to_thread(group.remove))
 
     @asynccontextmanager
     async def _guard(self, slot: Slot, limits: Limits) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -159,7 +201,8 @@ class Executor:
         try:
             yield process
         finally:
-            await asyncio.shield(self._end(process, slot))
+            with self._cleaning(slot):
+                await asyncio.shield(self._end(process, slot))
 
     async def _end(self, process: asyncio.subprocess.Process, slot: Slot) -> None:
         # Without a namespace the tree is known only while the guard, its reaper, lives.
@@ -173,6 +216,10 @@ class Executor:
         is_surely_empty = self.isolation.has_private_root and code == 0
         if slot.uid is not None and not is_surely_empty:
             await sweep(slot.uid, self.isolation.place.python)
+
+
+def _sibling(directory: Path) -> Path:
+    return directory.with_name(f"slot-{secrets.token_hex(8)}")
 
 
 def _add_tree(group: Group, pid: int) -> None:
@@ -240,21 +287,3 @@ def _blame_memory(result: JobResult, limits: Limits) -> JobResult:
     last = result.phases[-1]
     blamed = PhaseResult(last.name, last.outcome, last.return_code, last.seconds, last.stdout, last.stderr, detail)
     return JobResult((*result.phases[:-1], blamed), result.files, result.notes)
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory whose contents were chosen by a program: it may have taken its own rights away."""
-
-    def unlock(_function: object, name: str, failure: Any) -> None:
-        if isinstance(failure[1], FileNotFoundError):
-            return
-        parent = Path(name).parent
-        for directory in (parent, Path(name)):
-            if directory.is_dir() and not directory.is_symlink():
-                directory.chmod(0o700)
-        if Path(name).is_dir() and not Path(name).is_symlink():
-            shutil.rmtree(name)
-        else:
-            Path(name).unlink(missing_ok=True)
-
-    shutil.rmtree(path, onerror=unlock)

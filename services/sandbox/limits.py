@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 MEBIBYTE = 1024 * 1024
+WALL_FACTOR = 10.0
+"""A program that waits for a busy processor gets at most so many times its limit, by the wall clock,"""
+EXTENSION_SECONDS = 60.0
+"""and at most so much more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Limits:
     def from_wire(cls, wire: Mapping[str, int]) -> "Limits":
         """Read what ``to_wire`` made."""
         return cls(**wire)
+
+
+def longest_seconds(limit_seconds: float) -> float:
+    """Return the longest time by the wall clock that a program of a time limit may take."""
+    return min(WALL_FACTOR * limit_seconds, limit_seconds + EXTENSION_SECONDS)
 
 
 def apply_rlimits(limits: Limits, *, cpu_seconds: float, limits_address_space: bool, processes: int) -> None:

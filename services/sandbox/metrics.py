@@ -26,7 +26,9 @@ class SandboxMetrics:
         """Count a call that got no turn, by the code of its problem."""
         self._refused[code] += 1
 
-    def families(self, level: IsolationLevel, *, num_running: int, num_waiting: int) -> Iterator[Metric]:
+    def families(
+        self, level: IsolationLevel, *, num_running: int, num_waiting: int, num_out_of_use: int, num_spoiled: int
+    ) -> Iterator[Metric]:
         """Make the metrics."""
         runs = CounterMetricFamily(
             "flotilla_sandbox_runs", "Programs that had their turn", labels=("language", "status")
@@ -38,7 +40,11 @@ class SandboxMetrics:
             refused.add_metric((code,), number)
         yield from (runs, refused)
         yield CounterMetricFamily("flotilla_sandbox_run_seconds", "Time that programs ran", value=self._run_seconds)
+        yield CounterMetricFamily(
+            "flotilla_sandbox_slots_spoiled", "Times that something was left behind in a slot", value=num_spoiled
+        )
         for name, meaning, value in (
+            ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", num_out_of_use),
             ("sandbox_running", "Programs that run", num_running),
             ("sandbox_waiting", "Programs that wait for their turn", num_waiting),
         ):

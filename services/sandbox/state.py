@@ -59,7 +59,12 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)
         executor, unavailable = await _choose(settings, place, slots[0], root / "marker")
-        pool = SlotPool(slots, max_queued=settings.max_queued, queue_seconds=settings.queue_seconds)
+        pool = SlotPool(
+            slots,
+            max_queued=settings.max_queued,
+            queue_seconds=settings.queue_seconds,
+            renewed=executor.renewed,
+        )
         log.info("isolation chosen", extra={"isolation": executor.isolation.level.value, "unavailable": unavailable})
         yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
 

@@ -41,6 +41,8 @@ RETRIED_STATUSES = {429, 502, 503, 504}
 ATTEMPTS = 4
 MAX_BACKOFF_SECONDS = 30.0
 QUEUE_SECONDS = 60.0
+EXTENSION_SECONDS = 60.0
+"""How much longer a command may take on a busy machine: the sandbox does not count what it waits for a processor."""
 """How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
 
 
@@ -216,7 +218,8 @@ class CodeVerifier:
             run_timeout=config.run_timeout_seconds,
         )
         body = request.model_dump(mode="json")
-        attempt_seconds = config.compile_timeout_seconds + config.run_timeout_seconds + QUEUE_SECONDS
+        limit_seconds = config.compile_timeout_seconds + config.run_timeout_seconds
+        attempt_seconds = limit_seconds + 2 * EXTENSION_SECONDS + QUEUE_SECONDS
         attempts = 0
 
         async def attempt() -> httpx.Response:

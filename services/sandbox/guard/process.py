@@ -25,9 +25,11 @@ from services.sandbox.guard.job import (
     Phase,
     PhaseResult,
 )
-from services.sandbox.guard.watch import descendants, find_excess
+from services.sandbox.guard.watch import descendants, find_excess, is_time_up
 from services.sandbox.limits import apply_rlimits
 
+PARENT = os.getppid()
+"""Who started the guard: when it is gone, the program ends."""
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 KILL_SECONDS = 5.0
@@ -83,7 +85,7 @@ def run_phase(phase: Phase, job: Job) -> PhaseResult:
     with os.fdopen(failure, "rb") as file:
         reason = file.read().decode(errors="replace")  # ends at once: exec closes the other end
     drains = [Drain(stdout, job.limits.output_bytes), Drain(stderr, job.limits.output_bytes)]
-    outcome, detail = (NOT_STARTED, reason) if reason else _attend(pid, phase, job, stdin, given, drains)
+    outcome, detail = (_not_started(phase, job), reason) if reason else _attend(pid, phase, job, stdin, given, drains)
     if reason:
         os.close(stdin)
     status = _end_all(pid, job.confinement)
@@ -93,6 +95,11 @@ def run_phase(phase: Phase, job: Job) -> PhaseResult:
     code = None if status is None or outcome == NOT_STARTED else os.waitstatus_to_exitcode(status)
     seconds = time.monotonic() - started
     return PhaseResult(phase.name, outcome, code, seconds, drains[0].text(), drains[1].text(), detail)
+
+
+def _not_started(phase: Phase, job: Job) -> str:
+    """Tell whose fault it is: what lies in the working directory was made by the program, and has to be there."""
+    return OVER_LIMIT if Path(phase.argv[0]).is_relative_to(job.directory) else NOT_STARTED
 
 
 def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: int) -> None:
@@ -146,7 +153,8 @@ def _processes_of_uid() -> "list[int]":
 
 def _attend(pid: int, phase: Phase, job: Job, stdin: int, given: bytes, drains: "list[Drain]") -> "tuple[str, str]":
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
-    deadline = time.monotonic() + phase.timeout_seconds
+    started = time.monotonic()
+    deadline = started + phase.timeout_seconds
     next_look = time.monotonic() + POLL_SECONDS
     unsent = memoryview(given)
     with selectors.DefaultSelector() as selector:
@@ -162,8 +170,12 @@ def _attend(pid: int, phase: Phase, job: Job, stdin: int, given: bytes, drains: 
                 now = time.monotonic()
                 if _has_ended(pid):
                     return EXITED, ""
+                if os.getppid() != PARENT:
+                    return OVER_LIMIT, "nobody waits for the answer any more"
                 if now >= deadline:
-                    return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
+                    if is_time_up(descendants(os.getpid()), now - started, phase.timeout_seconds):
+                        return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
+                    deadline = now + POLL_SECONDS
                 if now >= next_look:
                     counts_deleted = job.confinement.is_quota_needed
                     excess = find_excess(os.getpid(), job.directory, job.limits, counts_deleted=counts_deleted)

@@ -36,8 +36,10 @@ async def readyz(sandbox: Sandbox) -> Ready:
     """Tell whether a call would get a turn.
 
     Raises:
-        Unavailable: the queue is full (503).
+        Unavailable: the queue is full, or no slot can be used (503).
     """
+    if not sandbox.pool.is_usable:
+        raise Unavailable("programs that could not be ended hold every slot")
     if sandbox.pool.is_full:
         raise Unavailable(f"{sandbox.pool.num_waiting} programs wait for their turn")
     return Ready()
@@ -50,5 +52,7 @@ async def metrics(sandbox: Sandbox) -> Response:
         sandbox.executor.isolation.level,
         num_running=sandbox.pool.num_running,
         num_waiting=sandbox.pool.num_waiting,
+        num_out_of_use=sandbox.pool.num_out_of_use,
+        num_spoiled=sandbox.executor.num_spoiled,
     )
     return await response_of(families)

@@ -292,6 +292,38 @@ class Simple:
     timeout: float = 10.0
 
 
+DEEP = """
+import os, time
+for level in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+print("deep")
+time.sleep(1)
+"""
+
+LONG_PATHS = """
+import os, time
+for level in range(40):
+    os.mkdir("d" * 250)
+    os.chdir("d" * 250)
+    open("f", "w").close()
+print("long")
+time.sleep(1)
+"""
+
+UNREADABLE_AND_DEEP = """
+import os
+for level in range(500):
+    os.mkdir("d")
+    os.symlink("/etc", "link")
+    os.mkfifo("pipe")
+    os.chdir("d")
+for level in range(500):
+    os.chdir("..")
+    os.chmod("d", 0)
+print("made")
+"""
+
 SIMPLE = [
     Simple("2 GB in one process", ONE_HUGE_PROCESS),
     Simple("3 x 400 MB in children", CHILDREN_TOGETHER),
@@ -300,6 +332,9 @@ SIMPLE = [
     Simple("40 x 9 MB in deleted files", DELETED_FILES),
     Simple("40 x 9 MB in an unreadable directory", HIDDEN_FILES),
     Simple("20000 empty files", MANY_EMPTY_FILES),
+    Simple("3000 directories in each other", DEEP),
+    Simple("paths that are too long", LONG_PATHS),
+    Simple("directories without rights in each other", UNREADABLE_AND_DEEP),
     Simple("300 forks", MANY_FORKS),
     Simple("writing the system", WRITE_SYSTEM),
     Simple("dangerous system calls", KERNEL),

@@ -4,15 +4,18 @@ import asyncio
 import os
 import platform
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from services.sandbox import executor
 from services.sandbox.guard import landlock
 from services.sandbox.slots import living_processes_of
 from services.sandbox.state import SandboxState
@@ -25,6 +28,17 @@ ISOLATING = ["A", "B", "C"]
 isolating = pytest.mark.parametrize("level", ISOLATING)
 SECRET = "secret-of-the-service-7d1f"
 ENDING_SECONDS = 10.0
+UID_OF_ITS_OWN = 61790
+SERVICE_THAT_DIES = f"""
+import asyncio
+from tests.integration.sandbox.running import a_sandbox, run
+
+async def main():
+    async with a_sandbox("C", concurrency=1, uid_base={UID_OF_ITS_OWN}) as state:
+        await run(state, "import time; time.sleep(200)", run_timeout=200)
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -52,6 +66,84 @@ async def test_an_attack_is_stopped(level: str, attack: Simple) -> None:
         # It got as far as the attack: a program that fails at its first line proves nothing.
         assert "SyntaxError" not in (answer.run_result.stderr or ""), answer
         assert "NameError" not in (answer.run_result.stderr or ""), answer
+
+
+@isolating
+@pytest.mark.parametrize("code", [attacks.DEEP, attacks.LONG_PATHS, attacks.UNREADABLE_AND_DEEP])
+async def test_a_program_does_not_spoil_the_slot_for_the_next(level: str, code: str) -> None:
+    async with a_sandbox(level, concurrency=1) as state:
+        await run(state, code)
+        answer = await run(state, "print('fine')")
+
+        assert answer.status is RunStatus.SUCCESS, answer
+        assert answer.run_result is not None and answer.run_result.stdout == "fine\n"
+        assert state.executor.num_spoiled == 0
+
+
+async def test_a_slot_that_cannot_be_cleaned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(5, f"the disk does not answer for {path}")
+
+    async with a_sandbox("C", concurrency=1) as state:
+        with monkeypatch.context() as patched:
+            patched.setattr(executor, "remove_tree", fail)
+            first = await run(state, "import os; print(os.getcwd())")
+        second = await run(state, "import os; print(os.getcwd())")
+
+        # What is known of the program stays true, and its slot is not handed out again.
+        assert first.status is second.status is RunStatus.SUCCESS
+        assert first.run_result is not None and second.run_result is not None
+        assert first.run_result.stdout != second.run_result.stdout
+        assert (state.executor.num_spoiled, state.pool.num_out_of_use) == (1, 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives programs a uid of their own")
+async def test_a_slot_whose_processes_live_waits_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(uid: int, python: str) -> None:
+        raise TimeoutError(f"{uid}, {python}")
+
+    async with a_sandbox("C", concurrency=1, queue_seconds=5.0) as state:
+        with monkeypatch.context() as patched:
+            patched.setattr(executor, "sweep", fail)
+            await run(state, "print('first')")
+            assert not state.pool.is_usable
+        answer = await run(state, "print('second')")
+
+        assert answer.status is RunStatus.SUCCESS
+        assert state.pool.is_usable
+
+
+async def test_time_that_others_take_does_not_count() -> None:
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
+    code = "import time\nwhile time.process_time() < 0.6: pass\nprint('done')"
+    try:
+        async with a_sandbox("C", concurrency=1) as state:
+            answer = await run(state, code, run_timeout=0.9)
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+    assert answer.status is RunStatus.SUCCESS, answer
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives programs a uid of their own")
+async def test_a_program_ends_with_the_service() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVICE_THAT_DIES, stdin=asyncio.subprocess.PIPE
+    )
+    try:
+        await asyncio.wait_for(_until(lambda: len(living_processes_of(UID_OF_ITS_OWN)) >= 2), 60)
+    finally:
+        process.kill()
+        await process.wait()
+
+    await asyncio.wait_for(_until(lambda: not living_processes_of(UID_OF_ITS_OWN)), ENDING_SECONDS)
+
+
+async def _until(is_so: Callable[[], object]) -> None:
+    while not await asyncio.to_thread(is_so):
+        await asyncio.sleep(0.05)
 
 
 @isolating

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.reward.verifiers import code
+from services.sandbox import limits
+from services.sandbox.guard import watch
 from services.sandbox.guard.job import Confinement, Job, JobResult, Phase, PhaseResult
 from services.sandbox.guard.main import check_kill_scope, read_plainly
 from services.sandbox.guard.process import Drain
-from services.sandbox.guard.watch import directory_usage
+from services.sandbox.guard.watch import ProcessStatus, directory_usage
 from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
@@ -251,3 +254,30 @@ def test_a_refusal_names_the_best_way_out_first(
 
     assert ways[0].startswith(first)
     assert (works is None) == ("FLOTILLA_UNSAFE_SANDBOX=1" in ways[-1])
+
+
+def a_tree(cpu_seconds: float) -> dict[int, ProcessStatus]:
+    return {7: ProcessStatus(parent=1, threads=1, resident_bytes=0, cpu_seconds=cpu_seconds)}
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "cpu", "queued", "is_up"),
+    [
+        (1.9, 1.9, 0.0, False),
+        (2.0, 0.0, 0.0, True),  # it slept
+        (5.0, 1.5, 3.2, False),  # others used the processor
+        (5.0, 2.0, 3.2, True),  # it had its time all the same
+        (5.0, 1.5, 2.9, True),
+        (20.0, 0.1, 19.9, True),  # even so there is an end
+    ],
+)
+def test_only_a_programs_own_time_counts(
+    monkeypatch: pytest.MonkeyPatch, elapsed: float, cpu: float, queued: float, is_up: bool
+) -> None:
+    monkeypatch.setattr(watch, "queued_seconds", lambda _tree: queued)
+
+    assert watch.is_time_up(a_tree(cpu), elapsed, 2.0) is is_up
+
+
+def test_the_reward_service_waits_as_long_as_the_sandbox_does() -> None:
+    assert code.EXTENSION_SECONDS == limits.EXTENSION_SECONDS

@@ -1,6 +1,7 @@
 """How long the admission budget held the feeder, by version: the price of the bound on lag, in seconds."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 ADMISSION_WAIT: Final = "admission/wait_seconds"
 
@@ -8,7 +9,7 @@ ADMISSION_WAIT: Final = "admission/wait_seconds"
 class AdmissionWait:
     """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
 
-    In memory: what a restarted gateway reports of its first version is what it saw of it.
+    Kept in the store every second: the next gateway goes on with it. The time between two gateways counts with neither.
 
     Attributes:
         total_seconds: over all versions since this gateway began.
@@ -40,6 +41,15 @@ class AdmissionWait:
         ended = None if self._version is None else (self._version, self._seconds)
         self._version, self._seconds = version, 0.0
         return ended
+
+    def to_window(self) -> dict[str, Any]:
+        """Describe the version whose time has not ended, for ``restore``."""
+        return {"version": self._version, "seconds": self._seconds}
+
+    def restore(self, window: Mapping[str, Any]) -> None:
+        """Go on where an earlier gateway was, unless this has begun."""
+        if self._version is None and window:
+            self._version, self._seconds = window["version"], window["seconds"]
 
     def hold(self, now: float) -> None:
         """Record that the budget admits nothing, up to the next look."""

@@ -6,6 +6,8 @@ publication frees is never filled with tasks of the version before.
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.admission import admitted, groups_left
@@ -14,6 +16,7 @@ from services.gateway.feeder.status import FeederStatus, FullStream
 from services.gateway.records.repository import Experiment
 from services.gateway.signals import wait_for_any
 from services.gateway.store.base import Store
+from services.gateway.store.writes import PutMetrics, PutWindow, Write
 from shared.clock import Clock, rfc3339
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, MetricPoint
@@ -58,6 +61,7 @@ class Feeder:
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
         self._tidied_at = clock.monotonic()
+        self._kept: Mapping[str, Any] | None = None
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is unavailable, nothing is issued and nothing is lost."""
@@ -82,6 +86,9 @@ class Feeder:
         """Issue one batch, as far as the budget admits; return how long to wait before the next, in seconds."""
         version = self._experiment.record.policy_version
         now = self._clock.monotonic()
+        if self._kept is None:
+            self._kept = await self._store.window(self._experiment.id, ADMISSION_WAIT)
+            self._status.wait.restore(self._kept)
         if (ended := self._status.wait.look(version, now)) is not None:
             await self._store_wait(*ended)
         # Recorded again now and then: a server that came back from its log may have forgotten it.
@@ -90,6 +97,9 @@ class Feeder:
                 await self._admission.begin_at(self._first_group_id)
             await self._admission.published(version)
             await self._measure()
+            if (window := self._status.wait.to_window()) != self._kept:
+                await self._keep([PutWindow(self._experiment.id, ADMISSION_WAIT, window)])
+                self._kept = window
             self._recorded_version, self._recorded_at = version, now
         if now - self._tidied_at > TIDY_SECONDS:
             self._tidied_at = now
@@ -118,7 +128,14 @@ class Feeder:
         step = self._experiment.record.published_step
         at = rfc3339(self._clock.now())
         point = MetricPoint(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
-        await self._store.put_metrics(self._experiment.id, [point])
+        window = self._status.wait.to_window()
+        window_write = PutWindow(self._experiment.id, ADMISSION_WAIT, window)
+        await self._keep([PutMetrics(self._experiment.id, [point]), window_write])
+        self._kept = window
+
+    async def _keep(self, writes: Sequence[Write]) -> None:
+        async with self._store.transaction() as change:
+            change.write(*writes)
 
     async def _measure(self) -> None:
         """Set the bound on the streams' memory, which may have changed, and note which stream has reached it."""

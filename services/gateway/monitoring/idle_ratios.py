@@ -5,6 +5,7 @@ from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment
 from services.gateway.records.versions import step_of
 from services.gateway.store.base import Store
+from services.gateway.store.writes import PutMetrics, PutWindow, Write
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
 from shared.schemas.service import ObservedState
@@ -22,11 +23,21 @@ class IdleRatios:
 
     async def record(self, experiment: Experiment, service_id: str, observed: ObservedState) -> None:
         """Record what a rollout reports; store the ratio of the version that it has just left, if there is one."""
-        found = self._idleness.of(experiment).record(service_id, observed.policy_version, observed.load)
+        idleness = self._idleness.of(experiment)
+        if not idleness.is_restored:
+            idleness.restore(await self._store.window(experiment.id, IDLE_RATIO))
+        before = idleness.num_changes
+        found = idleness.record(service_id, observed.policy_version, observed.load)
+        if idleness.num_changes == before:
+            return
+        window = PutWindow(experiment.id, IDLE_RATIO, idleness.to_window())
+        writes: list[Write] = [window]
         if found is not None:
             version, ratio = found
             # The step with which the version ended: that of the one which the rollout serves now.
             step = await step_of(self._store, experiment.record, observed.policy_version or 0)
             at = rfc3339(self._clock.now())
             point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
-            await self._store.put_metrics(experiment.id, [point])
+            writes.append(PutMetrics(experiment.id, [point]))
+        async with self._store.transaction() as change:
+            change.write(*writes)

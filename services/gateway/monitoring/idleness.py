@@ -9,6 +9,7 @@ synchronisations of weights.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,34 @@ class _Reading:
 
 
 class Idleness:
-    """The idle times of one experiment's rollouts, by version. In memory: a restarted gateway begins with the next."""
+    """The idle times of one experiment's rollouts, by version.
+
+    Attributes:
+        num_changes: how often what ``to_window`` describes has changed.
+    """
 
     def __init__(self) -> None:
+        self.num_changes = 0
+        self.is_restored = False
         self._began: dict[str, _Reading] = {}
         self._sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def to_window(self) -> dict[str, Any]:
+        """Describe what has begun and not ended, for ``restore``."""
+        return {
+            "began": {each: [began.version, began.busy, began.idle] for each, began in self._began.items()},
+            "sums": {str(version): list(sums) for version, sums in self._sums.items()},
+        }
+
+    def restore(self, window: Mapping[str, Any]) -> None:
+        """Go on where an earlier gateway was, once and before anything is recorded."""
+        if self.is_restored:
+            return
+        self.is_restored = True
+        for service_id, began in window.get("began", {}).items():
+            self._began[service_id] = _Reading(*began)
+        for version, sums in window.get("sums", {}).items():
+            self._sums[int(version)] = list(sums)
 
     def record(self, service_id: str, version: int | None, load: Mapping[str, float]) -> tuple[int, float] | None:
         """Record what a rollout reports.
@@ -39,10 +63,12 @@ class Idleness:
         if began is None or now.version < began.version or now.busy < began.busy:
             # Another engine, or another life of the service: what it did between the reports is not known.
             self._began[service_id] = now
+            self.num_changes += 1
             return None
         if now.version == began.version:
             return None
         self._began[service_id] = now
+        self.num_changes += 1
         sums = self._sums[began.version]
         sums[0] += max(0.0, now.idle - began.idle)
         sums[1] += max(0.0, now.idle - began.idle) + now.busy - began.busy

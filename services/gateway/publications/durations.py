@@ -6,13 +6,13 @@ commit     from the decision until the last member said that it serves the versi
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from services.gateway.publications.negotiation import Negotiation
 from services.gateway.store.base import Store
 from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import PutMetrics
+from services.gateway.store.writes import PutMetrics, PutWindow
 from shared.clock import Clock, rfc3339
 from shared.schemas.experiment import MetricPoint
 from shared.schemas.publication import PublicationPhase
@@ -20,6 +20,7 @@ from shared.schemas.publication import PublicationPhase
 PREPARE = "publication/prepare_seconds"
 TRANSFER = "publication/transfer_seconds"
 COMMIT = "publication/commit_seconds"
+WINDOW = "publication"
 NAMES: Mapping[PublicationPhase, str] = {
     PublicationPhase.PREPARING: PREPARE,
     PublicationPhase.TRANSFERRING: TRANSFER,
@@ -46,7 +47,8 @@ class _Committed:
 
 
 class Durations:
-    """Measures the publications of all experiments. In memory: what was open when the gateway died is not measured.
+    """Measures the publications of all experiments. What is open is stored with what it measures, for the next gateway:
+    time between two gateways counts, as the members wait meanwhile.
 
     Nobody waits for the store here but who reports that a rollout serves a version: a commit is never later for it.
     """
@@ -57,23 +59,37 @@ class Durations:
         self._open: dict[str, _Measured] = {}
         self._committed: defaultdict[str, list[_Committed]] = defaultdict(list)
 
-    def announced(self, experiment_id: str) -> None:
-        """Begin with a publication."""
-        self._open[experiment_id] = _Measured(self._clock.monotonic())
-
-    def moved(self, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
-        """Record a change of the open publication."""
-        measured, now = self._open.get(experiment_id), self._clock.monotonic()
-        if measured is None:
+    async def load(self, experiment_id: str) -> None:
+        """Go on with what an earlier gateway had open."""
+        window = await self._store.window(experiment_id, WINDOW)
+        if not window:
             return
-        if before.phase in NAMES:
-            measured.seconds[NAMES[before.phase]] += now - measured.since
-        measured.since = now
-        if after.is_over:
-            del self._open[experiment_id]
-        if after.phase is PublicationPhase.COMMITTED:
-            committed = _Committed(after.version, after.step, now, set(after.members), measured.seconds)
+        # Seconds of the wall clock, which may have gone back.
+        began = self._clock.monotonic() - max(0.0, self._clock.now() - window["at"])
+        if window["open"] is not None:
+            self._open[experiment_id] = _Measured(began - window["open"]["age"], dict(window["open"]["seconds"]))
+        for each in window["committed"]:
+            missing = set(each["missing"])
+            committed = _Committed(each["version"], each["step"], began - each["age"], missing, dict(each["seconds"]))
             self._committed[experiment_id].append(committed)
+
+    def stage_announced(self, change: Transaction, experiment_id: str) -> None:
+        """Begin with a publication."""
+        self._stage(change, experiment_id, _Measured(self._clock.monotonic()), [])
+
+    def stage_moved(self, change: Transaction, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
+        """Record a change of the open publication."""
+        known: _Measured | None = change.staged((self, experiment_id), self._open.get(experiment_id))
+        if known is None:
+            return
+        now = self._clock.monotonic()
+        measured = _Measured(now, dict(known.seconds))
+        if before.phase in NAMES:
+            measured.seconds[NAMES[before.phase]] += now - known.since
+        committed = []
+        if after.phase is PublicationPhase.COMMITTED:
+            committed.append(_Committed(after.version, after.step, now, set(after.members), measured.seconds))
+        self._stage(change, experiment_id, None if after.is_over else measured, committed)
 
     async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
         """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
@@ -89,7 +105,7 @@ class Durations:
         self._forget_settled(experiment_id)
         if settled:
             async with self._store.transaction() as change:
-                change.write(*settled)
+                change.write(*settled, self._window(experiment_id))
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
         """Record that a rollout is gone: nobody waits for it."""
@@ -104,17 +120,61 @@ class Durations:
             self._forget_settled(experiment_id)
 
         change.then(follow)
+        remaining = [
+            replace(each, missing=each.missing - {service_id})
+            for each in self._committed.get(experiment_id, [])
+            if not each.missing <= {service_id}
+        ]
+        if len(remaining) < len(self._committed.get(experiment_id, [])):
+            change.write(self._window_of(experiment_id, self._open.get(experiment_id), remaining))
 
     def stage_close(self, change: Transaction, experiment_id: str) -> None:
         """Store what is known, without the commits that have not ended: the experiment ends."""
         for committed in self._committed.get(experiment_id, []):
             change.write(self._values(experiment_id, committed))
+        change.write(self._window_of(experiment_id, None, []))
 
         def follow() -> None:
             self._open.pop(experiment_id, None)
             self._committed.pop(experiment_id, None)
 
         change.then(follow)
+
+    def _stage(
+        self, change: Transaction, experiment_id: str, measured: _Measured | None, committed: list[_Committed]
+    ) -> None:
+        change.stage((self, experiment_id), measured)
+        change.write(self._window_of(experiment_id, measured, [*self._committed.get(experiment_id, []), *committed]))
+
+        def follow() -> None:
+            self._open.pop(experiment_id, None)
+            if measured is not None:
+                self._open[experiment_id] = measured
+            if committed:
+                self._committed[experiment_id] += committed
+
+        change.then(follow)
+
+    def _window(self, experiment_id: str) -> PutWindow:
+        return self._window_of(experiment_id, self._open.get(experiment_id), self._committed.get(experiment_id, []))
+
+    def _window_of(self, experiment_id: str, measured: _Measured | None, committed: Sequence[_Committed]) -> PutWindow:
+        now = self._clock.monotonic()
+        data = {
+            "at": self._clock.now(),
+            "open": None if measured is None else {"age": now - measured.since, "seconds": measured.seconds},
+            "committed": [
+                {
+                    "version": each.version,
+                    "step": each.step,
+                    "age": now - each.at,
+                    "missing": sorted(each.missing),
+                    "seconds": each.seconds,
+                }
+                for each in committed
+            ],
+        }
+        return PutWindow(experiment_id, WINDOW, data)
 
     def _forget_settled(self, experiment_id: str) -> None:
         remaining = [each for each in self._committed.pop(experiment_id, []) if each.missing]

@@ -97,6 +97,7 @@ class Publications:
         """Load what an earlier process had open; its deadlines start again."""
         for experiment in self._repository:
             records = await self._store.publications(experiment.id)
+            await self.durations.load(experiment.id)
             if records:
                 async with self._store.transaction() as change:
                     self._load_records(change, experiment, records)
@@ -174,9 +175,9 @@ class Publications:
 
         def follow() -> None:
             self._open[experiment.id] = entry
-            self.durations.announced(experiment.id)
 
         change.then(follow)
+        self.durations.stage_announced(change, experiment.id)
         self._events.stage(
             change,
             experiment.id,
@@ -329,6 +330,7 @@ class Publications:
             self._events.stage(change, experiment.id, "publication_aborted", **facts)
         elif after.epoch.number != before.epoch.number:
             self._events.stage(change, experiment.id, "publication_epoch_closed", **facts)
+        self.durations.stage_moved(change, experiment.id, before, after)
         change.then(lambda: self._follow(experiment, entry, after))
 
     def _stage_commit(self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
@@ -350,7 +352,6 @@ class Publications:
 
     def _follow(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
         before, entry.negotiation = entry.negotiation, after
-        self.durations.moved(experiment.id, before, after)
         if (after.phase, after.epoch) != (before.phase, before.epoch):
             entry.deadline = self._deadline(after)
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)

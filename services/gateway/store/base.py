@@ -50,6 +50,9 @@ class Store(Protocol):
     async def publications(self, experiment_id: str) -> list[PublicationRecord]:
         """List an experiment's publications by version."""
 
+    async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
+        """Find a measurement that had not ended; empty if there is none."""
+
     async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
         """Store points; one with the same name and step replaces the earlier one and moves to the end."""
 

@@ -1,5 +1,6 @@
 """The store's twin in memory, for tests."""
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, assert_never
@@ -20,6 +21,7 @@ from services.gateway.store.writes import (
     PutMetrics,
     PutPublication,
     PutService,
+    PutWindow,
     Write,
 )
 from shared.clock import rfc3339
@@ -38,6 +40,7 @@ class MemoryStore(TransactionalStore):
         self._events: list[tuple[str, Event]] = []
         self._audit: list[AuditRecord] = []
         self._checkpoints: dict[tuple[str, int], CheckpointView] = {}
+        self._windows: dict[tuple[str, str], str] = {}
         self._answers: dict[str, StoredAnswer] = {}
         self._sequence = 0
 
@@ -80,6 +83,9 @@ class MemoryStore(TransactionalStore):
                     key: view for key, view in self._checkpoints.items() if key[0] != experiment_id or key[1] <= after
                 }
                 self._checkpoints = kept
+            case PutWindow(experiment_id, name, data):
+                # As JSON, like the database: what differs after a restart differs here.
+                self._windows[experiment_id, name] = json.dumps(data)
             case PutAnswer(answer):
                 self._answers[answer.key] = answer
             case DeleteAnswers(earliest):
@@ -97,6 +103,7 @@ class MemoryStore(TransactionalStore):
         self._publications = {k: v for k, v in self._publications.items() if k[0] != experiment_id}
         self._metrics = {k: v for k, v in self._metrics.items() if k[0] != experiment_id}
         self._checkpoints = {k: v for k, v in self._checkpoints.items() if k[0] != experiment_id}
+        self._windows = {k: v for k, v in self._windows.items() if k[0] != experiment_id}
         self._events = [row for row in self._events if row[0] != experiment_id]
 
     async def ping(self) -> None:
@@ -112,6 +119,11 @@ class MemoryStore(TransactionalStore):
     async def services(self) -> list[ServiceRecord]:
         """List all, oldest first."""
         return sorted(self._services.values(), key=lambda record: (record.number, record.registered_at, record.id))
+
+    async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
+        """Find a measurement that had not ended; empty if there is none."""
+        found: Mapping[str, Any] = json.loads(self._windows.get((experiment_id, name), "{}"))
+        return found
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""

@@ -38,6 +38,7 @@ from services.gateway.store.writes import (
     PutMetrics,
     PutPublication,
     PutService,
+    PutWindow,
     Write,
 )
 from shared.errors import FlotillaError, Unavailable
@@ -247,6 +248,12 @@ class SqlStore(TransactionalStore):
         rows = await self._rows(query)
         return [CheckpointView(**{name: row[name] for name in CheckpointView.model_fields}) for row in rows]
 
+    async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
+        """Find a measurement that had not ended; empty if there is none."""
+        table = tables.windows
+        rows = await self._rows(sa.select(table).where(table.c.experiment_id == experiment_id, table.c.name == name))
+        return dict(rows[0]["data"]) if rows else {}
+
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
         rows = await self._rows(sa.select(tables.idempotency).where(tables.idempotency.c.key == key))
@@ -259,7 +266,7 @@ def _do(connection: Connection, write: Write) -> Event | None:
         case PutExperiment(record):
             _put(connection, tables.experiments, row_of(record))
         case DeleteExperiment(experiment_id):
-            for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints):
+            for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints, tables.windows):
                 connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
             connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
         case PutService(service):
@@ -282,6 +289,8 @@ def _do(connection: Connection, write: Write) -> Event | None:
         case DeleteCheckpoints(experiment_id, after):
             table = tables.checkpoints
             connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
+        case PutWindow(experiment_id, name, data):
+            _put(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": _plain(data)})
         case PutAnswer(answer):
             _put(connection, tables.idempotency, row_of(answer))
         case DeleteAnswers(before):

@@ -139,6 +139,14 @@ last_transaction = Table(
     Column("name", String(16), nullable=False),
 )
 
+windows = Table(
+    "windows",
+    metadata,
+    Column("experiment_id", String(96), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("data", Document, nullable=False),
+)
+
 idempotency = Table(
     "idempotency",
     metadata,

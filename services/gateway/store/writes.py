@@ -17,7 +17,7 @@ class PutExperiment:
 
 @dataclass(frozen=True, slots=True)
 class DeleteExperiment:
-    """Delete it with its publications, metrics, events and checkpoints; the audit trail stays."""
+    """Delete it with its publications, metrics, events, checkpoints and windows; the audit trail stays."""
 
     experiment_id: str
 
@@ -85,6 +85,15 @@ class DeleteCheckpoints:
 
 
 @dataclass(frozen=True, slots=True)
+class PutWindow:
+    """Insert or replace by experiment and name: a measurement that has not ended, for the gateway after this one."""
+
+    experiment_id: str
+    name: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class PutAnswer:
     """Keep the answer to an idempotency key."""
 
@@ -109,6 +118,7 @@ Write = (
     | AppendAudit
     | PutCheckpoint
     | DeleteCheckpoints
+    | PutWindow
     | PutAnswer
     | DeleteAnswers
 )

@@ -28,6 +28,7 @@ from services.gateway.store.writes import (
     PutMetrics,
     PutPublication,
     PutService,
+    PutWindow,
     Write,
 )
 from shared.errors import Unavailable
@@ -198,6 +199,15 @@ async def test_answers_to_idempotency_keys_are_kept_until_they_are_old(store: St
     assert await store.answer("/v1/x key") == answer
     await store.delete_answers(5.1)
     assert await store.answer("/v1/x key") is None
+
+
+async def test_windows_are_kept_by_name_and_go_with_their_experiment(store: Store) -> None:
+    await store.apply([PutWindow("a", "w", {"n": 1}), PutWindow("b", "w", {})])
+    await store.apply([PutWindow("a", "w", {"n": [2.5, None]})])
+
+    assert await store.window("a", "w") == {"n": [2.5, None]}
+    await store.apply([DeleteExperiment("a")])
+    assert await store.window("a", "w") == await store.window("c", "w") == {}
 
 
 NO_WRITE = cast(Write, object())

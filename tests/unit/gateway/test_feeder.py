@@ -144,6 +144,23 @@ async def test_what_the_budget_held_is_stored_with_the_version_that_ends() -> No
     assert (point.name, point.version, point.step, point.value) == ("admission/wait_seconds", 0, 1, 1.75)
 
 
+async def test_a_killed_gateway_takes_no_versions_wait_with_it() -> None:
+    clock = ManualClock()
+    killed = await a_feeder(clock)
+    for _ in range(3):
+        await killed.feed()
+        clock.advance(2.0)
+    await killed.feed()
+    await gateway_commits(killed, version=1)
+
+    after = Feeder(killed._experiment, killed._dataset, killed._store, clock, FeederStatus())
+    await after.feed()
+
+    [(_, point)] = await after._store.metrics(after._experiment.id, names=[], after=0, limit=9)
+    assert (point.name, point.version) == ("admission/wait_seconds", 0)
+    assert point.value == 4.0, "from the first look that found the budget full"
+
+
 async def test_a_feeder_that_has_issued_everything_is_not_held_by_the_budget() -> None:
     clock = ManualClock()
     feeder = await a_feeder(clock, optimisation={"steps": 1, "groups_per_mini_batch": 2})

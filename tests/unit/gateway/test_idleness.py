@@ -1,8 +1,15 @@
 """A version's idle ratio, from what rollouts report when they switch."""
 
+import json
+
 import pytest
 
+from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.monitoring.idleness import Idleness
+from services.gateway.store.memory import MemoryStore
+from shared.clock import ManualClock
+from shared.schemas.service import ObservedState, WorkState
+from tests.unit.gateway.builders import a_gateway, add_experiment
 
 
 def load(busy: float, idle: float) -> dict[str, float]:
@@ -27,3 +34,33 @@ def test_another_life_of_a_rollout_begins_anew() -> None:
     assert idleness.record("a", -1, load(1, 1)) is None
     assert idleness.record("a", 4, {}) is None
     assert idleness.record("a", 5, load(1.5, 0.5)) == (4, 0.0)
+
+
+def test_the_next_gateway_goes_on_with_what_rollouts_had_reported() -> None:
+    killed = Idleness()
+    killed.record("a", 0, load(1, 1))
+    killed.record("b", 0, load(5, 0))
+    killed.record("a", 1, load(4, 2))
+
+    idleness = Idleness()
+    idleness.restore(json.loads(json.dumps(killed.to_window())))
+
+    assert idleness.record("b", 1, load(5, 4)) == (0, pytest.approx(5 / 8))
+    assert idleness.record("a", 2, load(5, 4)) == (1, pytest.approx(2 / 3))
+
+
+async def test_a_killed_gateway_takes_no_versions_idle_ratio_with_it() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    experiment = await add_experiment(a_gateway(store, clock))
+
+    async def report(ratios: IdleRatios, version: int, busy: float, idle: float) -> None:
+        observed = ObservedState(state=WorkState.RUNNING, policy_version=version, load=load(busy, idle))
+        await ratios.record(experiment, "a", observed)
+
+    await report(IdleRatios(store, clock), 0, 1, 1)
+    after = IdleRatios(store, clock)
+    await report(after, 0, 2, 2)
+    await report(after, 1, 4, 2)
+
+    [(_, point)] = await store.metrics(experiment.id, names=[], after=0, limit=9)
+    assert (point.name, point.version, point.value) == ("rollouter/idle_ratio", 0, 0.25)

@@ -1,6 +1,7 @@
 """Publications against the registry, the repository and the clock; the state machine itself is tested beside it."""
 
 import asyncio
+from typing import cast
 
 import pytest
 
@@ -50,9 +51,10 @@ class Stage:
         ]
         return cls(gateway, experiment, trainer, sorted(rollouts))
 
-    async def restart(self, store: MemoryStore) -> None:
+    async def restart(self, store: MemoryStore | None = None) -> None:
         """Replace the gateway by one that knows what the store does."""
-        self.gateway = a_gateway(store)
+        known, clock = cast(MemoryStore, store or self.gateway.store), cast(ManualClock, self.gateway.clock)
+        self.gateway = a_gateway(known, clock, publication_seconds=10.0)
         await self.gateway.repository.load()
         await self.gateway.registry.load()
         await self.gateway.publications.load()
@@ -441,6 +443,41 @@ async def test_each_part_is_timed_until_every_member_serves_the_version() -> Non
     times = {("prepare_seconds", 1): 2.0, ("transfer_seconds", 1): 3.0, ("commit_seconds", 1): 0.75}
     assert await durations(stage) == times
 
+    await serve(stage, stage.rollouts[1], 1)
+    assert await durations(stage) == times
+
+
+@pytest.mark.parametrize("killed_after", ["announced", "prepare", "transfer", "first"])
+async def test_each_part_is_timed_whenever_the_gateway_is_killed(killed_after: str) -> None:
+    clock = ManualClock()
+    stage = await Stage.of(2, clock=clock)
+
+    async def maybe_killed(moment: str) -> None:
+        if moment == killed_after:
+            await stage.restart()
+
+    await stage.announce()
+    await stage.open(1)
+    await maybe_killed("announced")
+    clock.advance(2.0)
+    for rollout in stage.rollouts:
+        await stage.report(rollout, ReceiveState.JOINED, 1)
+    await maybe_killed("prepare")
+    clock.advance(3.0)
+    for rollout in stage.rollouts:
+        await stage.report(rollout, ReceiveState.RECEIVED, 1)
+    await maybe_killed("transfer")
+    clock.advance(0.5)
+    await serve(stage, stage.rollouts[0], 1)
+    await maybe_killed("first")
+    clock.advance(0.25)
+    for rollout in stage.rollouts:
+        await serve(stage, rollout, 1)
+
+    times = {("prepare_seconds", 1): 2.0, ("transfer_seconds", 1): 3.0, ("commit_seconds", 1): 0.75}
+    assert await durations(stage) == times
+    await stage.restart()
+    clock.advance(9.0)
     await serve(stage, stage.rollouts[1], 1)
     assert await durations(stage) == times
 

@@ -126,6 +126,20 @@ def _add_kept(commands: "Commands") -> None:
     for parser in (ls, delete, checkpoints):
         add_json(parser)
         add_gateway(parser)
+    text = "Show what an experiment has come to, and plot it."
+    report = add_command(commands, "report", text, "report:report")
+    add_experiment(report)
+    report.add_argument("--plot", metavar="FILE", help="PNG to write (default: ID.png here; with --json none)")
+    text = "Show experiments side by side: metrics at equal steps, differences of their specs, a plot."
+    compare = add_command(commands, "compare", text, "report:compare")
+    add_experiment(compare, is_needed=True)
+    compare.add_argument("others", nargs="+", metavar="EXPERIMENT", help="one or more to compare it with")
+    compare.add_argument("--metric", action="append", metavar="NAME", help="series such as 'loss/*' (may be repeated)")
+    compare.add_argument("--step", type=parsing.at_least_zero, help="not beyond this step (default: the last of all)")
+    compare.add_argument("--plot", metavar="FILE", help="PNG to write (default: compare.png here; with --json none)")
+    for parser in (report, compare):
+        add_json(parser)
+        add_gateway(parser)
     logs = add_command(commands, "logs", "Show what the processes of a local fleet write.", "logs:logs")
     logs.add_argument("service", nargs="?", help="process, such as rollout-0, or kind, such as rollout (default: all)")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         """Parse, and refuse at once what is not known, where the options that could be meant are known."""
         found, rest = super().parse_known_args(args, namespace)
         many = next(
-            (action.dest for action in self._actions if action.nargs == "*" and not action.option_strings), None
+            (action.dest for action in self._actions if action.nargs in {"*", "+"} and not action.option_strings), None
         )
         if many is not None:
             # argparse takes those before the first option alone.

@@ -1,18 +1,24 @@
 """The end of a run: one table, one plot, one JSON file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from flotilla.cli.progress import Progress, duration, number
-from shared.schemas.experiment import Page
+from shared.schemas.experiment import CheckpointView
 
 
 def summarise(
-    progress: Progress, *, wall_seconds: float, checkpoints: Page, run_directory: Path, plot: Path | None
+    progress: Progress,
+    *,
+    wall_seconds: float,
+    checkpoints: Sequence[CheckpointView],
+    logs: Path | None,
+    plot: Path | None,
 ) -> dict[str, Any]:
     """Collect what a run has come to.
 
@@ -24,8 +30,7 @@ def summarise(
     held_out = progress.held_out
     accuracy = held_out.points if held_out.name == "accuracy" else []
     points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
-    last = checkpoints.items[-1] if checkpoints.items else None
-    directory = Path(str(last["path"])) if last else None
+    directory = Path(checkpoints[-1].path) if checkpoints else None
     return {
         "name": progress.view.name,
         "experiment_id": progress.view.id,
@@ -44,7 +49,7 @@ def summarise(
         "ledger": dict(progress.ledger),
         "checkpoint": str(directory / "model") if directory else None,
         "plot": str(plot) if plot else None,
-        "logs": str(run_directory / "fleet" / "logs"),
+        "logs": str(logs) if logs else None,
     }
 
 
@@ -90,49 +95,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     )
     for what, histogram in lengths_of(ledger):
         table.add_row(f"  {what}", f"groups of {histogram}")
-    table.add_row("checkpoint", summary["checkpoint"] or "none")
-    table.add_row("plot", summary["plot"] or "none")
-    table.add_row("logs", summary["logs"])
     if summary["problem"]:
         table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
     return table
 
 
-def write_plot(progress: Progress, path: Path) -> bool:
-    """Plot reward and held-out accuracy over steps as a PNG; False where matplotlib is missing.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    rewards = progress.series.get("reward/mean", [])
-    if rewards:
-        axes.plot([step for step, _, _ in rewards], [value for _, _, value in rewards], lw=1, label="training reward")
-    name, held_out = progress.held_out
-    if held_out:
-        axes.plot(
-            [step for step, _, _ in held_out], [value for _, _, value in held_out], "o-", label=f"held-out {name}"
-        )
-    axes.set(xlabel="step", title=progress.view.name)
-    if all(0 <= value <= 1 for _, _, value in [*rewards, *held_out]):
-        axes.set(ylim=(-0.02, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    lengths = progress.series.get("completion_tokens/mean", [])
-    if lengths:
-        right = axes.twinx()
-        right.plot([step for step, _, _ in lengths], [value for _, _, value in lengths], color="grey", lw=0.8, ls=":")
-        right.set_ylabel("completion tokens (dotted)")
-    figure.savefig(path, dpi=120)
-    return True
+def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """Show a summary to a person; paths are below the table, whole, so that they can be copied."""
+    console.print(summary_table(summary))
+    for name in ("checkpoint", "plot", "logs"):
+        if summary[name]:
+            console.print(f"{name:<10} {summary[name]}", markup=False)
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:

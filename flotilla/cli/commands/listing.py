@@ -8,11 +8,11 @@ from typing import Any
 
 from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.cli.progress import number
+from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.connection import find_experiment, is_active, list_experiments, open_client
 from shared.client import GatewayClient
 from shared.schemas.experiment import CheckpointView, ExperimentView, Page
 
-PAGE = 1000
 COLUMNS = ("id", "name", "state", "step", "version", "created", "problem")
 
 
@@ -114,21 +114,6 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
 def _marks(row: Mapping[str, Any]) -> str:
     words = [name for name in ("newest", "best") if row[f"is_{name}"]]
     return ", ".join([*words, *(["removed"] if row["is_kept"] is False else [])])
-
-
-async def read_checkpoints(client: GatewayClient, view: ExperimentView) -> list[CheckpointView]:
-    """Read all checkpoints of an experiment, by step."""
-    found: list[CheckpointView] = []
-    after: str | None = None
-    while True:
-        query = {"limit": PAGE, "after": after}
-        page = Page.model_validate(
-            await client.call("GET", f"/v1/experiments/{view.id}/checkpoints", params=query, deadline_seconds=30)
-        )
-        found += [CheckpointView.model_validate(item) for item in page.items]
-        after = page.next
-        if after is None:
-            return found
 
 
 async def read_evaluations(client: GatewayClient, view: ExperimentView) -> dict[int, float]:

@@ -13,12 +13,14 @@ from typing import IO
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.output import new_console
+from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
-from flotilla.cli.summary import summarise, summary_table, write_plot, write_summary
+from flotilla.cli.reading import read_checkpoints
+from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.errors import FlotillaError, Unavailable
-from shared.schemas.experiment import ExperimentState, ExperimentView, Page
+from shared.schemas.experiment import ExperimentState, ExperimentView
 
 SETTLE_SECONDS = 10.0
 LOCK_FILE = "lock"
@@ -116,7 +118,7 @@ async def _train(
                     await client.call("POST", f"/v1/experiments/{view.id}/stop", deadline_seconds=5)
             raise
         await _until_settled(progress, client)
-        checkpoints = Page.model_validate(await client.call("GET", f"/v1/experiments/{view.id}/checkpoints"))
+        checkpoints = await read_checkpoints(client, view)
         wall = time.monotonic() - started
         unwritten = ""
         plot = path / "plot.png"
@@ -125,9 +127,13 @@ async def _train(
         except OSError as error:
             has_plot, unwritten = False, f"{plot} could not be written: {error.strerror}"
         summary = summarise(
-            progress, wall_seconds=wall, checkpoints=checkpoints, run_directory=path, plot=plot if has_plot else None
+            progress,
+            wall_seconds=wall,
+            checkpoints=checkpoints,
+            logs=path / "fleet" / "logs",
+            plot=plot if has_plot else None,
         )
-        console.print(summary_table(summary))
+        show_summary(console, summary)
         try:
             write_summary(summary, path / "summary.json")
         except OSError as error:

@@ -1,7 +1,6 @@
 """What the live view and the summary are made of."""
 
 import io
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +9,7 @@ from rich.console import Console
 from flotilla.cli.progress import Progress, duration, live_line, seconds_left
 from flotilla.cli.summary import summarise, summary_table
 from shared.client import GatewayClient
-from shared.schemas.experiment import ExperimentState, ExperimentView, Page
+from shared.schemas.experiment import ExperimentState, ExperimentView
 
 
 def a_view(**fields: Any) -> ExperimentView:
@@ -94,9 +93,7 @@ async def test_rewards_that_are_no_accuracy_are_not_called_one() -> None:
         [point("evaluation/reward_mean", 0, 0.5), point("evaluation/accuracy", 0, 0.5)],
         [point("evaluation/reward_mean", 9, 3.5)],
     )
-    summary = summarise(
-        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
-    )
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
     console = Console(width=100, file=io.StringIO())
     console.print(summary_table(summary))
 
@@ -133,9 +130,7 @@ async def test_a_summary_holds_before_and_after() -> None:
         [point("evaluation/accuracy", 0, 0.25), point("evaluation/accuracy", 9, 0.9), point("lag/max", 3, 1.0)]
     )
 
-    summary = summarise(
-        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
-    )
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
     assert (summary["accuracy_before"], summary["accuracy_after"], summary["max_lag_trained"]) == (0.25, 0.9, 1.0)
     assert summary["checkpoint"] is None
@@ -144,9 +139,7 @@ async def test_a_summary_holds_before_and_after() -> None:
 async def test_a_summary_says_how_long_the_dropped_were() -> None:
     progress = await refreshed([])
     progress.ledger = {"lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"timeout": {"0": 2}}}}
-    summary = summarise(
-        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
-    )
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
     console = Console(width=100, file=io.StringIO())
 
     console.print(summary_table(summary))
@@ -160,8 +153,6 @@ async def test_a_summary_says_how_long_the_dropped_were() -> None:
 async def test_one_evaluation_is_no_improvement() -> None:
     progress = await refreshed([point("evaluation/accuracy", 0, 0.25)])
 
-    summary = summarise(
-        progress, wall_seconds=3.0, checkpoints=Page(items=()), run_directory=Path("runs/trial"), plot=None
-    )
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)

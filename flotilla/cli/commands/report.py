@@ -1,0 +1,142 @@
+"""``flotilla report | compare``: what experiments have come to, as tables and pictures."""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.comparison import USUAL, compare_metrics, compare_specs
+from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.plots import write_comparison, write_plot
+from flotilla.cli.progress import Progress
+from flotilla.cli.reading import read_checkpoints
+from flotilla.cli.summary import show_summary, summarise
+from flotilla.connection import FleetInfo, choose_experiment, list_experiments, open_client
+from shared.client import GatewayClient
+from shared.errors import InvalidRequest, Unavailable
+from shared.schemas.experiment import ExperimentView
+
+NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'flotilla[plot]')"
+
+
+async def report(arguments: argparse.Namespace) -> int:
+    """Print the summary of an experiment, at work or ended, and plot it to a file."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        (view,) = await _find(client, [arguments.experiment])
+        progress = Progress(view)
+        await progress.refresh(client)
+        checkpoints = await read_checkpoints(client, view)
+        logs = _logs_of(client, Path(arguments.data))
+    plot = _plot_path(arguments, f"{view.id}.png")
+    is_drawn = plot is not None and write_plot(progress, plot)
+    summary = summarise(
+        progress,
+        wall_seconds=_seconds(progress.view),
+        checkpoints=checkpoints,
+        logs=logs,
+        plot=plot if is_drawn else None,
+    )
+    if arguments.json:
+        write_json(summary)
+        return 0
+    console = new_console()
+    show_summary(console, summary)
+    if plot is not None and not is_drawn:
+        console.print(NO_MATPLOTLIB, markup=False)
+    return 0
+
+
+async def compare(arguments: argparse.Namespace) -> int:
+    """Show experiments side by side: metrics at equal steps, differences of their specs, and a plot.
+
+    Raises:
+        InvalidRequest: the same experiment was named twice.
+    """
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        views = await _find(client, [arguments.experiment, *arguments.others])
+        if len({view.id for view in views}) < len(views):
+            raise InvalidRequest(f"name different experiments: {', '.join(view.id for view in views)}")
+        runs = [Progress(view) for view in views]
+        for run in runs:
+            await run.refresh(client)
+    metrics = compare_metrics(runs, arguments.metric or USUAL, step=arguments.step)
+    settings = compare_specs([run.view.spec for run in runs])
+    plot = _plot_path(arguments, "compare.png")
+    is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)
+    if arguments.json:
+        experiments = [_facts(run.view) for run in runs]
+        document = {"experiments": experiments, "metrics": metrics, "spec": settings}
+        write_json(document | {"plot": str(plot) if is_drawn else None})
+        return 0
+    _show(runs, metrics, settings)
+    if plot is not None:
+        new_console().print(f"plot       {plot}" if is_drawn else NO_MATPLOTLIB, markup=False)
+    return 0
+
+
+async def _find(client: GatewayClient, references: Sequence[str | None]) -> list[ExperimentView]:
+    views = await list_experiments(client)
+    return [choose_experiment(views, reference) for reference in references]
+
+
+def _facts(view: ExperimentView) -> dict[str, Any]:
+    return view.model_dump(mode="json", include={"id", "name", "state", "step", "total_steps", "policy_version"})
+
+
+def _show(
+    runs: Sequence[Progress], metrics: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    console = new_console()
+    letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
+    for letter, run in zip(letters, runs, strict=True):
+        view = run.view
+        step = f"step {view.step}/{view.total_steps}, version {view.policy_version}"
+        console.print(f"{letter}  {view.id}  {view.state}, {step}", markup=False)
+    rows = [
+        (each["name"], "last" if each["step"] is None else str(each["step"]), *map(_number, each["values"]))
+        for each in metrics
+    ]
+    if rows:
+        console.print(table_of(("metric", "step", *letters), rows, whole=("metric",)))
+    else:
+        console.print("there is nothing to compare yet: none has a value of these metrics")
+    if settings:
+        cells = [(each["path"], *map(_setting, each["values"])) for each in settings]
+        console.print(table_of(("setting", *letters), cells))
+    else:
+        console.print("their specs are the same")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+
+
+def _setting(value: object) -> str:
+    return "(not set)" if value is None else str(value)
+
+
+def _plot_path(arguments: argparse.Namespace, usual: str) -> Path | None:
+    """Where to plot: what was asked for; else, for a person, a file in the working directory."""
+    if arguments.plot is not None:
+        path = Path(arguments.plot)
+        if not path.parent.is_dir():
+            raise InvalidRequest(f"the plot cannot be written: there is no directory {path.parent}")
+        return path
+    return None if arguments.json else Path(usual)
+
+
+def _seconds(view: ExperimentView) -> float:
+    """How long an experiment has been there, until its end."""
+    begin, end = (datetime.fromisoformat(text).timestamp() for text in (view.created_at, view.updated_at))
+    return (end if view.state.is_final else time.time()) - begin
+
+
+def _logs_of(client: GatewayClient, data: Path) -> Path | None:
+    """Where the processes of the fleet that was asked keep their logs, if that is here."""
+    try:
+        info = FleetInfo.read(data)
+    except Unavailable:
+        return None
+    return data / "logs" if info.gateway_url.rstrip("/") == client.base_url else None

@@ -1,0 +1,105 @@
+"""Several experiments side by side: pure functions of what was read of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flotilla.cli.progress import Progress
+
+Points = Sequence[tuple[int, int, float]]
+"""(step, version, value) in the order of steps."""
+
+USUAL = (
+    "evaluation/accuracy",
+    "evaluation/reward_mean",
+    "evaluation/pass@*",
+    "reward/mean",
+    "reward/std_within_group",
+    "groups/flat_fraction",
+    "completion_tokens/mean",
+    "loss/total",
+    "entropy",
+    "kl/mean",
+    "ratio/approx_kl",
+    "grad_norm",
+    "learning_rate",
+    "lag/mean",
+    "tokens/trained",
+    "time/step_seconds",
+    "trainer/idle_ratio",
+)
+"""The series that are compared unless others are named."""
+ABSENT = "-"
+
+
+def common_step(several: Sequence[Points], at_most: int | None) -> int | None:
+    """Find the last step at which every series has a value; None where there is none.
+
+    Args:
+        several: one series of each experiment.
+        at_most: not beyond this step; None: anywhere.
+    """
+    steps = set.intersection(*({step for step, _, _ in points} for points in several)) if several else set()
+    return max((step for step in steps if at_most is None or step <= at_most), default=None)
+
+
+def value_at(points: Points, step: int) -> float | None:
+    """Value of a series at a step; None where it has none."""
+    return next((value for known, _, value in points if known == step), None)
+
+
+def compare_metrics(
+    runs: Sequence[Progress], patterns: Sequence[str], *, step: int | None = None
+) -> list[dict[str, Any]]:
+    """Compare the values of series, each at the last step at which all experiments have one.
+
+    Args:
+        runs: the experiments.
+        patterns: names of series, such as ``reward/*``, in the order in which they are wanted.
+        step: not beyond this step.
+
+    Returns:
+        One entry per series: ``name``, ``step`` (None where no step has a value of all), ``values`` in the order of the
+        experiments (then each one's last value up to ``step``, None where it has none).
+    """
+    names = sorted({name for run in runs for name in run.series})
+    chosen = dict.fromkeys(name for pattern in patterns for name in names if fnmatchcase(name, pattern))
+    found = []
+    for name in chosen:
+        several = [run.series.get(name, []) for run in runs]
+        shared = common_step(several, step)
+        if shared is None:
+            values = [_last_value(points, step) for points in several]
+        else:
+            values = [value_at(points, shared) for points in several]
+        found.append({"name": name, "step": shared, "values": values})
+    return found
+
+
+def _last_value(points: Points, at_most: int | None) -> float | None:
+    values = [value for step, _, value in points if at_most is None or step <= at_most]
+    return values[-1] if values else None
+
+
+def compare_specs(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """List the settings in which experiments differ.
+
+    Returns:
+        One entry per setting, by path: ``path`` and ``values`` in the order of the experiments; what a spec does not
+        have at all is ``"-"``, what is not set is None.
+    """
+    several = [dict(_leaves(spec)) for spec in specs]
+    paths = dict.fromkeys(path for leaves in several for path in leaves)
+    rows = [{"path": path, "values": [leaves.get(path, ABSENT) for leaves in several]} for path in paths]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, item in enumerate(node):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        yield path, node

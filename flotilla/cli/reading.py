@@ -1,0 +1,21 @@
+"""Lists of an experiment, read to their end."""
+
+from shared.client import GatewayClient
+from shared.schemas.experiment import CheckpointView, ExperimentView, Page
+
+PAGE = 1000
+
+
+async def read_checkpoints(client: GatewayClient, view: ExperimentView) -> list[CheckpointView]:
+    """Read all checkpoints of an experiment, by step."""
+    found: list[CheckpointView] = []
+    after: str | None = None
+    while True:
+        query = {"limit": PAGE, "after": after}
+        page = Page.model_validate(
+            await client.call("GET", f"/v1/experiments/{view.id}/checkpoints", params=query, deadline_seconds=30)
+        )
+        found += [CheckpointView.model_validate(item) for item in page.items]
+        after = page.next
+        if after is None:
+            return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from services.rollout.engines.opening import offers
+from services.rollout.engines.sglang.model import sweep_places
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
 from shared.client import GatewayClient
@@ -37,6 +38,7 @@ class RolloutState:
 async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
     await asyncio.to_thread(sweep)
+    await asyncio.to_thread(sweep_places)
     incarnation = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
         redis = connect(settings.redis_url)

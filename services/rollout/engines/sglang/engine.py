@@ -7,7 +7,6 @@ the initial weights.
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from services.rollout.engines.requests import check_request, unstarted_completio
 from services.rollout.engines.sglang.client import Refused
 from services.rollout.engines.sglang.connection import Connection
 from services.rollout.engines.sglang.gate import UpdateGate
-from services.rollout.engines.sglang.model import ServedModel, read_served_model, stage_directory
+from services.rollout.engines.sglang.model import ServedModel, make_place, read_served_model, stage_directory
 from services.rollout.engines.sglang.settings import MARGIN_TOKENS, SglangSettings
 from services.rollout.engines.sglang.wire import completion_of, generate_body, new_request_id
 from shared.config.asynchrony import OnWeightUpdate
@@ -87,7 +86,7 @@ class SglangEngine:
     def __init__(self, settings: SglangSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._settings = settings
         self._transport = transport
-        self._place = Path(tempfile.mkdtemp(prefix="flotilla-sglang-"))
+        self._place = make_place()
         self._gate = UpdateGate()
         self._connection: Connection | None = None
         self._model: ServedModel | None = None

@@ -6,14 +6,18 @@ Names and shapes are compared before an image is loaded, since a tensor of a wro
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from services.rollout.engines.decoders.checkpoint import check_headers, read_config, read_headers, safetensors_files
 from shared.errors import ModelError, WeightTransferFailed
 
+PREFIX = "flotilla-sglang-"
 HEAD = frozenset({"lm_head.weight"})
 
 
@@ -63,6 +67,23 @@ def read_served_model(directory: Path) -> ServedModel:
         shapes={name: header.shape for name, header in headers.items()},
         is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
     )
+
+
+def make_place() -> Path:
+    """Make a directory for a server's files, which nobody else can read."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+
+
+def sweep_places() -> list[Path]:
+    """Remove the directories that dead processes left behind, and name them; call it when a service starts."""
+    removed = []
+    for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        pid = place.name.removeprefix(PREFIX).partition("-")[0]
+        # A restarted container gives the same number again.
+        if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            shutil.rmtree(place, ignore_errors=True)
+            removed.append(place)
+    return removed
 
 
 def stage_directory(place: Path, model: Path, image: Path) -> Path:

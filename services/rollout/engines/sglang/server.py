@@ -76,7 +76,8 @@ class SglangServer:
                 env=environment(settings, os.environ),
                 cwd=self._place,
                 start_new_session=True,
-                preexec_fn=tie_to_parent(),
+                # Its children follow: SGLang ties each of them to it.
+                preexec_fn=tie_to_parent(signal.SIGKILL),
             )
         except OSError as error:
             raise WorkerDied(f"FLOTILLA_SGLANG_PYTHON {settings.python} cannot be started: {error}") from error

@@ -1,0 +1,36 @@
+"""Run by SGLang's interpreter: print the fields of the requests that we send, as SGLang's own classes have them."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import msgspec
+from sglang.api.v1.api_types import SamplingParams
+from sglang.srt.managers import io_struct
+
+CLASSES = {
+    "POST /generate": io_struct.GenerateReqInput,
+    "POST /abort_request": io_struct.AbortReq,
+    "POST /pause_generation": io_struct.PauseGenerationReqInput,
+    "POST /continue_generation": io_struct.ContinueGenerationReqInput,
+    "POST /update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput,
+}
+WITHOUT_A_BODY = ("GET /health", "GET /model_info", "GET /server_info", "GET /v1/loads")
+NOT_FOR_CALLERS = {"choice"}
+"""Taken by the schema, and answered with an error by the engine."""
+
+
+def fields_of(kind: Any) -> list[str]:
+    """List a class's fields."""
+    if dataclasses.is_dataclass(kind):
+        return sorted(field.name for field in dataclasses.fields(kind))
+    if hasattr(kind, "model_fields"):
+        return sorted(kind.model_fields)
+    return sorted(field.name for field in msgspec.structs.fields(kind))
+
+
+found: dict[str, dict[str, list[str]]] = {route: {"fields": fields_of(kind)} for route, kind in CLASSES.items()}
+found |= {route: {"fields": []} for route in WITHOUT_A_BODY}
+found["POST /generate"]["sampling_params"] = sorted(set(SamplingParams.__annotations__) - NOT_FOR_CALLERS)
+sys.stdout.write(json.dumps(found) + "\n")

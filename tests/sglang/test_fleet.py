@@ -1,0 +1,112 @@
+"""The arithmetic example with real SGLang servers: it learns, whatever updates do to samples, and whoever is killed."""
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from services.rollout.engines.sglang.arguments import MODULE
+from tests.e2e.test_run import Run
+from tests.fleet import ROOT, until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1700)]
+
+EXAMPLE = ROOT / "examples" / "arithmetic"
+START_SECONDS = 900
+RUN_SECONDS = 1500
+
+
+def a_spec(directory: Path, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
+    """Take the example as it is, but for the engine."""
+    text = (EXAMPLE / "experiment.yaml").read_text().replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
+    spec: dict[str, Any] = yaml.safe_load(text.replace("prepare.py", str(EXAMPLE / "prepare.py")))
+    spec["rollout"]["engine"] = {"kind": "sglang", "slots": 64, "context_tokens": 128}
+    spec["optimisation"]["steps"] = steps
+    spec["asynchrony"]["on_weight_update"] = mode
+    if mode == "drain":
+        spec["asynchrony"]["staleness_threshold"] = 0.0
+    spec["resources"] = {"rollouts": {"min": rollouts, "max": rollouts}}
+    return spec
+
+
+def servers_of(run: Run) -> list[int]:
+    """Find the first processes of the SGLang servers: children of rollouts, which do not get our mark."""
+    rollouts = [pid for pid, words in run.family().items() if "services.rollout" in words]
+    found = []
+    for pid in rollouts:
+        with suppress(psutil.Error):
+            found += [child.pid for child in psutil.Process(pid).children() if MODULE in child.cmdline()]
+    return found
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run.runs / "arithmetic" / "summary.json").read_text())
+    return summary
+
+
+def end(run: Run) -> None:
+    """End a run that a test gave up."""
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(120)
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Wait for its end; nothing of it is left, and its ledger is exact."""
+    assert run.wait(RUN_SECONDS) == 0, run.said()
+    until(lambda: not run.family(), 30, "all its processes to end")
+    summary = summary_of(run)
+    assert summary["ledger"]["balanced"]
+    assert summary["ledger"]["outstanding"] == 0
+    print(run.said())
+    return summary
+
+
+def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path) -> None:
+    run = Run(a_spec(tmp_path, "interrupt", steps=40, rollouts=2), tmp_path, tmp_path / "runs")
+    try:
+        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
+        run.until_it_says(r"step [1-9]\d*/")
+        victim = servers_of(run)[0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(set(servers_of(run)) - {victim}) == 2, START_SECONDS, "another server")
+
+        servers = servers_of(run)
+        summary = finish(run)
+    finally:
+        end(run)
+
+    assert not any(psutil.pid_exists(server) for server in servers)
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+
+
+@pytest.mark.parametrize("mode", ["drain", "continue"])
+def test_it_learns_in_every_mode(tmp_path: Path, mode: str) -> None:
+    run = Run(a_spec(tmp_path, mode, steps=20, rollouts=1), tmp_path, tmp_path / "runs")
+    try:
+        summary = finish(run)
+    finally:
+        end(run)
+
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+
+
+def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+    run = Run(a_spec(tmp_path, "interrupt", steps=1000, rollouts=1), tmp_path, tmp_path / "runs")
+    try:
+        until(lambda: servers_of(run) or run.process.poll() is not None, START_SECONDS, "a server")
+        [server] = servers_of(run)
+        rollout = psutil.Process(server).parent()
+        assert rollout is not None
+        descendants = psutil.Process(server).children(recursive=True)
+        rollout.kill()
+        until(lambda: not psutil.pid_exists(server), 30, "its server to end")
+        until(lambda: not any(each.is_running() for each in descendants), 30, "its server's children to end")
+    finally:
+        end(run)

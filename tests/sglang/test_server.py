@@ -1,0 +1,182 @@
+"""A real SGLang server on the CPU: what is only true if it is true of the real one."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from services.rollout.engines.base import Completion
+from services.rollout.engines.sglang.engine import SglangEngine
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
+from shared.schemas.trajectory import FinishReason
+from tests.contract.engine.conftest import sglang_settings
+from tests.contract.engine.fake_sglang import REQUESTS
+from tests.contract.engine.models import make_model, save_image, save_model, scores
+from tests.contract.engine.requests import a_request
+from tests.sglang.recording import RecordingTransport, requests_of
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+NUM_UPDATES = 200
+PROMPT = (5, 6, 7, 8)
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3", path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[nn.Module, nn.Module]:
+    """Those of odd versions and of even ones; the server starts with the odd."""
+    return make_model("qwen3", seed=1), make_model("qwen3", seed=0)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All traffic of this module; ``FLOTILLA_SGLANG_RECORDS`` keeps it, to be checked by SGLang's own classes."""
+    return Path(os.environ.get("FLOTILLA_SGLANG_RECORDS") or tmp_path_factory.mktemp("records") / "traffic.jsonl")
+
+
+@pytest.fixture(scope="module")
+async def engine(model_path: Path, records: Path) -> AsyncIterator[SglangEngine]:
+    made = SglangEngine(sglang_settings(model_path, version=2), transport=RecordingTransport(records))
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture(scope="module")
+def images(models: tuple[nn.Module, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("images")
+    return [save_image(model, folder / f"{index}.safetensors") for index, model in enumerate(models[::-1])]
+
+
+def farthest(models: Sequence[nn.Module], completions: Sequence[Completion]) -> float:
+    """Rescore every token under its own version; the largest difference in nats."""
+    worst = 0.0
+    for completion in completions:
+        under = [scores(model, PROMPT, completion.token_ids) for model in (models[1], models[0])]
+        ends = [start for start, _ in completion.versions[1:]] + [completion.token_ids.size]
+        for (start, version), end in zip(completion.versions, ends, strict=True):
+            difference = np.abs(completion.log_probs[start:end] - under[version % 2][start:end])
+            worst = max(worst, float(difference.max()))
+    return worst
+
+
+async def test_updates_in_flight_leave_every_token_its_own_version(
+    engine: SglangEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
+) -> None:
+    version = (await engine.load()).version
+    running: set[asyncio.Task[Sequence[Completion]]] = set()
+    done: list[Completion] = []
+    last = version + NUM_UPDATES
+    while version < last:
+        while len(running) < 3:
+            running.add(asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=120))))
+        version += 1
+        await engine.load_weights(images[version % 2], version, OnWeightUpdate.INTERRUPT)
+        finished = {task for task in running if task.done()}
+        done += [completion for task in finished for completion in task.result()]
+        running -= finished
+    done += [completion for completions in await asyncio.gather(*running) for completion in completions]
+
+    assert (await engine.load()).version == last
+    assert sum(len(completion.versions) - 1 for completion in done) > NUM_UPDATES
+    assert all(completion.token_ids.size == 120 for completion in done)
+    assert farthest(models, done) < 1e-4
+
+
+async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_token(
+    engine: SglangEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
+) -> None:
+    version = (await engine.load()).version
+    running = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=400)))
+    async with asyncio.timeout(60):
+        while (await engine.load()).generated_tokens < 40:
+            await asyncio.sleep(0.01)
+
+    await engine.load_weights(images[(version + 1) % 2], version + 1, OnWeightUpdate.CONTINUE)
+
+    for completion in await running:
+        (_, old), (start, new) = completion.versions
+        assert (old, new) == (version, version + 1)
+        before = Completion(
+            completion.token_ids[: start - 1], completion.log_probs[: start - 1], ((0, old),), FinishReason.LENGTH
+        )
+        assert farthest(models, [before]) < 1e-4
+    fresh = await engine.generate(a_request(PROMPT, seeds=(3,), max_new_tokens=50))
+    assert farthest(models, fresh) < 1e-4, "a new request shares no cache with the old weights"
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+async def test_a_wrong_image_is_refused_and_the_server_lives(engine: SglangEngine, tmp_path: Path, name: str) -> None:
+    model = make_model("qwen3")
+    version = (await engine.load()).version
+    wrong = save_image(model, tmp_path / "wrong.safetensors", **{name: torch.zeros(7)})
+
+    with pytest.raises(WeightTransferFailed, match=rf"{name} has shape \[7\]"):
+        await engine.load_weights(wrong, version + 1, OnWeightUpdate.INTERRUPT)
+
+    [completion] = await engine.generate(a_request(PROMPT))
+    assert completion.versions == ((0, version),)
+
+
+async def test_a_killed_server_is_a_death_with_its_cause(model_path: Path) -> None:
+    engine = SglangEngine(sglang_settings(model_path))
+    await engine.start()
+    running = asyncio.create_task(engine.generate(a_request(PROMPT, max_new_tokens=1500)))
+    async with asyncio.timeout(60):
+        while not (await engine.load()).running:
+            await asyncio.sleep(0.01)
+    assert engine.process_id is not None
+
+    os.kill(engine.process_id, signal.SIGKILL)
+
+    with pytest.raises(WorkerDied, match="ended by signal SIGKILL"):
+        await running
+    await engine.close()
+
+
+async def test_an_argument_that_the_server_does_not_know_is_refused_in_its_words(model_path: Path) -> None:
+    engine = SglangEngine(sglang_settings(model_path, options={"unheard_of": 3}))
+
+    with pytest.raises(InvalidSpec, match=r"refuses rollout\.engine\.options.*--unheard-of"):
+        await engine.start()
+
+
+def test_the_fields_that_requests_may_have_are_sglangs(records: Path) -> None:
+    known = json.loads(REQUESTS.read_text())
+    listing = subprocess.run(
+        [os.environ["FLOTILLA_SGLANG_PYTHON"], str(Path(__file__).parent / "list_fields.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )
+    assert json.loads(listing.stdout.splitlines()[-1]) == known
+
+    sent = requests_of(records)
+    assert len(sent) > NUM_UPDATES
+    for record in sent:
+        fields = known[f"{record['method']} {record['endpoint'].partition('?')[0]}"]
+        assert set(record["body"] or {}) <= set(fields["fields"])
+        assert set((record["body"] or {}).get("sampling_params", {})) <= set(fields.get("sampling_params", ()))

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from services.sandbox.guard import landlock
 from services.sandbox.install import compile_guard, install_guard, try_level
 from services.sandbox.isolation import Place, Slot, candidates, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
+from services.sandbox.leftovers import own_directory
 from services.sandbox.metrics import SandboxMetrics
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import SlotPool, own_uids
@@ -51,10 +51,9 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
     """
     python = find_python(settings.python)
     with (
-        tempfile.TemporaryDirectory(prefix="flotilla-sandbox-") as name,
+        own_directory() as root,
         own_uids(settings.concurrency, settings.uid_base) as uids,
     ):
-        root = Path(name)
         slots = _furnish(root, uids)
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)

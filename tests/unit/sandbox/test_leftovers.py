@@ -1,0 +1,39 @@
+"""Directories of services that were killed."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from services.sandbox.leftovers import LOCK, PREFIX, own_directory, sweep_leftovers
+
+
+def a_directory(parent: Path, name: str, *, has_lock: bool = True) -> Path:
+    directory = parent / f"{PREFIX}{name}"
+    (directory / "slot-0" / "work").mkdir(parents=True)
+    if has_lock:
+        (directory / LOCK).touch()
+    return directory
+
+
+def test_only_what_nobody_uses_is_removed(tmp_path: Path) -> None:
+    left, used = a_directory(tmp_path, "left"), a_directory(tmp_path, "used")
+    made = a_directory(tmp_path, "just-made", has_lock=False)
+    holder = os.open(used / LOCK, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    sweep_leftovers(tmp_path)
+
+    assert (left.exists(), used.exists(), made.exists()) == (False, True, True)
+    os.close(holder)
+
+
+def test_a_directory_is_ones_own_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    with own_directory() as first, own_directory() as second:
+        assert first.exists()
+        assert first != second
+
+    assert list(tmp_path.iterdir()) == []

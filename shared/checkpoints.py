@@ -10,8 +10,9 @@ from re import compile as pattern
 from typing import Any, Final, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from shared.described import Described
 from shared.errors import ModelError
 
 CHECKPOINTS = "checkpoints"
@@ -27,10 +28,10 @@ READ_BYTES = 8 << 20
 _COMPLETE = pattern(r"step-(\d{8})")
 
 
-class CheckpointState(BaseModel):
+class CheckpointState(Described):
     """Everything of a checkpoint but tensors. Times are not in it: the same training gives the same file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = CHECKPOINT_SCHEMA
     experiment_id: str
@@ -39,11 +40,11 @@ class CheckpointState(BaseModel):
     """Policy version that the weights are, or, between two publications, that they are trained from."""
     published_step: int | None = None
     """Steps that ``version`` contains; null where an earlier release wrote it."""
-    lost_versions: list[list[int]] = []
+    lost_versions: list[list[int]] = Field(default_factory=list)
     """Numbers, as closed intervals, of versions that are not in this lineage."""
     lineage: str = ""
     """Names the groups of every step, in order; empty where an earlier release wrote it."""
-    recent: list[dict[str, Any]] = []
+    recent: list[dict[str, Any]] = Field(default_factory=list)
     """Plans of the last steps, oldest first: a data plane that came back older is told what they trained."""
     updates: int = Field(ge=0)
     """Optimiser updates done."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from shared.config.strict_types import check_exact, is_guessed
+from shared.described import Described
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """At least 0 and below 1."""
@@ -24,15 +25,13 @@ def check_order(name: str, bounds: tuple[float | None, float | None]) -> None:
         raise ValueError(f"{name} must be (low, high) with low below high, got ({low:g}, {high:g}): swap them")
 
 
-class TextConfig(BaseModel):
+class TextConfig(Described):
     """A frozen section whose values may come as text, as those of a line or of the environment do.
 
     An unknown key is an error, and field docstrings become the schema's descriptions.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Config(TextConfig):

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shared.config.spec import ExperimentSpec
+from shared.described import descriptions_of
 
 HEAD = """# Configuration
 
@@ -112,12 +113,10 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(model: type[BaseModel], name: str) -> str:
-    field = model.model_fields[name]
-    if not field.description and get_origin(field.annotation) is Literal:
-        return "Chooses this variant."
     # A section that only changes an inherited default says nothing new about the key.
-    inherited = [base.model_fields.get(name) for base in model.__mro__ if issubclass(base, BaseModel)]
-    description = next((each.description for each in inherited if each is not None and each.description), None)
+    field, description = model.model_fields[name], descriptions_of(model).get(name)
+    if description is None and get_origin(field.annotation) is Literal:
+        return "Chooses this variant."
     if description is None:
         models = _models(field.annotation)
         return _first_paragraphs(models[0]).split("\n")[0] if len(models) == 1 else ""

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from shared.described import Described
+
 MAX_TIMEOUT_SECONDS = 300.0
 
 
@@ -68,10 +70,10 @@ RelativePath = Annotated[str, AfterValidator(check_relative_path)]
 Base64 = Annotated[str, AfterValidator(_check_base64)]
 
 
-class RunCodeRequest(BaseModel):
+class RunCodeRequest(Described):
     """A program to be run once."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     code: str
     """Source text."""

@@ -1,12 +1,14 @@
 """The bases of all that goes over the wire: frozen models whose attributes' docstrings describe them."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from shared.described import Described
 
 
-class Wire(BaseModel):
+class Wire(Described):
     """A body between processes of one fleet, which run the same version: unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class TolerantWire(Wire):

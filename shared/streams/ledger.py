@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from shared.described import Described
 from shared.streams.keys import HopName
 
 REASONED = ("filtered", "dropped", "failed")
@@ -40,10 +41,10 @@ class TokenCounts(BaseModel):
     trained: int = 0
 
 
-class Ledger(BaseModel):
+class Ledger(Described):
     """A snapshot of one lane, taken atomically. All numbers are groups unless said otherwise."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     issued: int = 0
     waiting: HopCounts = HopCounts()

@@ -13,7 +13,7 @@ from shared.client import GatewayClient
 from shared.errors import FlotillaError
 from tests.fleet import hold_back, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS = 40
 HELD_STEPS = 36

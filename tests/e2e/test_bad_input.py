@@ -93,7 +93,7 @@ def broken_model(spec: dict[str, Any], directory: Path) -> None:
         (unknown_key, ("optimisation.stepps", "did you mean optimisation.steps?")),
         (wrong_type, ("rollout.group_size", "'many'")),
         (no_model, ("model.path", "nowhere")),
-        (no_column, ("question", "prompt", "answer")),
+        pytest.param(no_column, ("question", "prompt", "answer"), marks=pytest.mark.long),
         (no_function, ("grade.py", "score")),
         (raising_function, ("KeyError", "no such column", "raise.py")),
         (broken_model, ("broken",)),

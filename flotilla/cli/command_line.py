@@ -30,6 +30,7 @@ def build_parser() -> Parser:
     _add_membership(commands)
     _add_experiments(commands)
     _add_kept(commands)
+    _add_samples(commands)
     _add_files(commands)
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
@@ -110,6 +111,27 @@ def _add_experiments(commands: "Commands") -> None:
         add_experiment(parser)
         add_json(parser)
         add_gateway(parser)
+
+
+def _add_samples(commands: "Commands") -> None:
+    text = "Show what the model wrote: newest step first, or the worst, the best, what failed."
+    show = add_command(commands, "show", text, "show:show")
+    text = "id, its beginning, or name; or a directory, such as runs/NAME (default: the active one, else the newest)"
+    show.add_argument("experiment", nargs="?", help=text)
+    show.add_argument("--step", type=parsing.at_least_zero, metavar="N", help="of this step, or evaluated after it")
+    order = show.add_mutually_exclusive_group()
+    order.add_argument("--worst", action="store_true", help="lowest reward first, of all steps or of --step")
+    order.add_argument("--best", action="store_true", help="highest reward first")
+    show.add_argument("--failed", action="store_true", help="of groups that failed, or whose grading failed")
+    kinds = ("trained", "filtered", "dropped", "failed", "evaluation")
+    show.add_argument("--kind", choices=kinds, help="what became of the group (default: trained)")
+    show.add_argument("--problem", type=parsing.at_least_zero, metavar="ROW", help="of this row of the dataset")
+    show.add_argument("--group", type=parsing.at_least_zero, metavar="ID", help="all answers of this group")
+    show.add_argument("--limit", "-n", type=parsing.at_least_one, default=4, help="most samples (%(default)s)")
+    show.add_argument("--full", action="store_true", help="write long texts to their end")
+    show.add_argument("--tokens", action="store_true", help="with --json: token ids, log-probabilities, advantages")
+    add_json(show)
+    add_gateway(show)
 
 
 def _add_kept(commands: "Commands") -> None:

@@ -10,6 +10,7 @@ from rich.live import Live
 
 from flotilla.cli.output import new_console
 from flotilla.cli.progress import Progress, live_line, live_view, seconds_left
+from flotilla.cli.right_and_wrong import lines_of, read_last
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
 
@@ -42,6 +43,7 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
     started = time.monotonic()
     first_step_at: float | None = None
     last_line = last_seen = started
+    num_evaluated = 0
     async with _display(plain) as live:
         while True:
             if fleet is not None:
@@ -57,6 +59,10 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
                 first_step_at = now - 1.0
             since = now - first_step_at if first_step_at is not None else None
             left = seconds_left(progress, since)
+            if len(progress.held_out.points) > num_evaluated:
+                num_evaluated = len(progress.held_out.points)
+                for name, line in lines_of(await read_last(client, progress)):
+                    (live.console if live is not None else console).print(f"  {name:<6} {line}", markup=False)
             if live is not None:
                 live.update(live_view(progress, now - started, left))
             elif now - last_line >= LINE_SECONDS or progress.view.state.is_final:

@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flotilla.cli.progress import Progress, duration, number
+from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
 
 
@@ -19,6 +21,7 @@ def summarise(
     checkpoints: Sequence[CheckpointView],
     logs: Path | None,
     plot: Path | None,
+    samples: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Collect what a run has come to.
 
@@ -50,6 +53,10 @@ def summarise(
         "checkpoint": str(directory / "model") if directory else None,
         "plot": str(plot) if plot else None,
         "logs": str(logs) if logs else None,
+        "samples": [
+            {key: sample[key] for key in ("row", "prompt", "completion", "label", "reward", "reason")}
+            for sample in samples
+        ],
     }
 
 
@@ -95,6 +102,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     )
     for what, histogram in lengths_of(ledger):
         table.add_row(f"  {what}", f"groups of {histogram}")
+    for name, line in lines_of(summary["samples"]):
+        table.add_row(f"{name} answer", Text(line))
     if summary["problem"]:
         table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
     return table

@@ -103,14 +103,14 @@ def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> SampleView
     mean = None if advantages is None or np.isnan(advantages).all() else float(np.nanmean(advantages))
     return SampleView(
         id=f"{file.removesuffix('.parquet')}/{row['place']}/{row['member']}",
-        **{name: row[name] for name in _TEXTS},
-        **{name: dict(row[name]) for name in _MAPS},
+        **{name: row.get(name) for name in _TEXTS},
+        **{name: dict(row.get(name) or ()) for name in _MAPS},
         messages=tuple({"role": role, "content": content} for role, content in json.loads(row["messages"])),
         oldest_version=min(row["versions"]),
         newest_version=max(row["versions"]),
         lag=max(row["lags"]) if row["lags"] else None,
         advantage=mean,
-        tokens={name: _finite(row[name]) for name in TOKEN_COLUMNS} if with_tokens else None,
+        tokens={name: _finite(row.get(name)) for name in TOKEN_COLUMNS} if with_tokens else None,
     )
 
 

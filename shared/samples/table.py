@@ -193,9 +193,9 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         reward=row["reward"],
         components=dict(row["components"]),
         reason=row["reason"],
-        answer=row["answer"],
+        answer=row.get("answer"),
         timings=dict(row["timings"]),
-        metrics=dict(row["metrics"]),
+        metrics=dict(row.get("metrics") or ()),
         resumed_tokens=row["resumed_tokens"],
     )
 

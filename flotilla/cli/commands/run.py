@@ -16,6 +16,7 @@ from flotilla.cli.output import new_console
 from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
+from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.client import GatewayClient
@@ -132,8 +133,10 @@ async def _train(
             checkpoints=checkpoints,
             logs=path / "fleet" / "logs",
             plot=plot if has_plot else None,
+            samples=await read_last(client, progress),
         )
         show_summary(console, summary)
+        console.print(f"samples    flotilla show {path} --worst", markup=False)
         try:
             write_summary(summary, path / "summary.json")
         except OSError as error:

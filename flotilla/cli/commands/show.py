@@ -1,0 +1,122 @@
+"""``flotilla show``: what the model wrote, from a gateway, or from the files where no fleet runs."""
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.output import new_console, write_json
+from flotilla.cli.sample_text import describe
+from flotilla.connection import find_experiment, open_client
+from shared.errors import NotFound, Unavailable
+
+SECONDS = 30.0
+LARGEST_PAGE = 200
+
+
+async def show(arguments: argparse.Namespace) -> int:
+    """Show samples of an experiment."""
+    query = query_of(arguments)
+    directory = experiment_directory(arguments)
+    if directory is not None:
+        items, unread = await asyncio.to_thread(_from_files, directory, query, arguments.limit)
+    else:
+        items, unread = await _from_gateway(arguments, query)
+    if arguments.json:
+        write_json(items)
+        return 0
+    console = new_console()
+    for item in items:
+        console.print(describe(item, is_whole=arguments.full))
+    if not items:
+        console.print("no sample is like that: `flotilla show` without options shows the newest step's")
+    if unread:
+        console.print(f"{unread} files are not in the index yet: ask again in a moment for what may be in them")
+    return 0
+
+
+def query_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Translate the options into the route's parameters; without any, trained samples are meant."""
+    order = "worst" if arguments.worst else "best" if arguments.best else "newest"
+    kind = arguments.kind or ("trained" if not arguments.failed and arguments.problem is None else None)
+    query = {
+        "step": arguments.step,
+        "kind": kind,
+        "row": arguments.problem,
+        "group": arguments.group,
+        "failed": arguments.failed or None,
+        "order": order,
+        "tokens": arguments.tokens or None,
+    }
+    return {name: value for name, value in query.items() if value is not None}
+
+
+def experiment_directory(arguments: argparse.Namespace) -> Path | None:
+    """Find the experiment's directory where files are to be read: a directory was named, or no fleet runs.
+
+    Raises:
+        NotFound: there is no experiment below the directory.
+        Unavailable: no fleet runs, and there are no files either.
+    """
+    named = Path(arguments.experiment) if arguments.experiment else None
+    if named is not None and named.is_dir():
+        return _newest_below(named, None)
+    if arguments.gateway:
+        return None
+    try:
+        open_client(None, Path(arguments.data))
+    except Unavailable:
+        if not Path(arguments.data).is_dir():
+            raise
+        return _newest_below(Path(arguments.data), arguments.experiment)
+    return None
+
+
+def _newest_below(path: Path, reference: str | None) -> Path:
+    """Find the newest experiment with samples in its own directory, a data directory or a run directory."""
+    candidates = [path, *path.glob("experiments/*"), *path.glob("fleet/experiments/*")]
+    found = [each for each in candidates if (each / "samples").is_dir()]
+    if reference is not None:
+        found = [each for each in found if each.name.startswith(reference)]
+    if not found:
+        what = "experiment" if reference is None else f"experiment {reference!r}"
+        raise NotFound(f"no fleet runs, and there is no {what} with samples below {path}")
+    return max(found, key=lambda each: (each / "samples").stat().st_mtime)
+
+
+async def _from_gateway(arguments: argparse.Namespace, query: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        view = await find_experiment(client, arguments.experiment)
+        path, items, after = f"/v1/experiments/{view.id}/samples", list[dict[str, Any]](), None
+        while True:
+            params = {**query, "limit": min(arguments.limit - len(items), LARGEST_PAGE), "after": after}
+            page = await client.call("GET", path, params=params, deadline_seconds=SECONDS)
+            items += page["items"]
+            after = page["next"]
+            if after is None or len(items) >= arguments.limit:
+                return items, page["num_unread"]
+
+
+def _from_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
+    from shared.samples.index import SampleIndex
+    from shared.samples.reading import read_page
+    from shared.schemas.samples import SampleQuery
+
+    renamed = {"kind": "kinds", "failed": "is_failure"}
+    wanted = {renamed.get(name, name): value for name, value in query.items() if name != "tokens"}
+    if "kinds" in wanted:
+        wanted["kinds"] = wanted["kinds"].split(",")
+    index = SampleIndex(directory)
+    try:
+        page = read_page(
+            index,
+            SampleQuery.model_validate(wanted),
+            limit=limit,
+            after=None,
+            with_tokens="tokens" in query,
+            seconds=SECONDS,
+        )
+    finally:
+        index.close()
+    return [item.model_dump(mode="json") for item in page.items], page.num_unread

@@ -1,0 +1,104 @@
+"""A sample as a person reads it: what was asked, what was written, what it came to and why."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
+
+MOST_CHARACTERS = 1500
+MOST_IN_A_LINE = 160
+LABEL_WIDTH = 11
+
+
+def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
+    """Write a sample as one heading and its parts.
+
+    Args:
+        sample: as ``SampleView`` has it.
+        is_whole: whether long texts are written to their end.
+    """
+    text = Text()
+    text.append(f"{_where(sample)}  ", style="bold")
+    text.append(_verdict(sample), style=f"bold {_colour(sample)}")
+    text.append(f"  {_facts(sample)}\n", style="dim")
+    parts = [
+        ("prompt", sample["prompt"], "cyan"),
+        ("completion", sample["completion"], _colour(sample)),
+        ("label", sample["label"], ""),
+        ("answer", sample.get("answer"), ""),
+        ("components", _numbers(sample["components"]), ""),
+        ("grader", sample["reason"], "yellow"),
+        ("group", f"{sample['kind']}: {sample['ended']}" if sample.get("ended") else None, "yellow"),
+    ]
+    for name, content, style in parts:
+        if content is not None and content != "":
+            _append(text, name, content if is_whole else shortened(content), style)
+    return text
+
+
+def in_a_line(sample: Mapping[str, Any]) -> str:
+    """Write what was asked, written and come to in one line."""
+    prompt, completion = (" ".join(str(sample[name]).split()) for name in ("prompt", "completion"))
+    room = MOST_IN_A_LINE // 2
+    label = f", label {sample['label']}" if sample["label"] is not None else ""
+    return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample['reward'])}{label})"
+
+
+def shortened(content: str, most: int = MOST_CHARACTERS) -> str:
+    """Leave out the middle of a long text, and say how much."""
+    if len(content) <= most:
+        return content
+    half = most // 2
+    return f"{content[:half]}\n[... {len(content) - 2 * half} characters more: --full ...]\n{content[-half:]}"
+
+
+def _append(text: Text, name: str, content: str, style: str) -> None:
+    first, *others = content.rstrip("\n").split("\n")
+    text.append(f"  {name:<{LABEL_WIDTH}}", style="dim")
+    text.append(f"{first}\n", style=style)
+    for line in others:
+        text.append(" " * (LABEL_WIDTH + 2) + line + "\n", style=style)
+
+
+def _where(sample: Mapping[str, Any]) -> str:
+    step = "" if sample["step"] is None else f"step {sample['step']}"
+    kind = "" if sample["kind"] == "trained" else sample["kind"]
+    return "  ".join(
+        filter(None, (step, kind, f"problem {sample['row']}", f"group {sample['group_id']}.{sample['member']}"))
+    )
+
+
+def _verdict(sample: Mapping[str, Any]) -> str:
+    return f"reward {_number(sample['reward'])}" if sample["status"] == "scored" else str(sample["status"])
+
+
+def _facts(sample: Mapping[str, Any]) -> str:
+    facts = [str(sample["finish_reason"]), f"{sample['num_sampled']} tokens", f"version {sample['newest_version']}"]
+    if sample.get("lag") is not None:
+        facts.append(f"lag {sample['lag']}")
+    if sample.get("advantage") is not None:
+        facts.append(f"advantage {sample['advantage']:+.3f}")
+    return ", ".join(facts)
+
+
+def _colour(sample: Mapping[str, Any]) -> str:
+    if sample["reward"] is None:
+        return "magenta"
+    return "green" if sample["reward"] > 0 else "red"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}" if value == round(value) else f"{value:.3f}"
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    # One component alone is the reward, which the heading has.
+    return "  ".join(f"{name} {_number(value)}" for name, value in values.items()) if len(values) > 1 else ""
+
+
+def _start(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _end(text: str, most: int) -> str:
+    return text if len(text) <= most else f"...{text[-most:]}"

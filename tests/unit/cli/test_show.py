@@ -1,0 +1,132 @@
+"""`flotilla show`: samples of a running fleet, or of files where none runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.cli.__main__ import main
+from flotilla.cli.exit_codes import ExitCode
+from flotilla.cli.right_and_wrong import lines_of
+from flotilla.cli.sample_text import describe
+from shared.config.samples import SamplesConfig
+from shared.samples.folder import SampleFolder
+from shared.schemas.experiment import ExperimentState
+from tests.unit.cli.gateway import serve
+from tests.unit.cli.test_reference import views
+from tests.unit.samples.builders import a_step
+
+SAMPLE: dict[str, Any] = {
+    "id": "step-00000030/3/1",
+    "kind": "trained",
+    "step": 30,
+    "row": 211,
+    "group_id": 487,
+    "member": 1,
+    "prompt": "What is 6 times 7?",
+    "completion": "It is\n41",
+    "label": "42",
+    "answer": "41",
+    "status": "scored",
+    "reward": 0.0,
+    "components": {"exact": 0.0, "length": -0.5},
+    "reason": "41 is not 42",
+    "ended": None,
+    "finish_reason": "stop",
+    "num_sampled": 4,
+    "newest_version": 29,
+    "lag": 1,
+    "advantage": -0.83,
+}
+
+
+def a_run(directory: Path) -> Path:
+    experiment = directory / "fleet" / "experiments" / "tiny-aa11"
+    experiment.mkdir(parents=True)
+    folder = SampleFolder(experiment, SamplesConfig())
+    for step in (1, 2):
+        folder.write(a_step(step, rewards=(1.0, 0.0)))
+    return directory
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["show", *words, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_sample_says_what_was_asked_written_and_come_to() -> None:
+    text = describe(SAMPLE).plain
+
+    assert text.splitlines() == [
+        "step 30  problem 211  group 487.1  reward 0  stop, 4 tokens, version 29, lag 1, advantage -0.830",
+        "  prompt     What is 6 times 7?",
+        "  completion It is",
+        "             41",
+        "  label      42",
+        "  answer     41",
+        "  components exact 0  length -0.500",
+        "  grader     41 is not 42",
+    ]
+
+
+def test_a_long_text_is_shortened_unless_it_is_wanted_whole() -> None:
+    long = SAMPLE | {"completion": "x" * 5000}
+
+    assert "[... 3500 characters more: --full ...]" in describe(long).plain
+    assert "x" * 5000 in describe(long, is_whole=True).plain
+
+
+def test_two_samples_in_lines_are_called_right_and_wrong_only_where_rewards_say_so() -> None:
+    right = SAMPLE | {"reward": 1.0, "completion": "42"}
+
+    assert lines_of([right, SAMPLE]) == [
+        ("right", "What is 6 times 7? -> 42   (reward 1, label 42)"),
+        ("wrong", "What is 6 times 7? -> It is 41   (reward 0, label 42)"),
+    ]
+    assert [name for name, _ in lines_of([right | {"reward": 0.7}, SAMPLE])] == ["best", "worst"]
+
+
+def test_a_gateway_is_asked_with_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = {"items": [SAMPLE], "next": None, "num_files": 1, "num_unread": 0}
+    gateway = serve(
+        monkeypatch, views(("tiny-aa11", ExperimentState.RUNNING)), {"/experiments/tiny-aa11/samples": page}
+    )
+
+    assert main(["show", "tiny", "--step", "30", "--worst", "--gateway", "http://gateway"]) == 0
+
+    assert "41 is not 42" in capsys.readouterr().out
+    assert gateway.asked[-1] == "GET /experiments/tiny-aa11/samples"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], [(2, 1.0), (2, 0.0), (2, 1.0), (2, 0.0)]),
+        (["--step", "1", "--worst", "-n", "2"], [(1, 0.0), (1, 0.0)]),
+        (["--best", "-n", "1"], [(2, 1.0)]),
+        (["--problem", "1", "--step", "1"], [(1, 1.0), (1, 0.0)]),
+        (["--failed"], []),
+        (["--kind", "filtered"], []),
+    ],
+)
+def test_the_files_of_a_run_that_ended_are_read(
+    words: list[str], found: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = shown(capsys, str(a_run(tmp_path)), *words)
+
+    assert [(item["step"], item["reward"]) for item in items] == found
+
+
+def test_a_data_directory_without_a_fleet_is_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FLOTILLA_GATEWAY_URL", raising=False)
+    data = str(a_run(tmp_path) / "fleet")
+
+    assert len(shown(capsys, "tiny", "--data", data, "--tokens", "-n", "1")[0]["tokens"]["token_ids"]) == 8
+    assert main(["show", "other", "--data", data]) == ExitCode.NOT_FOUND
+    assert main(["show", "tiny", "--data", str(tmp_path / "nowhere")]) == ExitCode.UNREACHABLE

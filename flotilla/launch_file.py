@@ -10,6 +10,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,15 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from shared.config.base import Config
-from shared.config.load import invalid_spec, parse_document, resolve_paths, validate_spec
+from shared.config.load import invalid_spec, parse_document, validate_spec
 from shared.config.overrides import Override, apply, in_environment, on_command_line, with_origins
+from shared.config.paths import resolve_paths
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, WorkerDied
+from shared.model_hub import fetched
 from shared.processes import tie_to_parent
+
+SAY_SECONDS = 2.0
 
 
 class PrepareConfig(Config):
@@ -81,7 +86,7 @@ def read_launch_file(
     document = _fill_seed(document, document.get("seed", 0))
     wanted = document.pop("prepare", None)
     try:
-        spec = validate_spec(resolve_paths(document, path.resolve().parent))
+        spec = validate_spec(resolve_paths(document, path.resolve().parent, made=_made_by(wanted)))
     except InvalidSpec as error:
         raise with_origins(error, layers) from None
     try:
@@ -89,6 +94,11 @@ def read_launch_file(
     except ValidationError as error:
         raise invalid_spec(error, PrepareConfig, below="prepare") from None
     return LaunchFile(path.resolve(), spec, prepare, written, layers)
+
+
+def _made_by(prepare: Any) -> str:
+    output = prepare.get("output") if isinstance(prepare, Mapping) else None
+    return output if isinstance(output, str) else ""
 
 
 def _fill_seed(node: Any, seed: object) -> Any:
@@ -116,6 +126,25 @@ async def run_prepare(launch: LaunchFile, say: Callable[[str], None]) -> None:
     with lock_path.open("w") as lock:
         await _lock(lock.fileno(), say)
         await _run(launch.prepare, folder, say)
+
+
+async def fetch_model(spec: ExperimentSpec, say: Callable[[str], None]) -> None:
+    """Download the model of a hub name into this machine's cache, saying how far it is; a directory needs nothing.
+
+    Raises:
+        ModelError, Unavailable: it cannot be had.
+    """
+    last = 0.0
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SAY_SECONDS or done_bytes == total_bytes:
+            last = time.monotonic()
+            say(f"{spec.model.path}: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB")
+
+    if spec.model.is_hub_name:
+        directory = await fetched(spec.model, tell)
+        say(f"{spec.model.path} is in {directory}")
 
 
 async def _lock(descriptor: int, say: Callable[[str], None]) -> None:

@@ -78,7 +78,6 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
 
 

@@ -19,6 +19,7 @@ from services.rollout.weights.switcher import Puller
 from services.rollout.weights.version import VersionGate
 from shared.config.spec import ExperimentSpec
 from shared.errors import WorkerDied
+from shared.model_hub import fetched
 from shared.prompts import PromptLimit, PromptTemplate
 from shared.schemas.service import Assignment
 from shared.schemas.task import Lane
@@ -80,7 +81,9 @@ class SessionOpener:
         Raises:
             ModelError: the model or its tokenizer cannot be loaded.
             InvalidSpec: the engine is not one that this service can start.
+            Unavailable: the model is on the hub, which cannot be reached.
         """
+        directory = str(await fetched(spec.model))
         engine = make_engine(spec, self.sglang_python)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
         try:
@@ -89,7 +92,7 @@ class SessionOpener:
                 if spec.asynchrony.publication.may_broadcast:
                     tasks.create_task(endpoint.start())
                 template = PromptTemplate.of(spec.data)
-                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, spec.model.path, template))
+                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
         except BaseException as error:
             await asyncio.gather(engine.close(), endpoint.close())
             if isinstance(error, BaseExceptionGroup):

@@ -5,7 +5,6 @@ name.
 """
 
 import difflib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config.base import Config
-from shared.config.data import is_url
 from shared.config.overrides import apply_overrides
+from shared.config.paths import resolve_paths
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import DocumentLoader, too_large
 from shared.errors import InvalidSpec, Scalar
@@ -173,64 +172,6 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
         raise InvalidSpec(f"cannot read {path}: {error}") from None
     document = apply_overrides(parse_document(text, source=str(path)), overrides)
     return validate_spec(resolve_paths(document, path.resolve().parent))
-
-
-PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
-ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
-
-
-def resolve_paths(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the spec's local paths absolute, so that they mean the same in every process.
-
-    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so does a
-    custom dataset's ``path.py:Class``.
-    """
-    resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
-    for section, field in PATH_FIELDS:
-        _resolve_path(resolved.get(section), field, folder)
-    for section, field in ROW_LISTS:
-        values = resolved.get(section)
-        rows = values.get(field) if isinstance(values, dict) else None
-        for each in rows if isinstance(rows, list) else []:
-            _resolve_path(each, "path", folder)
-            _resolve_path(each, "custom", folder)
-    checkpoint = resolved.get("checkpoint")
-    if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
-        # Without a slash it names an experiment.
-        _resolve_path(checkpoint, "resume_from", folder)
-    _resolve_functions(resolved.get("reward"), folder)
-    tracking = resolved.get("tracking")
-    trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
-    for tracker in trackers if isinstance(trackers, list) else []:
-        if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
-            tracker["directory"] = _absolute(tracker["directory"], folder)
-    return resolved
-
-
-def _resolve_path(values: Any, field: str, folder: Path) -> None:
-    if isinstance(values, dict) and isinstance(values.get(field), str) and values[field] and not is_url(values[field]):
-        values[field] = _absolute(values[field], folder)
-
-
-def _absolute(path: str, folder: Path) -> str:
-    """Take a path from a folder; ``~`` is a home, and stays where there is no user of that name."""
-    try:
-        return str(folder / Path(path).expanduser())
-    except RuntimeError:
-        return str(folder / path)
-
-
-def _resolve_functions(node: Any, folder: Path) -> None:
-    if isinstance(node, dict):
-        function = node.get("path")
-        if isinstance(function, str) and ".py:" in function:
-            file, _, name = function.rpartition(":")
-            node["path"] = f"{_absolute(file, folder)}:{name}"
-        for value in node.values():
-            _resolve_functions(value, folder)
-    elif isinstance(node, list):
-        for value in node:
-            _resolve_functions(value, folder)
 
 
 def invalid_spec(error: ValidationError, root: type[BaseModel], *, below: str = "") -> InvalidSpec:

@@ -1,16 +1,40 @@
 """Which model is trained."""
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.config.base import Config
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path has the form of a name on the Hugging Face hub: OWNER/NAME."""
+    return HUB_NAME.fullmatch(path) is not None
 
 
 class ModelConfig(Config):
     """A causal language model in Hugging Face format."""
 
     path: str = Field(min_length=1)
-    """Directory with config.json, safetensors and a tokenizer. A relative path is taken from the spec file's folder."""
+    """Directory with config.json, safetensors and a tokenizer; or a name on the Hugging Face hub, such as
+    `Qwen/Qwen3-0.6B`, which each service that loads it downloads when it starts. A relative path is taken from the spec
+    file's folder: OWNER/NAME is a hub name where that folder has no OWNER."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of a hub's model; null is its main branch. The gateway replaces it by the commit that it is
+    when the experiment is created."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the weights in training and sampling. On a CPU without AMX, bfloat16 is much slower."""
+
+    @property
+    def is_hub_name(self) -> bool:
+        """Whether the path names a model on the hub."""
+        return is_hub_name(self.path)
+
+    @model_validator(mode="after")
+    def _revision_of_a_hub_name(self) -> Self:
+        if self.revision is not None and not self.is_hub_name:
+            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
+        return self

@@ -18,7 +18,7 @@ from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.summary import show_summary, summarise, write_summary
-from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
+from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.errors import FlotillaError, Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -81,6 +81,8 @@ async def run(arguments: argparse.Namespace) -> int:
     console.print(f"run        {path}")
     try:
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+        # Before the fleet starts: all of it is on this machine, and finds the model in the cache.
+        await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
         resources = launch.spec.resources
         options = FleetOptions(
             data=path / "fleet",

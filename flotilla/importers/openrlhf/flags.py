@@ -17,7 +17,7 @@ WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 
 MODELS: tuple[Parameter, ...] = (
-    applied("--pretrain", "model.path", text, "a directory: download a hub name first", example="other-model",
+    applied("--pretrain", "model.path", text, "a directory, or a name on the hub", example="other-model",
             default=None, context={}, aliases=("--actor.model_name_or_path",)),
     refused("--reward_pretrain", "no reward model is run here: serve it behind a URL, and give --remote_rm_url",
             default=None, aliases=("--reward.model_name_or_path",)),

@@ -91,7 +91,7 @@ BATCHES: tuple[Parameter, ...] = (
     translated("model_update_frequency", "asynchrony.trigger_parameter_sync_step", count, "steps between two versions",
                example=2, default=1, aliases=(f"{TRAIN}.model_update_frequency",),
                translate=lambda value: value),
-    translated("pretrain", "model.path", text, "a directory: download a hub name first", example="other-model",
+    translated("pretrain", "model.path", text, "a directory, or a name on the hub", example="other-model",
                default=None, aliases=(f"{TRAIN}.model_args.model_name_or_path",)),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
 WITH_KL = {f"{ACTOR}.use_kl_loss": True}
 
 MODEL_ROWS: tuple[Parameter, ...] = (
-    applied(f"{MODEL}.path", "model.path", text, "a directory: download a hub name first", example="other-model",
+    applied(f"{MODEL}.path", "model.path", text, "a directory, or a name on the hub", example="other-model",
             default="~/models/deepseek-llm-7b-chat"),
     refused(f"{MODEL}.external_lib", "no module is imported for the model: use one that transformers has",
             default=None),

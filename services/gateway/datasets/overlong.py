@@ -12,6 +12,7 @@ from services.gateway.datasets.lengths import prompt_lengths
 from shared.config.data import FilterOverlongConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError
+from shared.model_hub import model_directory
 from shared.prompts import PromptTemplate
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ def without_overlong(
     prompts = [
         messages_of(value_at(row, config.prompt_column), config, number) for number, row in enumerate(dataset.rows)
     ]
-    lengths = prompt_lengths(prompts, spec.model.path, PromptTemplate.of(config), workers=overlong.workers, stop=stop)
+    lengths = prompt_lengths(
+        prompts, str(model_directory(spec.model)), PromptTemplate.of(config), workers=overlong.workers, stop=stop
+    )
     kept = kept_rows(dataset, lengths, spec.max_prompt_tokens, what)
     num_dropped = num_rows - len(kept.rows)
     log.info(

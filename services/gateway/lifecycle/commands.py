@@ -71,6 +71,7 @@ class ExperimentCommands:
         return await self._create(spec, start=start)
 
     async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:
+        spec = await asyncio.to_thread(checks.pinned, spec)
         await asyncio.to_thread(checks.check, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
         directory = self._directory / experiment_id

@@ -11,11 +11,13 @@ from shared.config.reward import CustomConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
+from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
-    paths = {"model.path": spec.model.path, **_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
+    paths = {} if spec.model.is_hub_name else {"model.path": spec.model.path}
+    paths |= {**_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
     for number, component in enumerate(spec.reward.components):
@@ -51,18 +53,33 @@ def check_paths(spec: ExperimentSpec) -> None:
 
 
 def check_model(spec: ExperimentSpec) -> None:
-    """Check that the model's directory is there and holds a model.
+    """Check that the model's directory is there and holds a model; of a hub's model, config and tokenizer are fetched.
 
     Raises:
-        ModelError: it is missing, or has no readable config.json.
+        ModelError: it is missing, or has no readable config.json; or the hub does not give it.
     """
-    directory = Path(spec.model.path)
+    if spec.model.is_hub_name and not has_config(spec.model):
+        fetch_small(spec.model)
+    directory = model_directory(spec.model)
     if not directory.is_dir():
         raise ModelError(f"model.path: there is no directory {directory}", path=str(directory))
     try:
         (directory / "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"model.path: cannot read config.json in {directory}: {error}", path=str(directory)) from None
+
+
+def pinned(spec: ExperimentSpec) -> ExperimentSpec:
+    """Replace the revision of a hub's model by its commit, so that every service loads the same files at any time.
+
+    Raises:
+        ModelError: there is no such model or revision, the hub refuses it or cannot be reached.
+    """
+    model = spec.model
+    if not model.is_hub_name or COMMIT.fullmatch(model.revision or ""):
+        return spec
+    commit = fetch_small(model)
+    return spec.model_copy(update={"model": model.model_copy(update={"revision": commit})})
 
 
 def check_functions(spec: ExperimentSpec) -> None:

@@ -70,7 +70,9 @@ def inspect(spec: ExperimentSpec) -> Inspection:
 
     def check_model() -> None:
         checks.check_model(spec)
-        check_directory(Path(spec.model.path))
+        if not spec.model.is_hub_name:
+            # Of a hub's model only config and tokenizer are here yet.
+            check_directory(Path(spec.model.path))
 
     def read_training() -> None:
         datasets.append(checks.train_dataset(spec))

@@ -9,6 +9,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.lengths import LengthProcess, running_process
 from shared.config.spec import ExperimentSpec
 from shared.errors import DataError
+from shared.model_hub import model_directory
 from shared.prompts import PromptTemplate
 from shared.schemas.task import Message
 
@@ -48,7 +49,7 @@ def look_at_prompts(spec: ExperimentSpec, datasets: Sequence[Dataset]) -> Prompt
     template = PromptTemplate.of(spec.data)
     lengths: list[int] = []
     texts: list[str] = []
-    with running_process(spec.model.path, template) as child:
+    with running_process(str(model_directory(spec.model)), template) as child:
         for dataset in datasets:
             first = _messages(dataset)
             lengths += _ask(child, first)["lengths"]

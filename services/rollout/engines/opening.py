@@ -10,11 +10,12 @@ from services.rollout.engines.sglang.settings import SglangSettings
 from shared.config.engine import SglangEngineConfig, TorchEngineConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
+from shared.model_hub import model_directory
 from shared.schemas.engine import EngineCapability, EngineOffer
 
 
 def make_engine(spec: ExperimentSpec, sglang_python: Path | None) -> Engine:
-    """Make the engine, not yet started.
+    """Make the engine, not yet started; a hub's model has been fetched before.
 
     Args:
         spec: of the experiment.
@@ -37,7 +38,7 @@ def make_engine(spec: ExperimentSpec, sglang_python: Path | None) -> Engine:
 def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:
     """Read what the embedded engine needs from a spec."""
     return EngineSettings(
-        model_path=spec.model.path,
+        model_path=str(model_directory(spec.model)),
         dtype=spec.model.dtype,
         device=engine.device,
         slots=engine.slots,
@@ -51,7 +52,7 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
 def sglang_settings(spec: ExperimentSpec, engine: SglangEngineConfig, python: Path | None) -> SglangSettings:
     """Read what an SGLang engine needs from a spec."""
     return SglangSettings(
-        model_path=Path(spec.model.path),
+        model_path=model_directory(spec.model),
         python=python,
         url=engine.url,
         dtype=spec.model.dtype,

@@ -27,6 +27,7 @@ from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS, CheckpointSta
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
+from shared.model_hub import model_directory
 from shared.streams.intervals import IntervalSet
 from shared.streams.plans import RECENT_STEPS, Plan
 
@@ -104,7 +105,7 @@ class CheckpointManager:
 
         def fill(directory: Path) -> None:
             # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
-            _save_model(learner.loaded, Path(learner.spec.model.path), directory / MODEL)
+            _save_model(learner.loaded, model_directory(learner.spec.model), directory / MODEL)
             save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
             if learner.versions is not None:
                 save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
@@ -165,7 +166,7 @@ class CheckpointManager:
                 f"model's weights but from {spec.checkpoint.resume_from}: start another one from there"
             )
         self._storage.set_aside(0)
-        source = Path(spec.model.path)
+        source = model_directory(spec.model)
         learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)
         return Restored(learner, Progress.start(), INITIAL, IntervalSet())
 
@@ -173,7 +174,7 @@ class CheckpointManager:
 def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device) -> Learner:
     reference = None
     if spec.algorithm.needs_reference:
-        reference = load_model(Path(spec.model.path), dtype=spec.model.dtype, device=device)
+        reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
     return Learner(spec, loaded, reference)
 
 

@@ -144,7 +144,7 @@ class WorkerHandle:
 
 
 def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: int) -> dict[str, str]:
-    """Make the worker's environment: compute threads as the spec says, no secrets, no network for model files."""
+    """Make the worker's environment: compute threads as the spec says, no secrets of the fleet."""
     kept = {name: value for name, value in inherited.items() if name not in SECRETS}
     count = str(threads)
     return kept | {
@@ -154,8 +154,6 @@ def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: int)
         # Two spinning thread pools on few cores are several times slower than one.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
     }
 
 

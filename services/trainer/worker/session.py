@@ -27,6 +27,7 @@ from services.trainer.worker.takeover import become_trainer, reconcile_with
 from shared.checkpoints import CHECKPOINTS
 from shared.config.advantage import GdpoConfig
 from shared.config.spec import ExperimentSpec
+from shared.model_hub import fetched
 from shared.schemas.service import Failure
 from shared.streams.plane import DataPlane
 from shared.weights.transport import WeightSender
@@ -104,6 +105,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     Raises:
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
     """
+    await fetched(spec.model)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
     mine = around.experiment_id, around.service_id

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flotilla.launch_file import read_launch_file
 from shared.errors import InvalidSpec
@@ -74,3 +75,25 @@ def test_the_shipped_experiments_are_valid() -> None:
         assert launch.prepare is not None
         assert launch.spec.evaluation is not None
         assert launch.spec.model.path.startswith(str(path.parent / launch.prepare.output))
+
+
+def test_a_name_on_the_hub_is_no_path_unless_a_folder_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    written = {
+        "name": "t",
+        "model": {"path": "Qwen/Qwen3-0.6B", "revision": "main"},
+        "data": {"path": "train.jsonl"},
+        "reward": {"components": [{"kind": "numeric"}]},
+        "optimisation": {"steps": 1},
+    }
+    path.write_text(yaml.safe_dump(written))
+    assert read_launch_file(path).spec.model.path == "Qwen/Qwen3-0.6B"
+
+    made = {"command": ["python", "make.py"], "output": "models/mine"}
+    path.write_text(yaml.safe_dump(written | {"model": {"path": "models/base"}, "prepare": made}))
+    assert read_launch_file(path).spec.model.path == str(tmp_path / "models" / "base")
+
+    (tmp_path / "Qwen").mkdir()
+    path.write_text(yaml.safe_dump(written))
+    with pytest.raises(InvalidSpec, match="revision has an effect only where path is a name on the hub"):
+        read_launch_file(path)

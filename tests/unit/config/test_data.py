@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import resolve_paths, validate_spec
+from shared.config.load import validate_spec
+from shared.config.paths import resolve_paths
 from shared.errors import InvalidSpec
 from tests.unit.gateway.builders import spec_document
 

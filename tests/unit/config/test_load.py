@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import load_spec, parse_document, resolve_paths, validate_spec
+from shared.config.load import load_spec, parse_document, validate_spec
 from shared.config.overrides import apply_overrides
+from shared.config.paths import resolve_paths
 from shared.errors import InvalidSpec
 
 

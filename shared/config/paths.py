@@ -1,0 +1,78 @@
+"""The local paths of a spec: made absolute, from the folder of its file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.config.data import is_url
+from shared.config.model import is_hub_name
+
+PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
+ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
+
+
+def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") -> dict[str, Any]:
+    """Make the spec's local paths absolute, so that they mean the same in every process.
+
+    A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
+    made there later, does not begin with it.
+
+    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so does a
+    custom dataset's ``path.py:Class``.
+    """
+    resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    for section, field in PATH_FIELDS:
+        if section != "model" or not _names_hub(resolved.get(section), folder, made):
+            _resolve_path(resolved.get(section), field, folder)
+    for section, field in ROW_LISTS:
+        values = resolved.get(section)
+        rows = values.get(field) if isinstance(values, dict) else None
+        for each in rows if isinstance(rows, list) else []:
+            _resolve_path(each, "path", folder)
+            _resolve_path(each, "custom", folder)
+    checkpoint = resolved.get("checkpoint")
+    if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
+        # Without a slash it names an experiment.
+        _resolve_path(checkpoint, "resume_from", folder)
+    _resolve_functions(resolved.get("reward"), folder)
+    tracking = resolved.get("tracking")
+    trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
+    for tracker in trackers if isinstance(trackers, list) else []:
+        if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
+            tracker["directory"] = _absolute(tracker["directory"], folder)
+    return resolved
+
+
+def _names_hub(model: Any, folder: Path, made: str) -> bool:
+    path = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str) or not is_hub_name(path):
+        return False
+    owner = path.partition("/")[0]
+    return not (folder / owner).exists() and Path(made).parts[:1] != (owner,)
+
+
+def _resolve_path(values: Any, field: str, folder: Path) -> None:
+    if isinstance(values, dict) and isinstance(values.get(field), str) and values[field] and not is_url(values[field]):
+        values[field] = _absolute(values[field], folder)
+
+
+def _absolute(path: str, folder: Path) -> str:
+    """Take a path from a folder; ``~`` is a home, and stays where there is no user of that name."""
+    try:
+        return str(folder / Path(path).expanduser())
+    except RuntimeError:
+        return str(folder / path)
+
+
+def _resolve_functions(node: Any, folder: Path) -> None:
+    if isinstance(node, dict):
+        function = node.get("path")
+        if isinstance(function, str) and ".py:" in function:
+            file, _, name = function.rpartition(":")
+            node["path"] = f"{_absolute(file, folder)}:{name}"
+        for value in node.values():
+            _resolve_functions(value, folder)
+    elif isinstance(node, list):
+        for value in node:
+            _resolve_functions(value, folder)

@@ -13,11 +13,13 @@ def new_token() -> str:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write a secret so that no other user can read it at any time (mode 0600 from the start)."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write a secret so that no other user can read it (mode 0600 from the start), and nobody a part of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(secret + "\n")
+    unfinished.replace(path)
 
 
 def is_same_secret(given: str | None, expected: str) -> bool:

@@ -31,6 +31,7 @@ SMALL = (
     "optimisation.warmup_updates=1",
     "optimisation.micro_batch_tokens=2048",
     "asynchrony.require_batches=2",
+    "asynchrony.publication.transport=shared_memory",
     "evaluation=null",
     "checkpoint.every_steps=3",
     "tracking.trackers=[{kind: jsonl}, {kind: tensorboard}]",
@@ -83,13 +84,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("verl_grpo_kl.sh", ()),
+        pytest.param("verl_grpo_kl.sh", (), marks=pytest.mark.long),
         ("verl_fully_async.sh", ("reward.shaping.overlong.max_length=16", "reward.shaping.overlong.buffer=8")),
         ("verl_ppo.yaml", ("algorithm.aggregation.fixed_length=16", "algorithm.value_loss.aggregation.fixed_length=16",
                            "algorithm.value_loss.warmup_steps=1")),
         ("openrlhf_reinforce_baseline.sh", ()),
-        ("openrlhf_hybrid_engine.sh", (NUMERIC,)),
-        ("openrlhf_dynamic_filtering.sh", (NUMERIC, "reward.group_filter=null")),
+        pytest.param("openrlhf_hybrid_engine.sh", (NUMERIC,), marks=pytest.mark.long),
+        pytest.param("openrlhf_dynamic_filtering.sh", (NUMERIC, "reward.group_filter=null"), marks=pytest.mark.long),
         ("roll_rlvr.yaml", (NUMERIC,)),
     ],
 )  # fmt: skip

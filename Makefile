@@ -6,6 +6,8 @@ STAMP := .venv/.installed
 SOURCES := flotilla services shared
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A fleet is a dozen processes: they share what the first of them has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
@@ -29,10 +31,10 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
 
-# Whole fleets run one at a time, some when all else has ended; what has failed runs once more, alone (tests/suite).
+# Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15
 
-test: install ## the whole test suite (about 15 minutes on two cores)
+test: install ## the whole test suite (about 10 minutes on two cores)
 	@$(PYTEST) -m "not long and not sglang"
 
 # SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).
@@ -58,7 +60,7 @@ format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-test-all: install ## also the long tests, for every night
+test-all: install ## the whole suite and the long tests, for every night
 	@$(PYTEST) -m "not sglang"
 
 clean: ## remove what was built; runs and prepared models stay

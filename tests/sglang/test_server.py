@@ -18,7 +18,7 @@ from services.rollout.engines.sglang.engine import SglangEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
-from tests.contract.engine.conftest import sglang_settings
+from tests.contract.engine.conftest import sglang_settings, until_running
 from tests.contract.engine.fake_sglang import REQUESTS
 from tests.contract.engine.models import make_model, save_image, save_model, scores
 from tests.contract.engine.requests import a_request
@@ -109,10 +109,8 @@ async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_t
     engine: SglangEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
 ) -> None:
     version = (await engine.load()).version
-    running = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=400)))
-    async with asyncio.timeout(60):
-        while (await engine.load()).generated_tokens < 40:
-            await asyncio.sleep(0.01)
+    running = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=1000)))
+    await until_running(engine, running=2, new_tokens=80)
 
     await engine.load_weights(images[(version + 1) % 2], version + 1, OnWeightUpdate.CONTINUE)
 
@@ -125,6 +123,19 @@ async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_t
         assert farthest(models, [before]) < 1e-4
     fresh = await engine.generate(a_request(PROMPT, seeds=(3,), max_new_tokens=50))
     assert farthest(models, fresh) < 1e-4, "a new request shares no cache with the old weights"
+
+
+async def test_an_abort_gives_what_there_is(engine: SglangEngine, models: tuple[nn.Module, nn.Module]) -> None:
+    request = a_request(PROMPT, seeds=(1, 2), request_id="long", max_new_tokens=1000)
+    running = asyncio.create_task(engine.generate(request))
+    await until_running(engine, running=2, new_tokens=60)
+
+    await engine.abort("long")
+
+    completions = await running
+    assert {completion.finish_reason for completion in completions} == {FinishReason.ABORTED}
+    assert all(20 <= completion.token_ids.size < 1000 for completion in completions)
+    assert farthest(models, completions) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])

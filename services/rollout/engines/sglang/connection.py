@@ -21,6 +21,7 @@ from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WorkerDi
 log = logging.getLogger(__name__)
 
 MAX_FAILED_PROBES = 3
+OWN_PROBES = 20
 HEALTH_SECONDS = 30.0
 """The server itself gives up a probe after 20."""
 POLL_SECONDS = 0.5
@@ -135,7 +136,8 @@ class Connection:
 
     async def _after_lost_connection(self, error: Unreachable) -> FlotillaError:
         """Find out whether the server is dead, or dropped a connection only."""
-        for _ in range(MAX_FAILED_PROBES):
+        # The end of a process that is ours is told with its cause, though not at once on a busy machine.
+        for _ in range(MAX_FAILED_PROBES if self.server is None else OWN_PROBES):
             if self.death is not None:
                 return self.death
             with suppress(*NO_ANSWER):

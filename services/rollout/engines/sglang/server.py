@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 from collections import deque
+from io import FileIO
 from pathlib import Path
 
 from services.rollout.engines.sglang.arguments import HOST, command_line, environment
@@ -66,12 +67,14 @@ class SglangServer:
         assert settings.python is not None
         file = await asyncio.to_thread(write_key, self._place, self.key)
         arguments = command_line(settings, port=self._port, key_file=str(file))
+        # A pipe of our own: asyncio would call the server ended only once its last child has closed one of asyncio's.
+        reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
                 str(settings.python),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=writing,
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment(settings, os.environ),
                 cwd=self._place,
@@ -80,8 +83,11 @@ class SglangServer:
                 preexec_fn=tie_to_parent(signal.SIGKILL),
             )
         except OSError as error:
+            os.close(reading)
             raise WorkerDied(f"FLOTILLA_SGLANG_PYTHON {settings.python} cannot be started: {error}") from error
-        self._reading = asyncio.create_task(self._read(self._process), name="sglang output")
+        finally:
+            os.close(writing)
+        self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", buffering=0)), name="sglang output")
 
     async def ended(self) -> WorkerDied | InvalidSpec:
         """Wait until it has ended by itself, and return the cause."""
@@ -119,11 +125,21 @@ class SglangServer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _read(self, pipe: FileIO) -> None:
+        reader = asyncio.StreamReader()
+        with pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), pipe
+            )
+            try:
+                await self._keep_lines(reader)
+            finally:
+                transport.close()
+
+    async def _keep_lines(self, reader: asyncio.StreamReader) -> None:
         rest = b""
         # By chunks, since a reader of lines gives up on a long one, and then a full pipe would block the server.
-        while chunk := await process.stdout.read(CHUNK_BYTES):
+        while chunk := await reader.read(CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 text = line[:MAX_LINE].decode(errors="replace").rstrip()

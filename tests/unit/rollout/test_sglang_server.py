@@ -1,0 +1,86 @@
+"""How a server's process is watched and ended; a shell script takes the server's place."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.rollout.engines.sglang.server import SglangServer
+from services.rollout.engines.sglang.settings import SglangSettings
+from shared.errors import InvalidSpec, WorkerDied
+
+
+def a_server(directory: Path, script: str) -> SglangServer:
+    program = directory / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    return SglangServer(SglangSettings(directory, python=program), directory)
+
+
+async def child_of(server: SglangServer) -> psutil.Process:
+    async with asyncio.timeout(10):
+        while True:
+            children = psutil.Process(server.process_id).children()
+            if children:
+                return children[0]
+            await asyncio.sleep(0.01)
+
+
+async def test_arguments_that_are_refused_are_told_in_the_servers_words(tmp_path: Path) -> None:
+    server = a_server(tmp_path, "echo usage: many lines; echo 'x.py: error: unrecognized arguments: --foo' >&2; exit 2")
+    await server.start()
+
+    error = await server.ended()
+
+    assert isinstance(error, InvalidSpec)
+    assert "rollout.engine.options: x.py: error: unrecognized arguments: --foo" in error.detail
+    await server.close(1.0)
+
+
+async def test_a_death_is_known_at_once_with_its_last_lines_though_a_child_lives(tmp_path: Path) -> None:
+    server = a_server(tmp_path, "echo loaded; sleep 1000 & wait")
+    await server.start()
+    child = await child_of(server)
+    assert server.process_id is not None
+
+    os.kill(server.process_id, signal.SIGKILL)
+
+    async with asyncio.timeout(10):
+        error = await server.ended()
+    assert isinstance(error, WorkerDied)
+    assert error.detail == "the SGLang server ended by signal SIGKILL; last lines: loaded"
+    await server.close(1.0)
+    await asyncio.to_thread(child.wait, 10)
+
+
+async def test_a_server_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    server = a_server(tmp_path, "trap '' TERM; sleep 1000 & while :; do wait; done")
+    await server.start()
+    child = await child_of(server)
+
+    await server.close(0.1)
+
+    assert server.process_id is None
+    await asyncio.to_thread(child.wait, 10)
+
+
+async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> None:
+    server = a_server(tmp_path, "head -c 3000000 /dev/zero | tr '\\0' 'x'; echo; echo last; exit 3")
+    await server.start()
+
+    error = await server.ended()
+
+    assert isinstance(error, WorkerDied)
+    assert error.detail.endswith("| last")
+    assert len(error.detail) < 1000
+    await server.close(1.0)
+
+
+async def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
+    server = SglangServer(SglangSettings(tmp_path, python=tmp_path / "nothing"), tmp_path)
+
+    with pytest.raises(WorkerDied, match=r"FLOTILLA_SGLANG_PYTHON .*nothing cannot be started"):
+        await server.start()

@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## make .venv with everything; costs nothing the second time
 
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
-	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml
+	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
 
 # Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15

@@ -7,10 +7,14 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 REAP_SECONDS = 10.0
+POLL_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,31 @@ async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SEC
             return await process.wait()
     log.error("a killed process does not end", extra={"pid": process.pid})
     return None
+
+
+def end_family() -> None:
+    """Kill every process that descends from this one, and wait for their ends; blocks.
+
+    All are found before any is killed: who loses its parent is not found any more. Nobody is reaped here: that is for
+    whoever started them.
+    """
+    family = psutil.Process().children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    end = time.monotonic() + REAP_SECONDS
+    while left := [process.pid for process in family if _lives(process)]:
+        if time.monotonic() > end:
+            log.error("killed processes do not end", extra={"pids": left})
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.SIGTERM) -> None:

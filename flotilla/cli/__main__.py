@@ -26,14 +26,9 @@ async def _until_done(command: Command, arguments: argparse.Namespace) -> int:
     task = asyncio.create_task(command(arguments))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # One signal ends everything in order; the same again changes nothing, so that nothing is left behind.
-        loop.add_signal_handler(number, _cancel_once, task)
+        # One signal ends everything in order, another one at once: see ``LocalFleet``. Nothing is left behind.
+        loop.add_signal_handler(number, task.cancel)
     return await task
-
-
-def _cancel_once(task: "asyncio.Task[int]") -> None:
-    if not task.cancelling():
-        task.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

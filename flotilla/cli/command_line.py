@@ -55,6 +55,9 @@ def _add_run(commands: "Commands") -> None:
     parsing.add_fleet(parser, port=0)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
     parser.add_argument("--name", help="name of the run directory (default: the experiment's name)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--continue", dest="go_on", action="store_true", help="go on where the run of this name ended")
+    which.add_argument("--fresh", action="store_true", help="move an earlier run of this name to RUNS/earlier")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
 
 
@@ -87,18 +90,33 @@ def _add_membership(commands: "Commands") -> None:
 def _add_experiments(commands: "Commands") -> None:
     text = "Create and start an experiment on a fleet that runs."
     start = add_command(commands, "start", text, "start:start")
-    parsing.add_spec(start)
+    parsing.add_spec(start, is_needed=False)
+    text = "begin from a checkpoint: EXPERIMENT or EXPERIMENT@STEP, or a path; without SPEC under its own settings"
+    start.add_argument("--from", dest="origin", metavar="WHERE", help=text)
     add_gateway(start)
     text = "Make what an experiment file needs, and print the spec to send over REST."
     parsing.add_spec(add_command(commands, "prepare", text, "start:prepare"))
     for name, text in (
         ("stop", "Stop an experiment; its checkpoints stay."),
         ("pause", "Pause an experiment."),
-        ("resume", "Let a paused experiment go on."),
+        ("resume", "Let a paused experiment go on, or a stopped or failed one from its newest checkpoint."),
     ):
         parser = add_command(commands, name, text, f"experiment:{name}")
         add_experiment(parser)
         add_gateway(parser)
+    text = "Give an experiment more steps; one that has ended goes on from its newest checkpoint."
+    extend = add_command(commands, "extend", text, "continuing:extend")
+    add_experiment(extend)
+    extend.add_argument("--steps", type=parsing.at_least_one, required=True, help="optimisation.steps from now on")
+    add_json(extend)
+    add_gateway(extend)
+    text = "Start an experiment from a checkpoint of another, with other settings where they are given."
+    fork = add_command(commands, "fork", text, "continuing:fork")
+    fork.add_argument("origin", metavar="EXPERIMENT[@STEP]", help="id, its beginning, or name (default step: newest)")
+    parsing.add_overrides(fork)
+    fork.add_argument("--name", help="of the new experiment (default: that of the other)")
+    add_json(fork)
+    add_gateway(fork)
     watch = add_command(commands, "watch", "Follow an experiment.", "experiment:watch")
     add_experiment(watch)
     watch.add_argument("--plain", action="store_true", help="lines instead of a live view")

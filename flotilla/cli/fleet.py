@@ -27,10 +27,11 @@ from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
-from shared.processes import python_module
+from shared.processes import end_family, python_module
 from shared.security import new_token, write_secret
 from shared.settings import allows_volatile_redis
 from shared.streams.redis.connection import check_server
+from shared.weights.image import sweep
 
 START_SECONDS = 90.0
 LEASE_SECONDS = "15"
@@ -140,12 +141,30 @@ class LocalFleet:
         try:
             await self._start()
         except BaseException:
-            await asyncio.shield(self._stop())
+            await self._end()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(self._stop())
+        await self._end()
+
+    async def _end(self) -> None:
+        """End everything in order; who cancels that, such as by a second Ctrl-C, ends everything at once."""
+        stopping = asyncio.create_task(self._stop(), name="stop the fleet")
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            self._say("everything is ended at once")
+            stopping.cancel()
+            await asyncio.gather(stopping, return_exceptions=True)
+            if self._keeping_redis is not None:
+                self._keeping_redis.cancel()
+            for process in self._processes:
+                process.let_go()
+            await asyncio.to_thread(end_family)
+            await asyncio.to_thread(sweep)
+            self._close()
+            raise
 
     async def _start(self) -> None:
         data = self.options.data
@@ -242,6 +261,9 @@ class LocalFleet:
             self._keeping_redis.cancel()
         if self._redis is not None:
             self._redis.stop()
+        self._close()
+
+    def _close(self) -> None:
         (self.options.data / FLEET_FILE).unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()

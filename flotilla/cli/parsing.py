@@ -94,9 +94,14 @@ def add_experiment(parser: argparse.ArgumentParser, *, is_needed: bool = False) 
         parser.add_argument("experiment", nargs="?", help=f"{text} (default: the one that is active, else the newest)")
 
 
-def add_spec(parser: argparse.ArgumentParser) -> None:
+def add_spec(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None:
     """Add an experiment file and what overrides it."""
-    parser.add_argument("spec", help="experiment file, YAML or JSON")
+    parser.add_argument("spec", nargs=None if is_needed else "?", help="experiment file, YAML or JSON")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add what overrides a spec."""
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, such as optimisation.steps=10")
     parser.add_argument("--seed", type=int, help="the experiment's seed")
 

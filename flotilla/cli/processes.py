@@ -86,6 +86,11 @@ class OwnedProcess:
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
 
+    def let_go(self) -> None:
+        """Watch over it no longer: its end is no death."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+
     async def stop(self) -> None:
         """End it: SIGTERM, then SIGKILL to its whole session."""
         if self._keeper is not None:

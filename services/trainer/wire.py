@@ -59,7 +59,8 @@ class Status(Line):
 
     kind: Literal["status"] = "status"
     state: WorkState
-    step: int
+    step: int | None
+    """Steps done; None until a checkpoint was loaded, or found missing."""
     version: int | None
     """Version published last; None before the first."""
     load: Mapping[str, float] = Field(default_factory=dict)

@@ -41,7 +41,7 @@ SUMMARY_KEYS = {
 class Run:
     """A ``flotilla run`` in a process of its own, recognisable by a mark in its environment."""
 
-    def __init__(self, spec: dict[str, Any], directory: Path, runs: Path) -> None:
+    def __init__(self, spec: dict[str, Any], directory: Path, runs: Path, *options: str) -> None:
         path = directory / "spec.yaml"
         path.write_text(yaml.safe_dump(spec))
         self.mark = f"mark-{time.monotonic_ns()}"
@@ -49,7 +49,7 @@ class Run:
         self.runs = runs
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*FLOTILLA, "run", str(path), "--plain", "--runs", str(runs)],
+                [*FLOTILLA, "run", str(path), "--plain", "--runs", str(runs), *options],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -147,7 +147,7 @@ def by_lag(metrics: dict[str, dict[int, float]]) -> list[tuple[str, dict[int, fl
 
 def test_two_runs_at_once_end_with_summaries_and_checkpoints_that_load(tmp_path: Path) -> None:
     spec = an_evaluated_spec(tmp_path, optimisation={"steps": 6})
-    runs = [Run(spec, tmp_path, tmp_path / "runs") for _ in range(2)]
+    runs = [Run(spec, tmp_path, tmp_path / "runs", "--fresh") for _ in range(2)]
 
     assert [run.wait(2 * PATIENCE_SECONDS) for run in runs] == [0, 0], [run.said() for run in runs]
 

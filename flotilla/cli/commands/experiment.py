@@ -22,7 +22,8 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
         async with open_client(arguments.gateway, Path(arguments.data)) as client:
             view = await find_experiment(client, arguments.experiment)
             answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
-            new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}")
+            after = f"; `flotilla resume {view.id}` goes on from its last checkpoint" if name == "stop" else ""
+            new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}{after}")
         return 0
 
     return act

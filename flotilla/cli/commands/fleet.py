@@ -66,7 +66,13 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
         info = await _until_up(process, data, log_path)
     except BaseException:
         # Ctrl-C too: what was started here is not left behind half started.
-        await asyncio.shield(_end(process))
+        try:
+            await asyncio.shield(_end(process))
+        except asyncio.CancelledError:
+            # A second Ctrl-C: the fleet's own second one ends it at once.
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            raise
         raise
     console.print(
         f"the fleet is up: {info.gateway_url} (pid {info.pid}); `{typed('down', data)}` ends it", markup=False

@@ -1,15 +1,16 @@
-"""``flotilla run SPEC``: a fleet of its own, one experiment, the result, and nothing left behind."""
+"""``flotilla run SPEC``: a fleet of its own, one experiment, the result, and nothing left running.
+
+Ctrl-C ends the fleet and nothing else: the experiment stays as it is, and ``--continue`` goes on with it, as after a
+crash.
+"""
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import os
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
+from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.output import new_console
@@ -17,135 +18,121 @@ from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
+from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from shared.client import GatewayClient
-from shared.errors import FlotillaError, Unavailable
+from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView
 
 SETTLE_SECONDS = 10.0
-LOCK_FILE = "lock"
-
-
-class RunDirectory:
-    """``runs/<name>``, or ``runs/<name>-2`` while another run uses that; an earlier run's files are moved aside."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self._root = root
-        self._name = name
-        self._lock: IO[str] | None = None
-        self.path = root / name
-
-    def take(self) -> Path:
-        """Take a directory that no other run uses, empty but for its lock."""
-        for number in range(1, 1000):
-            path = self._root / (self._name if number == 1 else f"{self._name}-{number}")
-            path.mkdir(parents=True, exist_ok=True)
-            lock = (path / LOCK_FILE).open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                continue
-            self._lock, self.path = lock, path
-            self._move_earlier_aside()
-            return path
-        raise Unavailable(f"every directory from {self._root / self._name} to -999 is in use")
-
-    def _move_earlier_aside(self) -> None:
-        earlier = [entry for entry in self.path.iterdir() if entry.name != LOCK_FILE]
-        if not earlier:
-            return
-        made = datetime.fromtimestamp(max(entry.stat().st_mtime for entry in earlier), tz=UTC)
-        aside = self._root / "earlier" / f"{self.path.name}-{made:%Y%m%d-%H%M%S-%f}"
-        aside.mkdir(parents=True)
-        for entry in earlier:
-            entry.rename(aside / entry.name)
-
-    def release(self) -> None:
-        """Let another run have it."""
-        if self._lock is not None:
-            self._lock.close()
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """Run one experiment from nothing to its summary."""
+    """Run one experiment from nothing, or from where it ended, to its summary."""
     console = new_console()
     overrides = list(arguments.set or [])
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
-    started = time.monotonic()
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
-    path = directory.take()
+    path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {path}")
     try:
-        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
-        # Before the fleet starts: all of it is on this machine, and finds the model in the cache.
-        await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
-        resources = launch.spec.resources
-        options = FleetOptions(
-            data=path / "fleet",
-            num_rollouts=arguments.rollouts or resources.rollouts.min,
-            num_trainers=arguments.trainers or 1,
-            num_rewards=arguments.rewards or resources.rewards.min,
-            num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else 1),
-            host="127.0.0.1",
-            port=arguments.port,
-            redis_url=arguments.redis_url,
-            log_level=arguments.log_level,
-        )
-        console.print(f"prepared   after {duration(time.monotonic() - started)}; the fleet starts")
-        async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
-            console.print(f"gateway    {fleet.gateway_url}   (logs in {options.data / 'logs'})")
-            return await _train(fleet, launch, path, arguments, started)
+        return await _run(arguments, launch, directory)
+    except asyncio.CancelledError:
+        if directory.experiment_id is None:
+            console.print("ended before an experiment was created: the same command begins again")
+        else:
+            command = continue_command(arguments, name=path.name, default_name=launch.spec.name)
+            console.print(f"stopped    after a checkpoint of step {directory.durable_step()}; go on with:")
+            console.print(f"\n    {command}\n", markup=False)
+        raise
     finally:
         directory.release()
 
 
+async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
+    console, started = new_console(), time.monotonic()
+    if not (arguments.go_on and directory.holds_run):
+        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+    # Before the fleet starts: all of it is on this machine, and finds the model in the cache.
+    await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
+    console.print(f"prepared   after {duration(time.monotonic() - started)}; the fleet starts")
+    resources = launch.spec.resources
+    options = FleetOptions(
+        data=directory.path / FLEET,
+        num_rollouts=arguments.rollouts or resources.rollouts.min,
+        num_trainers=arguments.trainers or 1,
+        num_rewards=arguments.rewards or resources.rewards.min,
+        num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else 1),
+        host="127.0.0.1",
+        port=arguments.port,
+        redis_url=arguments.redis_url,
+        log_level=arguments.log_level,
+    )
+    async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
+        console.print(f"gateway    {fleet.gateway_url}   (logs in {options.data / 'logs'})")
+        async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
+            try:
+                progress = await _train(fleet, client, launch, directory, arguments)
+            except asyncio.CancelledError:
+                console.print("stopping   the trainer writes a checkpoint; Ctrl-C again ends everything at once")
+                raise
+            await _until_settled(progress, client)
+            return await _report(progress, client, directory.path, time.monotonic() - started)
+
+
 async def _train(
-    fleet: LocalFleet, launch: LaunchFile, path: Path, arguments: argparse.Namespace, started: float
-) -> int:
-    console = new_console()
-    async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
-        answer = await client.call("POST", "/v1/experiments", body=launch.document, deadline_seconds=30)
+    fleet: LocalFleet, client: GatewayClient, launch: LaunchFile, directory: RunDirectory, arguments: argparse.Namespace
+) -> Progress:
+    """Create the experiment, or let it go on, and follow it to its end."""
+    console, view = new_console(), None
+    if arguments.go_on:
+        view = await go_on(client, directory.experiment_id, launch.spec, console.print)
+    if view is None:
+        body, params = launch.document, {"start": "true"}
+        answer = await client.call("POST", "/v1/experiments", body=body, params=params, deadline_seconds=CALL_SECONDS)
         view = ExperimentView.model_validate(answer)
-        progress = Progress(view)
-        try:
-            await client.call("POST", f"/v1/experiments/{view.id}/start", deadline_seconds=30)
-            await follow(progress, client, fleet, plain=arguments.plain)
-        except asyncio.CancelledError:
-            console.print("stopping")
-            with contextlib.suppress(FlotillaError, TimeoutError):
-                async with asyncio.timeout(5):
-                    await client.call("POST", f"/v1/experiments/{view.id}/stop", deadline_seconds=5)
-            raise
-        await _until_settled(progress, client)
-        checkpoints = await read_checkpoints(client, view)
-        wall = time.monotonic() - started
-        unwritten = ""
-        plot = path / "plot.png"
-        try:
-            has_plot = write_plot(progress, plot)
-        except OSError as error:
-            has_plot, unwritten = False, f"{plot} could not be written: {error.strerror}"
-        summary = summarise(
-            progress,
-            wall_seconds=wall,
-            checkpoints=checkpoints,
-            logs=path / "fleet" / "logs",
-            plot=plot if has_plot else None,
-            samples=await read_last(client, progress),
-        )
-        show_summary(console, summary)
-        console.print(f"samples    flotilla show {path} --worst", markup=False)
-        try:
-            write_summary(summary, path / "summary.json")
-        except OSError as error:
-            unwritten = f"{path / 'summary.json'} could not be written: {error.strerror}"
-        if unwritten:
-            raise Unavailable(unwritten)
-        return 0 if progress.view.state is ExperimentState.COMPLETED else 1
+    directory.record(view.id)
+    progress = Progress(view)
+    await follow(progress, client, fleet, plain=arguments.plain)
+    return progress
+
+
+async def _report(progress: Progress, client: GatewayClient, path: Path, wall_seconds: float) -> int:
+    """Write and show what a run has come to; return the exit code.
+
+    Raises:
+        Unavailable: a file cannot be written.
+    """
+    checkpoints = await read_checkpoints(client, progress.view)
+    unwritten = ""
+    plot = path / "plot.png"
+    try:
+        has_plot = write_plot(progress, plot)
+    except OSError as error:
+        has_plot, unwritten = False, f"{plot} could not be written: {error.strerror}"
+    made = plot if has_plot else None
+    logs = path / FLEET / "logs"
+    summary = summarise(
+        progress,
+        wall_seconds=wall_seconds,
+        checkpoints=checkpoints,
+        logs=logs,
+        plot=made,
+        samples=await read_last(client, progress),
+    )
+    console = new_console()
+    show_summary(console, summary)
+    console.print(f"samples    flotilla show {path} --worst", markup=False)
+    try:
+        write_summary(summary, path / "summary.json")
+    except OSError as error:
+        unwritten = f"{path / 'summary.json'} could not be written: {error.strerror}"
+    if unwritten:
+        raise Unavailable(unwritten)
+    return 0 if progress.view.state is ExperimentState.COMPLETED else 1
 
 
 async def _until_settled(progress: Progress, client: GatewayClient) -> None:

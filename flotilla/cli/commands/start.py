@@ -1,19 +1,25 @@
 """``flotilla start | prepare``: what a launch file becomes on a running fleet, or over REST."""
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from flotilla.cli.commands.continuing import FORK_SECONDS, absolute_reference, fork_of
 from flotilla.cli.output import new_console, write_json
 from flotilla.connection import open_client
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
+from shared.errors import InvalidRequest
 from shared.schemas.experiment import ExperimentView
 
+START_SECONDS = 60.0
 
-def _launch_file(arguments: argparse.Namespace) -> LaunchFile:
-    overrides = [*(arguments.set or []), *([f"seed={arguments.seed}"] if arguments.seed is not None else [])]
-    return read_launch_file(Path(arguments.spec), overrides, os.environ)
+
+def _launch_file(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> LaunchFile:
+    seed = [] if arguments.seed is None else [f"seed={arguments.seed}"]
+    return read_launch_file(Path(arguments.spec), [*(arguments.set or []), *seed, *overrides], os.environ)
 
 
 async def prepare(arguments: argparse.Namespace) -> int:
@@ -25,14 +31,29 @@ async def prepare(arguments: argparse.Namespace) -> int:
 
 
 async def start(arguments: argparse.Namespace) -> int:
-    """Create and start an experiment from a spec file."""
+    """Create and start an experiment from a spec file, from another's checkpoint, or from both.
+
+    Raises:
+        InvalidRequest: neither is named.
+    """
     console = new_console()
-    launch = _launch_file(arguments)
+    if arguments.spec is None and arguments.origin is None:
+        raise InvalidRequest("name an experiment file to start, or --from EXPERIMENT[@STEP] to begin from a checkpoint")
     async with open_client(arguments.gateway, Path(arguments.data)) as client:
-        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
-        view = ExperimentView.model_validate(
-            await client.call("POST", "/v1/experiments", body=launch.document, deadline_seconds=30)
-        )
-        await client.call("POST", f"/v1/experiments/{view.id}/start", deadline_seconds=30)
-        console.print(f"{view.id} ({view.name}) starts; `flotilla watch {view.id}` follows it")
+        if arguments.spec is None:
+            answer = await fork_of(client, arguments)
+        else:
+            origin = [] if arguments.origin is None else [await absolute_reference(client, arguments.origin)]
+            launch = _launch_file(arguments, [f"checkpoint.resume_from={json.dumps(each)}" for each in origin])
+            await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+            answer = await client.call(
+                "POST",
+                "/v1/experiments",
+                body=launch.document,
+                params={"start": "true"},
+                deadline_seconds=FORK_SECONDS if launch.spec.checkpoint.resume_from else START_SECONDS,
+            )
+        view = ExperimentView.model_validate(answer)
+        begins = "" if view.origin is None else f" from step {view.origin.step} of {view.origin.experiment_id}"
+        console.print(f"{view.id} ({view.name}) starts{begins}; `flotilla watch {view.id}` follows it")
     return 0

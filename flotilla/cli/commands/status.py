@@ -16,6 +16,8 @@ from shared.schemas.experiment import Page
 from shared.schemas.fleet import FleetView
 from shared.schemas.service import ServiceKind
 
+EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin")
+
 
 async def status(arguments: argparse.Namespace) -> int:
     """List services and experiments."""
@@ -26,10 +28,7 @@ async def status(arguments: argparse.Namespace) -> int:
         content = {
             "gateway": {"address": client.base_url, **_fleet_process(Path(arguments.data))},
             "services": [_service(service) for service in services],
-            "experiments": [
-                {key: each[key] for key in ("id", "name", "state", "step", "total_steps", "policy_version", "problem")}
-                for each in experiments
-            ],
+            "experiments": [{key: each[key] for key in EXPERIMENT_KEYS} for each in experiments],
             "shares": [share.model_dump(mode="json") for share in fleet.experiments],
         }
     if arguments.json:
@@ -77,13 +76,14 @@ def _show(content: dict[str, Any]) -> None:
 
 def experiments_table(experiments: Sequence[Mapping[str, Any]]) -> Table:
     """Show experiments, one row each."""
-    columns = ("id", "name", "state", "step", "version", "problem")
+    columns = ("id", "name", "state", "step", "version", "from", "problem")
     rows = []
     for each in experiments:
         problem = f"{each['problem']['component']}: {each['problem']['cause']}" if each["problem"] else ""
         step = f"{each['step']}/{each['total_steps']}"
-        rows.append((each["id"], each["name"], each["state"], step, str(each["policy_version"]), problem))
-    return table_of(columns, rows, whole=("id",))
+        origin = f"{each['origin']['experiment_id']}@{each['origin']['step']}" if each["origin"] else ""
+        rows.append((each["id"], each["name"], each["state"], step, str(each["policy_version"]), origin, problem))
+    return table_of(columns, rows, whole=("id", "from"))
 
 
 def _shares(shares: list[dict[str, Any]]) -> Table:

@@ -167,8 +167,8 @@ RUNNING: tuple[Parameter, ...] = (
                default=-1, aliases=("--ckpt.save_steps",)),
     applied("--max_ckpt_num", "checkpoint.keep", count, "newest checkpoints", example=5, default=3,
             aliases=("--ckpt.max_num",)),
-    refused("--load_checkpoint", "an experiment goes on from its own checkpoints only, by itself: to begin from other "
-            "weights, set --pretrain to their directory", default=False, aliases=("--ckpt.load_enable",)),
+    refused("--load_checkpoint", "no property of a spec: flotilla run --continue goes on where a run ended; to begin "
+            "from weights alone, set --pretrain to their directory", default=False, aliases=("--ckpt.load_enable",)),
     *unsupported("the fleet keeps an experiment's files under its own data directory", "--save_path",
              "--ckpt.output_dir", "--ckpt_path", "--ckpt.path"),
     *ignored("a checkpoint is always a Hugging Face directory", "--save_hf_ckpt", "--ckpt.save_hf",

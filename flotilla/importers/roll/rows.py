@@ -34,8 +34,9 @@ RUN: tuple[Parameter, ...] = (
     translated("validation.data_args.file_name", ("evaluation.path", "evaluation.sets"), texts,
                "one file of held-out rows is the path, several are sets with series of their own",
                example=["a.jsonl", "b.jsonl"], default=None, context=VALIDATED),
-    refused("resume_from_checkpoint", "an experiment goes on from its own newest checkpoint by itself; to begin from "
-            "other weights, set pretrain to their directory", default=False),
+    translated("resume_from_checkpoint", "checkpoint.resume_from", unchanged,
+               "a checkpoint of ours: one of ROLL's is refused when it is started; true, the newest of the same run, "
+               "is flotilla run --continue", example="/runs/mine@40", default=False),
     *ignored("there is nothing to render: the text of every sample is kept (samples), in the run's own folder",
              "render_save_dir"),
     refused("system_envs", "a service's environment is that of its machine: set the variables there", default={},

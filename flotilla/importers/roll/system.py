@@ -128,6 +128,8 @@ def run(source: Source) -> Fields:
         "checkpoint.every_steps": total if save < 1 else min(save, total),
         "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
     }
+    if isinstance(path := source.value("resume_from_checkpoint"), str):
+        fields["checkpoint.resume_from"] = path
     files = source.value("validation.data_args.file_name")
     if files:
         _check_files(source, "validation.data_args.file_name", files)

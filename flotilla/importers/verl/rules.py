@@ -234,6 +234,17 @@ def checkpoints(source: Source) -> Fields:
     return {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
 
 
+def beginning(source: Source) -> Fields:
+    """Make the checkpoint to begin from; verl reads its path under ``resume_path`` alone."""
+    if source.value("trainer.resume_mode") != "resume_path":
+        return {}
+    path = source.value("trainer.resume_from_path")
+    if path is None:
+        source.refuse("trainer.resume_mode", "resume_path wants trainer.resume_from_path")
+        return {}
+    return {"checkpoint.resume_from": path}
+
+
 def placement(source: Source) -> Fields:
     """Make the devices, where they are written, and the number of engines."""
     fields: Fields = {}

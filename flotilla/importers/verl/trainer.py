@@ -41,10 +41,12 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     translated("trainer.project_name", "tracking.trackers", text, "project of wandb, experiment of mlflow",
                example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
     refused("trainer.val_only", "the fleet trains; a run without steps is none", default=False),
-    refused("trainer.resume_from_path", "an experiment goes on from its own checkpoints only: to begin from other "
-            "weights, set model.path to their directory", default=None),
-    refused("trainer.resume_mode", "an experiment goes on from its own newest checkpoint: use auto", default="auto",
-            harmless=("disable",)),
+    translated("trainer.resume_from_path", "checkpoint.resume_from", text,
+               "read with resume_mode resume_path; a checkpoint of ours: one of verl's is refused when it is started, "
+               "to begin from its weights alone set model.path to their directory", example="/runs/mine@40",
+               default=None, context={"trainer.resume_mode": "resume_path"}),
+    refused("trainer.resume_mode", "auto is flotilla run --continue, disable --fresh; resume_path wants "
+            "resume_from_path", default="auto", harmless=("disable", "resume_path")),
     *unsupported(PROFILING, "trainer.profile_steps"),
     *ignored("all answers of every evaluation are kept (samples), and a right and a wrong one are shown with it",
              "trainer.log_val_generations"),

@@ -159,7 +159,7 @@ class WorkerProcess:
     def _say_status(self) -> None:
         session = self._session
         if session is None:
-            self._say(Status(state=self._control.state, step=0, version=None))
+            self._say(Status(state=self._control.state, step=None, version=None))
             return
         load = {
             "ready_groups": float(session.source.num_ready),

@@ -1,28 +1,92 @@
-"""Two runs never share a directory; an earlier run's files are kept."""
+"""A directory belongs to one run at a time, and an earlier run is never moved without a word."""
 
 from pathlib import Path
 
-from flotilla.cli.commands.run import RunDirectory
+import pytest
+
+from flotilla.cli.run_directory import RunDirectory
+from shared.errors import Conflict, NotFound
 
 
-def test_two_runs_at_once_get_two_directories(tmp_path: Path) -> None:
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The directory of a run that has ended."""
+    directory = RunDirectory(tmp_path, "trial")
+    directory.take()
+    directory.record("trial-1a2b3c")
+    directory.release()
+    return directory.path
+
+
+def test_a_name_that_is_taken_is_refused_with_the_ways_on(earlier: Path) -> None:
+    directory = RunDirectory(earlier.parent, "trial")
+
+    with pytest.raises(Conflict, match=r"the run trial-1a2b3c already: add --continue .* --fresh .* --name") as refusal:
+        directory.take()
+
+    assert str(earlier.parent / "earlier") in refusal.value.detail
+    assert directory.experiment_id == "trial-1a2b3c"
+    assert directory.reopen() == earlier, "who was refused holds no lock"
+    directory.release()
+
+
+@pytest.mark.parametrize("left", ["summary.json", "fleet/experiments/trial-1/checkpoints"])
+def test_what_a_crash_or_an_older_release_left_is_a_run_too(tmp_path: Path, left: str) -> None:
+    (tmp_path / "trial" / left).mkdir(parents=True)
+
+    with pytest.raises(Conflict, match="holds an earlier run already"):
+        RunDirectory(tmp_path, "trial").take()
+
+
+def test_what_never_became_a_run_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "trial" / "fleet" / "logs").mkdir(parents=True)
+    directory = RunDirectory(tmp_path, "trial")
+
+    path = directory.take()
+
+    assert [entry.name for entry in path.iterdir()] == ["lock"]
+    directory.release()
+
+
+def test_a_run_under_way_is_left_alone(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path, "trial"), RunDirectory(tmp_path, "trial")
+    first.take()
 
-    assert [first.take().name, second.take().name] == ["trial", "trial-2"]
+    with pytest.raises(Conflict, match="in use by another run"):
+        second.take()
+    with pytest.raises(Conflict, match="in use: another process"):
+        second.reopen()
+    assert second.take_fresh().name == "trial-2"
 
     first.release()
     second.release()
 
 
-def test_a_later_run_moves_the_earlier_files_aside(tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path, "trial")
-    (first.take() / "summary.json").write_text("{}")
-    first.release()
+def test_two_that_go_on_with_a_run_are_one(earlier: Path) -> None:
+    first, second = RunDirectory(earlier.parent, "trial"), RunDirectory(earlier.parent, "trial")
+    first.reopen()
 
-    second = RunDirectory(tmp_path, "trial")
-    path = second.take()
+    with pytest.raises(Conflict, match="in use"):
+        second.reopen()
+
+    first.release()
+    assert second.reopen() == earlier
     second.release()
 
-    assert path == tmp_path / "trial"
-    assert not (path / "summary.json").exists()
-    assert len(list((tmp_path / "earlier").glob("trial-*/summary.json"))) == 1
+
+def test_there_is_nothing_to_go_on_with_where_no_run_is(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="leave --continue out"):
+        RunDirectory(tmp_path, "trial").reopen()
+
+    assert not (tmp_path / "trial").exists()
+
+
+def test_a_fresh_run_moves_the_earlier_one_aside(earlier: Path) -> None:
+    (earlier / "summary.json").write_text("{}")
+    directory = RunDirectory(earlier.parent, "trial")
+
+    assert directory.take_fresh() == earlier
+    directory.release()
+
+    assert not directory.holds_run
+    assert len(list((earlier.parent / "earlier").glob("trial-*/summary.json"))) == 1

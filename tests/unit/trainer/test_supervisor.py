@@ -1,6 +1,8 @@
 """The supervisor starts, restarts and ends workers as the desired state says."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from services.trainer.supervisor.process import ExitStatus, environment_of
 from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
 from services.trainer.wire import Failed, Launch, Line, Order, Status
-from services.trainer.worker.run import describe_failure
+from services.trainer.worker.run import WorkerProcess, describe_failure
 from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.start_backoff import StartBackoff
@@ -124,6 +126,14 @@ async def test_an_assignment_starts_a_worker_and_its_status_is_observed(monkeypa
         assert observed.load["ready_groups"] == 2.0
         assert rig.workers[0].launch.token == "secret"
         assert rig.workers[0].launch.incarnation == 2_000_001
+
+
+async def test_a_worker_that_has_read_no_checkpoint_yet_names_no_step() -> None:
+    answers = io.BytesIO()
+
+    WorkerProcess(asyncio.StreamReader(), answers)._say_status()
+
+    assert json.loads(answers.getvalue())["step"] is None, "a run that goes on is not at step 0"
 
 
 async def test_pause_and_resume_reach_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,89 @@
+"""``flotilla extend | fork``: an experiment trains on, or another one begins from its checkpoint."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.continuing import CALL_SECONDS, at_rest
+from flotilla.cli.output import new_console, write_json
+from flotilla.connection import find_experiment, open_client
+from shared.client import GatewayClient
+from shared.config.load import validate_spec
+from shared.config.overrides import apply, on_command_line, with_origins
+from shared.errors import InvalidSpec
+from shared.schemas.experiment import ExperimentView
+
+FORK_SECONDS = 600.0
+"""Every byte of the checkpoint is read."""
+
+
+async def extend(arguments: argparse.Namespace) -> int:
+    """Raise the steps of an experiment; one that is ending is waited for, one that has ended goes on."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        view = await at_rest(client, await find_experiment(client, arguments.experiment))
+        path, body = f"/v1/experiments/{view.id}/extend", {"steps": arguments.steps}
+        answer = await client.call("POST", path, body=body, deadline_seconds=CALL_SECONDS)
+    if arguments.json:
+        write_json(answer)
+        return 0
+    now = ExperimentView.model_validate(answer)
+    new_console().print(
+        f"{now.id} ({now.name}) is {now.state} at step {now.step} and trains to step {now.total_steps}; before, "
+        f"{view.total_steps}"
+    )
+    return 0
+
+
+async def fork(arguments: argparse.Namespace) -> int:
+    """Start an experiment from a checkpoint of another, with other settings where they are given."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        answer = await fork_of(client, arguments, arguments.name)
+    if arguments.json:
+        write_json(answer)
+        return 0
+    view = ExperimentView.model_validate(answer)
+    assert view.origin is not None
+    new_console().print(
+        f"{view.id} ({view.name}) starts from step {view.origin.step} of {view.origin.experiment_id} and trains to "
+        f"step {view.total_steps}; `flotilla watch {view.id}` follows it"
+    )
+    return 0
+
+
+async def fork_of(client: GatewayClient, arguments: argparse.Namespace, name: str | None = None) -> Any:
+    """Fork ``arguments.origin``, with its overrides, and return the new experiment as JSON.
+
+    Raises:
+        InvalidSpec: an override is wrong.
+    """
+    where, step = parse_reference(arguments.origin)
+    parent = await find_experiment(client, where)
+    given = {"seed": arguments.seed, "name": name}
+    texts = [*(arguments.set or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    layers = on_command_line(texts)
+    try:
+        wanted = validate_spec(apply(parent.spec, layers)).model_dump(mode="json")
+    except InvalidSpec as error:
+        raise with_origins(error, layers) from None
+    changes = {section: value for section, value in wanted.items() if value != parent.spec.get(section)}
+    body = {"step": step, "changes": changes}
+    return await client.call("POST", f"/v1/experiments/{parent.id}/fork", body=body, deadline_seconds=FORK_SECONDS)
+
+
+def parse_reference(text: str) -> tuple[str, int | None]:
+    """Split ``EXPERIMENT`` or ``EXPERIMENT@STEP``."""
+    where, at, step = text.rpartition("@")
+    return (where, int(step)) if at and step.isdigit() else (text, None)
+
+
+async def absolute_reference(client: GatewayClient, reference: str) -> str:
+    """Write a reference as a spec holds it: an id for what names an experiment, an absolute path for a path."""
+    where, step = parse_reference(reference)
+    at = "" if step is None else f"@{step}"
+    if "/" in where:
+        return f"{_absolute(where)}{at}"
+    return f"{(await find_experiment(client, where)).id}{at}"
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()

@@ -1,0 +1,147 @@
+"""How a run goes on: what may differ in its spec, what its state needs, and the command that does it again."""
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flotilla.connection import list_experiments
+from shared.client import GatewayClient
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import ActionNotAllowed, Conflict
+from shared.schemas.experiment import ExperimentState, ExperimentView
+
+CALL_SECONDS = 60.0
+REST_SECONDS = 60.0
+PAUSE_SECONDS = 0.2
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LIVE = ("resources.", "optimisation.steps")
+MAX_NAMED = 5
+
+
+def continue_command(arguments: argparse.Namespace, *, name: str, default_name: str) -> str:
+    """Write the command that goes on with a run.
+
+    Args:
+        arguments: of the run.
+        name: of its directory.
+        default_name: that a run of this spec has.
+    """
+    words = ["flotilla", "run", arguments.spec, "--continue"]
+    for each in arguments.set or []:
+        words += ["--set", each]
+    given = {
+        "seed": arguments.seed,
+        "runs": arguments.runs if arguments.runs != "runs" else None,
+        "name": name if name != default_name else None,
+        "rollouts": arguments.rollouts,
+        "trainers": arguments.trainers,
+        "rewards": arguments.rewards,
+        "sandboxes": arguments.sandboxes,
+        "port": arguments.port or None,
+        "redis-url": arguments.redis_url if arguments.redis_url != os.environ.get("FLOTILLA_REDIS_URL") else None,
+    }
+    for option, value in given.items():
+        words += [f"--{option}", str(value)] if value is not None else []
+    return shlex.join([*words, *(["--plain"] if arguments.plain else [])])
+
+
+def differences(recorded: ExperimentSpec, wanted: ExperimentSpec) -> dict[str, tuple[Any, Any]]:
+    """Find the keys in which two specs differ: dotted path -> both values."""
+    before, after = (dict(_leaves(spec.model_dump(mode="json"))) for spec in (recorded, wanted))
+    paths = sorted(before.keys() | after.keys())
+    return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
+    """Refuse to go on under another spec, but for what an experiment may change.
+
+    Raises:
+        Conflict: a key differs; the detail names it with both values and the ways out.
+    """
+    others = {path: pair for path, pair in differences(recorded, wanted).items() if not path.startswith(LIVE)}
+    if wanted.model.is_hub_name and not COMMIT.fullmatch(wanted.model.revision or ""):
+        # A branch or tag, or none: the commit that it was when the run began stays.
+        others.pop("model.revision", None)
+    if others:
+        named = "; ".join(f"{path} was {was!r}, is {now!r}" for path, (was, now) in list(others.items())[:MAX_NAMED])
+        more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        raise Conflict(
+            f"the run was started with another spec: {named}{more}. Set it back to go on, or begin another run from "
+            "this one's checkpoint: --name NAME --set checkpoint.resume_from=RUN_DIRECTORY"
+        )
+
+
+async def go_on(
+    client: GatewayClient, experiment_id: str | None, wanted: ExperimentSpec, say: Callable[[str], None]
+) -> ExperimentView | None:
+    """Let the experiment of a run go on, in whatever state it is; None if it was never created.
+
+    Args:
+        experiment_id: as the run recorded it; None: the oldest of its fleet.
+        wanted: the spec as it is now: it may have more steps, and other quotas.
+
+    Raises:
+        Conflict: the spec differs in something else.
+        ActionNotAllowed: it did not come to rest in time, or its checkpoints are gone.
+    """
+    found = [each for each in await list_experiments(client) if experiment_id in {each.id, None}]
+    if not found:
+        return None
+    view = await at_rest(client, found[0])
+    path, recorded = f"/v1/experiments/{view.id}", validate_spec(view.spec)
+    check_same(recorded, wanted)
+    if wanted.resources != recorded.resources and not view.state.is_final:
+        resources = {"resources": wanted.resources.model_dump(mode="json")}
+        await client.call("PATCH", path, body=resources, deadline_seconds=CALL_SECONDS)
+    steps, known = wanted.optimisation.steps, recorded.optimisation.steps
+    if steps > known:
+        say(f"{view.id} is extended from {known} to {steps} steps")
+        body = {"steps": steps}
+        return ExperimentView.model_validate(
+            await client.call("POST", f"{path}/extend", body=body, deadline_seconds=CALL_SECONDS)
+        )
+    if steps < known:
+        say(f"{view.id} keeps its {known} steps; the spec says {steps}")
+    action = {
+        ExperimentState.DRAFT: "start",
+        ExperimentState.PAUSED: "resume",
+        ExperimentState.STOPPED: "resume",
+        ExperimentState.FAILED: "resume",
+    }.get(view.state)
+    if action is None:
+        return view
+    return ExperimentView.model_validate(await client.call("POST", f"{path}/{action}", deadline_seconds=CALL_SECONDS))
+
+
+async def at_rest(client: GatewayClient, view: ExperimentView) -> ExperimentView:
+    """Wait for the end of an experiment that is ending: its last ledger is written, and it can begin again.
+
+    Raises:
+        ActionNotAllowed: it did not come to rest in time.
+    """
+    end = time.monotonic() + REST_SECONDS
+    while True:
+        is_resting = view.state is not ExperimentState.STOPPING
+        if is_resting and view.state is ExperimentState.FAILED:
+            ledger = (await client.call("GET", f"/v1/experiments/{view.id}/ledger"))["train"]
+            is_resting = not ledger["outstanding"] and not ledger["planned"]
+        if is_resting:
+            return view
+        if time.monotonic() > end:
+            raise ActionNotAllowed(f"{view.id} is {view.state} and did not come to rest within {REST_SECONDS:.0f} s")
+        await asyncio.sleep(PAUSE_SECONDS)
+        view = ExperimentView.model_validate(await client.call("GET", f"/v1/experiments/{view.id}"))

@@ -1,0 +1,57 @@
+"""What a run that goes on may differ in, and the command that is printed for it."""
+
+import pytest
+
+from flotilla.cli.command_line import build_parser
+from flotilla.cli.continuing import check_same, continue_command, differences
+from shared.errors import Conflict
+from tests.unit.gateway.builders import a_spec
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "expected"),
+    [
+        ("run a.yaml", "tiny", "flotilla run a.yaml --continue"),
+        ("run a.yaml --fresh", "tiny-2", "flotilla run a.yaml --continue --name tiny-2"),
+        (
+            "run a.yaml --set seed=2 --seed 3 --runs r --rollouts 2 --plain",
+            "tiny",
+            "flotilla run a.yaml --continue --set seed=2 --seed 3 --runs r --rollouts 2 --plain",
+        ),
+    ],
+)
+def test_the_command_that_goes_on_says_what_the_first_one_said(typed: str, name: str, expected: str) -> None:
+    arguments = build_parser().parse_args(typed.split())
+
+    command = continue_command(arguments, name=name, default_name="tiny")
+
+    assert command == expected
+    again = build_parser().parse_args(command.split()[1:])
+    assert again.go_on and continue_command(again, name=name, default_name="tiny") == expected
+
+
+def test_a_run_is_not_both_continued_and_begun_again() -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["run", "a.yaml", "--continue", "--fresh"])
+
+
+def test_steps_and_quotas_may_differ_and_nothing_else() -> None:
+    recorded = a_spec()
+    longer = a_spec(optimisation={"steps": 9, "groups_per_mini_batch": 2}, resources={"priority": 3})
+    other = a_spec(seed=4, rollout={"group_size": 3, "sampling": {"max_new_tokens": 8}})
+
+    check_same(recorded, longer)
+
+    assert set(differences(recorded, longer)) == {"optimisation.steps", "resources.priority"}
+    with pytest.raises(Conflict, match=r"rollout\.group_size was 2, is 3; seed was 0, is 4.*resume_from"):
+        check_same(recorded, other)
+
+
+def test_the_commit_that_a_hubs_model_was_pinned_to_stays() -> None:
+    pinned = a_spec(model={"path": "a/b", "revision": "0" * 40})
+
+    check_same(pinned, a_spec(model={"path": "a/b"}))
+    check_same(pinned, a_spec(model={"path": "a/b", "revision": "main"}))
+
+    with pytest.raises(Conflict, match=r"model\.revision"):
+        check_same(pinned, a_spec(model={"path": "a/b", "revision": "1" * 40}))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
 from shared.errors import InvalidRequest
@@ -10,6 +11,10 @@ from shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0
 """So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
+IPNetwork = IPv4Network | IPv6Network
+GRADER_NETWORKS = "FLOTILLA_GRADER_NETWORKS"
+LOOPBACK: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
+"""A grader on the reward service's own host: what a fleet on a laptop has."""
 VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 SGLANG_PYTHON = "FLOTILLA_SGLANG_PYTHON"
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
@@ -30,6 +35,7 @@ class ServiceSettings:
         lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
+        grader_networks: networks that are not public and that a spec's graders may be in.
         sglang_python: interpreter that has SGLang, for rollouts; None where there is none.
     """
 
@@ -45,6 +51,7 @@ class ServiceSettings:
     parent_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
     sglang_python: Path | None = None
+    grader_networks: tuple[IPNetwork, ...] = LOOPBACK
 
 
 def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
@@ -86,7 +93,25 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
         sglang_python=_interpreter(values.get(SGLANG_PYTHON, "")),
+        grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
     )
+
+
+def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:
+    """Read a variable that lists networks, such as ``127.0.0.0/8, 10.3.0.0/16``, or is ``none``.
+
+    Raises:
+        InvalidRequest: it is not such a list.
+    """
+    text = values.get(name, "").strip()
+    if not text:
+        return default
+    if text.lower() == "none":
+        return ()
+    try:
+        return tuple(ip_network(each.strip()) for each in text.split(","))
+    except ValueError as error:
+        raise InvalidRequest(f"{name} must be networks, such as 127.0.0.0/8,10.3.0.0/16, or none: {error}") from None
 
 
 def _interpreter(text: str) -> Path | None:

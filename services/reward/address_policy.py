@@ -1,7 +1,8 @@
 """Which addresses a grader's URL may lead to.
 
-A URL of a spec is somebody's wish that this service connects somewhere. Without ``allow_private`` it must lead to the
-public Internet, or the grader's URL would reach into the fleet's own network. The name is resolved once and the
+A URL of a spec is somebody's wish that this service connects somewhere. It must lead to the public Internet, or the
+grader's URL would reach into the fleet's own network; with ``allow_private`` it may also lead to the networks that the
+operator of the service has named. The name is resolved once and the
 connection goes to the address that was checked, so a name cannot mean something else a moment later.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 from shared.errors import GradingFailed
+from shared.settings import GRADER_NETWORKS, IPNetwork
 
 IPAddress = IPv4Address | IPv6Address
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -41,8 +43,21 @@ def is_public(address: IPAddress) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved and not address.is_unspecified
 
 
-async def permitted_address(host: str, port: int, *, allow_private: bool, resolver: Resolver = resolve) -> str:
+def is_within(address: IPAddress, networks: Sequence[IPNetwork]) -> bool:
+    """Tell whether an address is in one of the networks, looking through the IPv6 form of an IPv4 address."""
+    inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return any(each in network for each in (address, inner) if each is not None for network in networks)
+
+
+async def permitted_address(
+    host: str, port: int, *, private: Sequence[IPNetwork] = (), resolver: Resolver = resolve
+) -> str:
     """Resolve a host and choose the address to connect to.
+
+    Args:
+        host, port: of the URL.
+        private: networks that are allowed though they are not public.
+        resolver: lists the addresses of a host.
 
     All its addresses must be allowed, not only the chosen one: a name with a private address among them is refused.
 
@@ -54,8 +69,9 @@ async def permitted_address(host: str, port: int, *, allow_private: bool, resolv
     if not addresses:
         raise OSError(f"{host} has no address")
     for text in addresses:
-        if not allow_private and not is_public(ip_address(text)):
+        if not is_public(ip_address(text)) and not is_within(ip_address(text), private):
             raise AddressRefused(
-                f"{host} resolves to {text}, which is not a public address; set `allow_private: true` to allow it"
+                f"{host} resolves to {text}, which is not a public address: it needs `allow_private: true` in the "
+                f"spec, and a network of the reward service's {GRADER_NETWORKS}"
             )
     return addresses[0]

@@ -7,21 +7,20 @@ same id until it is answered, refused, or out of time.
 import asyncio
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit
 
 import httpx
-from pydantic import ValidationError
 
-from services.reward.address_policy import AddressRefused, Resolver, permitted_address, resolve
+from services.reward.address_policy import Resolver, permitted_address, resolve
+from services.reward.reply import MAX_ANSWER_BYTES, parse_grades, parse_openrlhf, read_json
 from shared.clock import Clock, SystemClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
 from shared.retry import Backoff, retry
-from shared.schemas.grading import GRADING_SCHEMA, Grade, GradingRequest, GradingSample
+from shared.schemas.grading import Grade, GradingRequest, GradingSample
 from shared.security import signature
+from shared.settings import LOOPBACK, IPNetwork
 
 RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 FIRST_BACKOFF_SECONDS = 0.5
@@ -29,7 +28,6 @@ MAX_BACKOFF_SECONDS = 30.0
 REASON_BYTES = 4096
 REASON_LENGTH = 300
 """Of what a grader says about a refusal, what is kept."""
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 class Retryable(GradingFailed):
@@ -55,80 +53,13 @@ def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def parse_grades(answer: object, num_samples: int, name: str) -> list[Grade]:
-    """Read an answer in our own schema (``GradingResponse``). A bad grade is an error of its sample alone.
-
-    Args:
-        answer: the parsed JSON.
-        num_samples: how many grades it must have.
-        name: id of the request; the answer need not have it, but must not have another one.
-
-    Raises:
-        GradingFailed: the answer as a whole does not say what belongs to which sample.
-    """
-    if not isinstance(answer, Mapping) or not isinstance(grades := answer.get("grades"), list):
-        raise GradingFailed("the answer has no list `grades`")
-    if answer.get("version", GRADING_SCHEMA) != GRADING_SCHEMA:
-        raise GradingFailed(f"the answer has schema version {answer['version']!r}, this one reads {GRADING_SCHEMA}")
-    if answer.get("id") not in (None, name):
-        raise GradingFailed("the answer has the id of another request")
-    if len(grades) != num_samples:
-        raise GradingFailed(f"the answer has {len(grades)} grades for {num_samples} samples")
-    return [_grade(given) for given in grades]
-
-
-def _grade(given: object) -> Grade:
-    try:
-        return Grade.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "grade"
-        return Grade.error(f"the grader's {where} is not valid: {first['msg']}")
-
-
-def parse_openrlhf(answer: object, num_samples: int) -> list[Grade]:
-    """Read an answer in OpenRLHF's form: lists ``rewards`` and, optionally, ``scores`` and ``extra_logs`` by name.
-
-    A reward of null is an abstention. ``scores`` and ``extra_logs`` become metrics.
-
-    Raises:
-        GradingFailed: a list is missing or has another length than there are samples.
-    """
-    if not isinstance(answer, Mapping):
-        raise GradingFailed("the answer is not an object")
-    logs = answer.get("extra_logs") or {}
-    if not isinstance(logs, Mapping):
-        raise GradingFailed("`extra_logs` is not an object")
-    columns = {str(name): column for name, column in logs.items()}
-    if answer.get("scores") is not None:
-        columns["score"] = answer["scores"]
-    for name, column in {"rewards": answer.get("rewards"), **columns}.items():
-        if not isinstance(column, list) or len(column) != num_samples:
-            length = len(column) if isinstance(column, list) else "no list of"
-            raise GradingFailed(f"the answer has {length} {name} for {num_samples} samples")
-    grades = []
-    for index, reward in enumerate(answer["rewards"]):
-        metrics = {name: float(column[index]) for name, column in columns.items() if _is_finite(column[index])}
-        if reward is None:
-            grades.append(Grade.abstained())
-        elif _is_finite(reward):
-            grades.append(Grade.scored(float(reward), metrics=metrics))
-        else:
-            grades.append(Grade.error(f"the grader's reward is not a finite number: {reward!r}"[:200]))
-    return grades
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _retry_after(header: str | None, now: float) -> float:
     """Read ``Retry-After`` in seconds or as a date; 0 if it says nothing."""
     if not header:
         return 0.0
     try:
         seconds = float(header) if header.strip().isdigit() else parsedate_to_datetime(header).timestamp() - now
-    except ValueError:
+    except (ValueError, TypeError, OverflowError, OSError):
         return 0.0
     return max(0.0, seconds)
 
@@ -141,6 +72,7 @@ class RemoteVerifier:
         experiment: id of the experiment that asks.
         client: closed by this object; must not follow redirects nor use the environment's proxies.
         secret: signs the requests; None leaves them unsigned.
+        private: networks that are not public and may be asked, where the spec says ``allow_private``.
         resolver, clock: how names and the time are found.
         backoff_seconds: the first pause between attempts; it doubles, and a random part of it is taken.
     """
@@ -152,6 +84,7 @@ class RemoteVerifier:
         client: httpx.AsyncClient,
         secret: str | None = None,
         *,
+        private: Sequence[IPNetwork] = LOOPBACK,
         resolver: Resolver = resolve,
         clock: Clock | None = None,
         backoff_seconds: float = FIRST_BACKOFF_SECONDS,
@@ -160,6 +93,7 @@ class RemoteVerifier:
         self._experiment = experiment
         self._client = client
         self._secret = secret
+        self._private = private
         self._resolver = resolver
         self._clock = clock or SystemClock()
         self._backoff_seconds = backoff_seconds
@@ -170,7 +104,7 @@ class RemoteVerifier:
             return []
         body, name = self._body(samples)
         try:
-            answer = await self._ask(body, name)
+            answer = read_json(await self._ask(body, name))
             if self._config.dialect == "openrlhf":
                 return parse_openrlhf(answer, len(samples))
             return parse_grades(answer, len(samples), name)
@@ -193,12 +127,12 @@ class RemoteVerifier:
         }
         return json.dumps(lists).encode(), name
 
-    async def _ask(self, body: bytes, name: str) -> object:
+    async def _ask(self, body: bytes, name: str) -> bytes:
         config = self._config
         deadline = self._clock.monotonic() + config.deadline_seconds
         attempts = 0
 
-        async def attempt() -> object:
+        async def attempt() -> bytes:
             nonlocal attempts
             attempts += 1
             try:
@@ -219,7 +153,7 @@ class RemoteVerifier:
         except Retryable as error:
             raise GradingFailed(f"the grader failed {attempts} times, at last: {error.detail}") from error
 
-    async def _attempt(self, body: bytes, name: str) -> object:
+    async def _attempt(self, body: bytes, name: str) -> bytes:
         try:
             request = await self._request(body, name)
             response = await self._client.send(request, stream=True)
@@ -232,22 +166,24 @@ class RemoteVerifier:
                         raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes")
             finally:
                 await response.aclose()
-        except AddressRefused:
-            raise
         except (httpx.HTTPError, OSError) as error:
             raise Retryable(f"the grader does not answer: {error!r}"[:500]) from error
-        try:
-            answer: object = json.loads(content)
-        except ValueError as error:
-            raise GradingFailed("the grader's answer is not JSON") from error
-        return answer
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise GradingFailed(f"the grader's URL cannot be used: {error}"[:500]) from error
+        return bytes(content)
 
     async def _request(self, body: bytes, name: str) -> httpx.Request:
         url = httpx.URL(self._config.url)
         port = url.port or (443 if url.scheme == "https" else 80)
-        host = urlsplit(self._config.url).hostname or ""
-        address = await permitted_address(host, port, allow_private=self._config.allow_private, resolver=self._resolver)
-        headers = {"Host": url.netloc.decode(), "Content-Type": "application/json", "Idempotency-Key": name}
+        host = url.raw_host.decode()
+        private = self._private if self._config.allow_private else ()
+        address = await permitted_address(host, port, private=private, resolver=self._resolver)
+        headers = {
+            "Host": url.netloc.decode(),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            "Idempotency-Key": name,
+        }
         if self._secret is not None:
             timestamp = str(int(self._clock.now()))
             headers["X-Flotilla-Timestamp"] = timestamp
@@ -257,6 +193,9 @@ class RemoteVerifier:
         )
 
     async def _check(self, response: httpx.Response) -> None:
+        # Before a byte is read: what a few bytes unpack to is the grader's choice.
+        if response.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:
+            raise GradingFailed(f"the grader answered {response.status_code}, compressed, though it was asked not to")
         if response.status_code == 200:
             return
         if response.status_code == 202:
@@ -278,7 +217,7 @@ async def _reason(response: httpx.Response) -> str:
     text = content[:REASON_BYTES].decode("utf-8", "replace")
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict):
         text = next((str(answer[key]) for key in ("detail", "error", "message", "title") if answer.get(key)), text)

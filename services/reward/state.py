@@ -84,6 +84,7 @@ class SessionOpener:
             experiment=assignment.experiment_id,
             sandbox_url=sandbox_url,
             sandbox_token=self.settings.token,
+            grader_networks=self.settings.grader_networks,
             secrets=os.environ,
         )
         verifier = build_verifier(spec.reward, surroundings)

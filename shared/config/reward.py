@@ -7,6 +7,7 @@ remote grader is part of the experiment: it says what is optimised.
 import re
 from typing import Annotated, Literal, Self
 
+import httpx
 from pydantic import AfterValidator, Field, model_validator
 
 from shared.config.base import Config
@@ -113,11 +114,27 @@ class CodeConfig(ComponentConfig):
     """How many test cases are with the sandbox at a time."""
 
 
+def _is_url(text: str) -> str:
+    try:
+        url = httpx.URL(text)
+        has_host, port = bool(url.raw_host), url.port
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if url.scheme not in {"http", "https"} or not has_host or " " in text or not text.isprintable():
+        raise ValueError("not a URL of the form http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH")
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"port {port} is none")
+    return text
+
+
+GraderUrl = Annotated[str, AfterValidator(_is_url)]
+
+
 class RemoteConfig(ComponentConfig):
     """A grader behind a URL, in any language, operated by anybody."""
 
     kind: Literal["remote"] = "remote"
-    url: str = Field(pattern=r"^https?://[^\s/]+")
+    url: GraderUrl
     """Where the samples are posted."""
     dialect: Literal["flotilla", "openrlhf"] = "flotilla"
     """flotilla: the schema in ``shared/schemas/grading.py``; openrlhf: ``query``, ``prompts``, ``labels``, answered by
@@ -131,7 +148,8 @@ class RemoteConfig(ComponentConfig):
     max_attempts: int = Field(4, ge=1, le=100)
     """Attempts within the deadline."""
     allow_private: bool = False
-    """Allow a URL that resolves to a loopback, private or link-local address."""
+    """Allow a URL that resolves to an address that is not public, if the operator of the reward service has named its
+    network (``FLOTILLA_GRADER_NETWORKS``; loopback where nothing is set)."""
 
 
 Component = Annotated[

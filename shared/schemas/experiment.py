@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -108,12 +108,16 @@ class MetricPoint(Wire):
     at: str | None = None
 
 
+MAX_METRICS = 4096
+MAX_METRIC_NAME = 256
+
+
 class MetricBatch(Wire):
     """What a service reports about one step; the gateway stores each step of a series once."""
 
     step: int = Field(ge=0)
     version: int = Field(ge=0)
-    values: Mapping[str, float]
+    values: Mapping[Annotated[str, Field(max_length=MAX_METRIC_NAME)], float] = Field(max_length=MAX_METRICS)
 
 
 class Event(Wire):

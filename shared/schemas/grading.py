@@ -22,6 +22,9 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+MAX_REASON_CHARACTERS: Final = 2000
+Reason = Annotated[Text, AfterValidator(lambda text: text[:MAX_REASON_CHARACTERS])]
+"""For people; of a longer one the beginning is kept."""
 
 
 class GradingMessage(TolerantWire):
@@ -57,11 +60,11 @@ class Grade(TolerantWire):
     """scored, abstained or error. A sender may leave it out: it is then scored if there is a reward, else abstained."""
     reward: FiniteFloat | None = None
     """The scalar to train on; present exactly if ``status`` is scored."""
-    components: dict[str, FiniteFloat] = Field(default_factory=dict)
+    components: dict[Text, FiniteFloat] = Field(default_factory=dict)
     """What the reward was made of, by name."""
-    metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
+    metrics: dict[Text, FiniteFloat] = Field(default_factory=dict)
     """Free numbers for charts; they do not enter the reward."""
-    reason: str | None = None
+    reason: Reason | None = None
     """Why there is no reward; required of an error."""
     answer: Text | None = None
     """What was taken for the answer in the response, for people, majority votes and checks; null: none was found."""

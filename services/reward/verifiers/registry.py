@@ -27,6 +27,7 @@ from shared.config.reward import (
 from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import GradeStatus
+from shared.settings import LOOPBACK, IPNetwork
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Surroundings:
         experiment: id of the experiment, told to remote graders.
         sandbox_url: base URL of a sandbox service; None if the fleet has none.
         sandbox_token: its bearer token.
+        grader_networks: networks that are not public and may be asked, where a spec says ``allow_private``.
         secrets: environment variables by name, for ``secret_env``.
     """
 
     experiment: str
     sandbox_url: str | None = None
     sandbox_token: str | None = None
+    grader_networks: Sequence[IPNetwork] = LOOPBACK
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -72,7 +75,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
         case RemoteConfig():
             secret = _secret(config, surroundings)
-            return RemoteVerifier(config, surroundings.experiment, new_client(), secret)
+            networks = surroundings.grader_networks
+            return RemoteVerifier(config, surroundings.experiment, new_client(), secret, private=networks)
 
 
 def _secret(config: RemoteConfig, surroundings: Surroundings) -> str | None:

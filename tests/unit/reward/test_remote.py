@@ -1,23 +1,58 @@
 import asyncio
+import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from services.reward.address_policy import AddressRefused, is_public, permitted_address
-from services.reward.remote import RemoteVerifier, parse_grades, parse_openrlhf, request_id
+from services.reward.remote import RemoteVerifier, request_id
+from services.reward.reply import parse_grades, parse_openrlhf
 from shared.clock import ManualClock
 from shared.config.reward import RemoteConfig
-from shared.errors import GradingFailed
-from shared.schemas.grading import Grade, GradingRequest
+from shared.errors import GradingFailed, InvalidRequest
+from shared.schemas.grading import MAX_REASON_CHARACTERS, Grade, GradingRequest
 from shared.schemas.trajectory import GradeStatus
 from shared.security import signature
+from shared.settings import LOOPBACK, IPNetwork, networks_from
 from tests.unit.reward.builders import a_sample
 
 PUBLIC = "93.184.215.14"
+DIGITS = b"1" * 400
+DEEP = b'{"reward": ' * 900 + b"1" + b"}" * 900
+HOSTILE_BODIES = [
+    b'{"grades": [{"reward": %s}, {"reward": -%s}], "rewards": [%s, -%s]}' % (DIGITS, DIGITS, DIGITS, DIGITS),
+    b'{"grades": [{"reward": 1e999}, {"reward": NaN}], "rewards": [Infinity, NaN]}',
+    b'{"grades": [{"reward": 1, "components": {"a": %s}}, {"reward": "x"}], "rewards": ["1", {}]}' % DIGITS,
+    b"[" * 20_000,
+    b'{"grades": ' + b"[" * 20_000,
+    b'{"grades": [%s, {"reward": []}], "rewards": [%s, []]}' % (DEEP, DEEP),
+    b"[" + b"[]," * 300_000 + b"[]]",
+    b'{"grades": [{"metrics": {%s}}, 7], "rewards": 7}' % b",".join(b'"m%d": 1' % n for n in range(5000)),
+    b'{"version": [[[]]], "grades": [], "rewards": {}}',
+    b'{"grades": [{"status": "error"}, {"status": "scored"}], "rewards": ["", true]}',
+    b"\xff\xfe\x00",
+    b"",
+    b"x" * 2_000_000,
+    b'{"extra_logs": {%s}, "rewards": [1, 2]}' % b",".join(b'"m%d": [1, 2]' % n for n in range(100)),
+]
+
+
+class Stream(httpx.AsyncByteStream):
+    """A body as it comes from a socket, in pieces and not decoded."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._content), 65536):
+            yield self._content[start : start + 65536]
+
+
 SAMPLES = [a_sample("good", "l", id="7/0", metadata={"k": [1]}), a_sample("bad", id="7/1")]
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -33,6 +68,7 @@ def a_verifier(
     *answers: Answer | httpx.Response,
     secret: str | None = None,
     addresses: Sequence[str] = (PUBLIC,),
+    private: Sequence[IPNetwork] = LOOPBACK,
     **fields: Any,
 ) -> tuple[RemoteVerifier, list[httpx.Request]]:
     requests: list[httpx.Request] = []
@@ -46,7 +82,14 @@ def a_verifier(
     config = RemoteConfig.model_validate({"url": "https://grader.example:8443/grade"} | fields)
     client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
     verifier = RemoteVerifier(
-        config, "exp", client, secret, resolver=resolving(*addresses), clock=ManualClock(5000.0), backoff_seconds=0
+        config,
+        "exp",
+        client,
+        secret,
+        private=private,
+        resolver=resolving(*addresses),
+        clock=ManualClock(5000.0),
+        backoff_seconds=0,
     )
     return verifier, requests
 
@@ -269,7 +312,7 @@ def test_only_the_public_internet_is_public(address: str, public: bool) -> None:
 
 async def test_a_name_with_one_private_address_is_refused() -> None:
     with pytest.raises(AddressRefused, match="allow_private"):
-        await permitted_address("x", 443, allow_private=False, resolver=resolving(PUBLIC, "10.0.0.1"))
+        await permitted_address("x", 443, resolver=resolving(PUBLIC, "10.0.0.1"))
 
 
 async def test_a_private_address_is_refused_before_anything_is_sent() -> None:
@@ -283,11 +326,109 @@ async def test_a_private_address_is_refused_before_anything_is_sent() -> None:
 
 
 async def test_a_private_address_is_used_if_it_is_allowed() -> None:
-    verifier, requests = a_verifier(grades(*GOOD), addresses=["10.0.0.1"], allow_private=True)
+    networks = networks_from({"N": "10.0.0.0/8"}, "N", ())
+    verifier, requests = a_verifier(grades(*GOOD), addresses=["10.0.0.1"], allow_private=True, private=networks)
 
     await verifier.score(SAMPLES)
 
     assert requests[0].url.host == "10.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "169.254.169.254", "fc00::1", "::ffff:10.0.0.1"])
+async def test_a_spec_alone_opens_no_network_but_loopback(address: str) -> None:
+    verifier, requests = a_verifier(grades(*GOOD), addresses=[address], allow_private=True)
+
+    found = await verifier.score(SAMPLES)
+
+    assert "FLOTILLA_GRADER_NETWORKS" in (found[0].reason or "")
+    assert requests == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+async def test_a_grader_on_the_services_own_host_needs_no_setting(address: str) -> None:
+    verifier, requests = a_verifier(grades(*GOOD), addresses=[address], allow_private=True)
+
+    assert (await verifier.score(SAMPLES))[0].reward == 1.0
+    assert len(requests) == 1
+
+
+def test_networks_are_read_from_the_environment() -> None:
+    assert networks_from({}, "N", LOOPBACK) == LOOPBACK
+    assert networks_from({"N": "none"}, "N", LOOPBACK) == ()
+    with pytest.raises(InvalidRequest, match="must be networks"):
+        networks_from({"N": "10.0.0.0/8 and more"}, "N", LOOPBACK)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http://:80/",
+        "http://[::1/",
+        "http://host:99999/",
+        "http://host:0/",
+        "http://host:abc/",
+        "http://a b/",
+        "http://a/\n",
+        "ftp://host/",
+        "host/grade",
+        f"http://{'a' * 70}.example\u00e4/",
+        "http://\ud800/",
+    ],
+)
+def test_a_malformed_url_is_refused_with_its_spec(url: str) -> None:
+    with pytest.raises(ValidationError):
+        RemoteConfig(url=url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h", "https://u:p@h:1/x?y=z", "http://[::1]:8080/", "http://b\u00fccher.example/"]
+)
+def test_a_url_that_can_be_asked_is_accepted(url: str) -> None:
+    assert RemoteConfig(url=url).url == url
+
+
+async def test_a_compressed_answer_is_not_unpacked() -> None:
+    bomb = gzip.compress(gzip.compress(b" " * 50_000_000))
+    headers = {"Content-Encoding": "gzip, gzip"}
+    verifier, requests = a_verifier(
+        lambda _: httpx.Response(200, stream=Stream(bomb), headers=headers),
+        lambda _: httpx.Response(500, stream=Stream(bomb), headers=headers),
+    )
+
+    for _ in range(2):
+        found = await verifier.score(SAMPLES)
+        assert [each.status for each in found] == [GradeStatus.ERROR] * 2
+        assert "compressed" in (found[0].reason or "")
+    assert requests[0].headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("dialect", ["flotilla", "openrlhf"])
+@pytest.mark.parametrize("body", HOSTILE_BODIES, ids=range(len(HOSTILE_BODIES)))
+async def test_whatever_a_grader_answers_is_an_error_of_its_samples(dialect: str, body: bytes) -> None:
+    verifier, _ = a_verifier(lambda _: httpx.Response(200, stream=Stream(body)), dialect=dialect)
+
+    found = await verifier.score(SAMPLES)
+
+    assert [each.status for each in found] == [GradeStatus.ERROR] * 2
+    for each in found:
+        each.model_dump_json().encode()
+
+
+@pytest.mark.parametrize("text", ["\ud800", "x" * 500_000])
+async def test_texts_of_a_grader_are_made_harmless(text: str) -> None:
+    reply = {
+        "grades": [{"reward": 1, "components": {text[:9]: 1.0}, "reason": text, "answer": text[:9]}, {"reason": "r"}]
+    }
+    body = json.dumps(reply).encode()
+    verifier, _ = a_verifier(lambda _: httpx.Response(200, stream=Stream(body)))
+
+    found = await verifier.score(SAMPLES)
+
+    assert found[0].reward == 1.0
+    for each in found:
+        assert len(each.reason or "") <= MAX_REASON_CHARACTERS
+        each.model_dump_json().encode()
 
 
 async def test_an_ipv6_address_makes_a_right_url() -> None:

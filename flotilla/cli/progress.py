@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flotilla.cli.health import finding_lines, one_line
 from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
 
@@ -150,7 +151,7 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
         f"reward {number(progress.mean_of_last('reward/mean', 5))} held-out {held_out.name} {number(newest)} "
         f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
-        f"queues {queues} left {duration(left)}{problem}"
+        f"queues {queues} left {duration(left)}{problem}{one_line(view.health)}"
     )
 
 
@@ -199,4 +200,5 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     parts: list[RenderableType] = [bar, table]
     if view.problem is not None:
         parts.append(Text(f"{view.problem.component}: {view.problem.cause}", style="bold red"))
+    parts += [Text("\n".join(finding_lines(finding)), style="yellow") for finding in view.health]
     return Group(*parts)

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flotilla.cli.health import finding_lines
 from flotilla.cli.progress import Progress, duration, number
 from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
+from shared.schemas.health import HealthFinding
 
 
 def summarise(
@@ -39,6 +41,7 @@ def summarise(
         "experiment_id": progress.view.id,
         "status": progress.view.state.value,
         "problem": progress.view.problem.model_dump(mode="json") if progress.view.problem else None,
+        "health": [finding.model_dump(mode="json") for finding in progress.view.health],
         "steps": progress.view.step,
         "policy_version": progress.view.policy_version,
         "accuracy_before": accuracy[0][2] if accuracy else None,
@@ -104,6 +107,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(f"  {what}", f"groups of {histogram}")
     for name, line in lines_of(summary["samples"]):
         table.add_row(f"{name} answer", Text(line))
+    for finding in summary["health"]:
+        table.add_row("health", Text("\n".join(finding_lines(HealthFinding.model_validate(finding)))))
     if summary["problem"]:
         table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
     return table

@@ -13,7 +13,6 @@ from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.membership.fleet import Fleet
 from services.gateway.monitoring.idle_ratios import IdleRatios
-from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import ExperimentRepository, OpenPlane
@@ -158,7 +157,7 @@ def assemble(
         fleet=fleet,
         events=events,
         feeder_status=PerExperiment(FeederStatus),
-        measurements=PerExperiment(Measurements),
+        measurements=fleet.measurements,
         samples=SampleIndexes(),
     )
     work = ExperimentWork(parts)

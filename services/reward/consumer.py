@@ -14,6 +14,7 @@ from functools import partial
 
 from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
+from services.reward.tally import GradingTally
 from services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import ClaimLost, FlotillaError
@@ -172,6 +173,7 @@ class RewardConsumer:
         self.failed_samples = 0
         self.failures_in_a_row = 0
         self.last_error: str | None = None
+        self.tally = GradingTally()
 
     @property
     def why_hopeless(self) -> str | None:
@@ -280,6 +282,8 @@ class RewardConsumer:
             await self._forward(lane.hop, claim, group)
             return
         statuses = {trajectory.status for trajectory in group.trajectories}
+        reason = why_filtered(group, self._config) if GradeStatus.SCORED in statuses else None
+        self.tally.add(group, is_filtered=reason is not None)
         if GradeStatus.SCORED not in statuses:
             if GradeStatus.ERROR in statuses:
                 self.failures_in_a_row += 1
@@ -289,7 +293,6 @@ class RewardConsumer:
                 await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_abstained")
             return
         self.failures_in_a_row = 0
-        reason = why_filtered(group, self._config)
         if reason is not None:
             await self._end(lane.hop, claim, group, Resolution.FILTERED, reason)
             return

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 DRAIN_SECONDS = 30.0
 DRAIN_LOOK_SECONDS = 0.05
 WATCH_SECONDS = 0.5
+REPORT_SECONDS = 3.0
 
 
 class Session(reconciling.Session, Protocol):
@@ -54,10 +55,11 @@ class RewardService(SessionFollower[Session]):
             state=self._state,
             load=load,
             failure=self._failure,
+            grading=worker.tally.report() if worker is not None else None,
         )
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:
-        return [self._watch_failures()]
+        return [self._watch_failures(), self._watch_grades()]
 
     async def _reconcile(self) -> None:
         desired = self._desired
@@ -100,6 +102,16 @@ class RewardService(SessionFollower[Session]):
                 return
         await self._end_session(keep_assignment=True)
         self._enter(WorkState.FINISHED)
+
+    async def _watch_grades(self) -> None:
+        """Report what was graded every few seconds: a run without signal is then named within them."""
+        reported = 0
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            graded = 0 if self._session is None else self._session.worker.tally.num_groups
+            if graded != reported:
+                reported = graded
+                self.notify()
 
     async def _watch_failures(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from functools import partial
 
 from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.weights.version import VersionGate
 from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
@@ -62,6 +63,7 @@ class RolloutConsumer:
         episodes: what samples a group.
         gate: the serving version.
         on_engine_death: called when the engine's process ended under a task.
+        tally: what the episodes count in; reported from here.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RolloutConsumer:
         episodes: SingleTurnEpisodes,
         gate: VersionGate,
         on_engine_death: Callable[[WorkerDied], None],
+        tally: SamplingTally | None = None,
     ) -> None:
         self._lanes = lanes
         self._episodes = episodes
@@ -84,6 +87,7 @@ class RolloutConsumer:
         self.answered = 0
         self.busy = BusyTime()
         self.counts = HandOverCounts()
+        self.tally = tally or SamplingTally()
 
     @property
     def is_idle(self) -> bool:

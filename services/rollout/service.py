@@ -78,6 +78,7 @@ class RolloutService(SessionFollower[Session]):
             held_image=session.receiver.held_image if session else None,
             load=self._load | session.worker.busy.to_load() if session else self._load,
             failure=self._failure,
+            sampling=session.worker.tally.report() if session else None,
         )
 
     async def apply(self, desired: DesiredState) -> None:

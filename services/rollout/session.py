@@ -14,6 +14,7 @@ from services.rollout.engines.opening import make_engine
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
+from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
 from services.rollout.weights.version import VersionGate
@@ -116,8 +117,10 @@ class SessionOpener:
             evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
             prompt=PromptLimit.of(spec),
         )
-        episodes = SingleTurnEpisodes(engine, rendering.result(), turns, resume_rule(spec.asynchrony))
-        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death)
+        renderer = rendering.result()
+        tally = SamplingTally(renderer.special_tokens())
+        episodes = SingleTurnEpisodes(engine, renderer, turns, resume_rule(spec.asynchrony), tally)
+        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally)
         return RolloutSession(engine, gate, worker, receiver, endpoint)
 
     def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:

@@ -11,6 +11,7 @@ from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
+from shared.config.health import HealthConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
@@ -43,6 +44,7 @@ class ExperimentSpec(Config):
     samples: SamplesConfig | None = SamplesConfig()
     """Null: nothing that the model wrote is kept."""
     tracking: TrackingConfig = TrackingConfig()
+    health: HealthConfig = HealthConfig()
     resources: ResourcesConfig = ResourcesConfig()
 
     @property

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from shared.schemas.health import HealthFinding
 from shared.schemas.wire import Wire
 
 
@@ -86,6 +87,8 @@ class ExperimentView(Wire):
     """Ids of the services that work for it, by kind."""
     problem: Problem | None = None
     """Set in state failed, and while something stalls."""
+    health: tuple[HealthFinding, ...] = ()
+    """What training-health checks see; see docs/health.md."""
     directory: str
     origin: Origin | None = None
     """The checkpoint that it began from; null if it began with the model's weights."""
@@ -171,3 +174,5 @@ class DiagnosisView(Wire):
     """Shares of time between 0 and 1, round trips in seconds, depths in groups."""
     problem: Problem | None = None
     """A stall or failure, which comes before any question of speed."""
+    health: tuple[HealthFinding, ...] = ()
+    """A run that learns nothing is no faster for more speed."""

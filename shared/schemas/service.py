@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from shared.schemas.engine import EngineOffer
+from shared.schemas.health import GradingReport, SamplingReport
 from shared.schemas.publication import PublicationOrder, PublicationReport
 from shared.schemas.wire import Wire
 
@@ -105,6 +106,10 @@ class ObservedState(Wire):
     load: Mapping[str, float] = {}
     """Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema."""
     failure: Failure | None = None
+    grading: GradingReport | None = None
+    """What it has graded in training (reward)."""
+    sampling: SamplingReport | None = None
+    """What it has sampled in training (rollout)."""
 
 
 class Assignment(Wire):

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from flotilla.cli.following import follow
+from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.summary import lengths_of
@@ -50,6 +51,9 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     console = new_console()
     if found.problem is not None:
         console.print(f"problem    {found.problem.component}: {found.problem.cause}", markup=False)
+    for finding in found.health:
+        for line in finding_lines(finding):
+            console.print(f"health     {line}", markup=False)
     console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
     if found.advice:
         console.print(f"advice     {found.advice}", markup=False)

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
+from flotilla.cli.health import names_of
 from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.connection import FLEET_FILE, FleetInfo, open_client
 from shared.errors import FlotillaError
@@ -16,7 +17,7 @@ from shared.schemas.experiment import Page
 from shared.schemas.fleet import FleetView
 from shared.schemas.service import ServiceKind
 
-EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin")
+EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin", "health")
 
 
 async def status(arguments: argparse.Namespace) -> int:
@@ -76,13 +77,14 @@ def _show(content: dict[str, Any]) -> None:
 
 def experiments_table(experiments: Sequence[Mapping[str, Any]]) -> Table:
     """Show experiments, one row each."""
-    columns = ("id", "name", "state", "step", "version", "from", "problem")
+    columns = ("id", "name", "state", "step", "version", "from", "problem", "health")
     rows = []
     for each in experiments:
         problem = f"{each['problem']['component']}: {each['problem']['cause']}" if each["problem"] else ""
         step = f"{each['step']}/{each['total_steps']}"
         origin = f"{each['origin']['experiment_id']}@{each['origin']['step']}" if each["origin"] else ""
-        rows.append((each["id"], each["name"], each["state"], step, str(each["policy_version"]), origin, problem))
+        version, health = str(each["policy_version"]), names_of(each["health"])
+        rows.append((each["id"], each["name"], each["state"], step, version, origin, problem, health))
     return table_of(columns, rows, whole=("id", "from"))
 
 

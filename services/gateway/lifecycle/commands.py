@@ -21,6 +21,7 @@ from shared.config.load import changed_live, parse_document, validate_spec, with
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
+from shared.schemas.health import HealthFinding
 from shared.schemas.service import ServiceKind
 
 
@@ -315,6 +316,7 @@ class ExperimentCommands:
             policy_version=record.policy_version,
             services={kind: ids for kind, ids in services.items() if ids},
             problem=Problem.model_validate(record.problem) if record.problem else None,
+            health=tuple(HealthFinding.model_validate(each) for each in record.health or ()),
             directory=record.directory,
             origin=Origin.model_validate(record.origin) if record.origin else None,
         )

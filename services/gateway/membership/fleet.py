@@ -12,6 +12,7 @@ from typing import Any
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.monitoring.idle_ratios import IdleRatios
+from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
@@ -51,6 +52,7 @@ class Fleet:
 
     Attributes:
         left: fires whenever a service has left the experiment.
+        measurements: what is measured of it; what services report of its training health is recorded here.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Fleet:
         self._idle = DesiredStates()
         self._desired_cache = PerExperiment(DesiredStates)
         self.left = PerExperiment(Signal)
+        self.measurements = PerExperiment(Measurements)
         self.bodies = DesiredBodies()
 
     async def register(self, registration: Registration) -> Registered:
@@ -176,6 +179,7 @@ class Fleet:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
             if observed.experiment_id == experiment.id:
+                self.measurements.of(experiment).add_reports(observed)
                 await self._compare(service, before, experiment)
         moved = (before.state, before.experiment_id, before.policy_version is None)
         if not was_observed or moved != (observed.state, observed.experiment_id, observed.policy_version is None):

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.gateway.monitoring.bottleneck import Bottleneck
+from services.gateway.monitoring.health.window import HealthWindow
 from services.gateway.monitoring.lags import LagHistogram
 from services.gateway.monitoring.window import Window
 from shared.config.spec import ExperimentSpec
+from shared.schemas.service import ObservedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +18,12 @@ class Measurements:
     Attributes:
         window: the looks and steps of the last minute.
         lags: of the tokens that it has trained.
+        health: what the training-health checks look at.
     """
 
     window: Window = field(default_factory=Window)
     lags: LagHistogram = field(default_factory=LagHistogram)
+    health: HealthWindow = field(default_factory=HealthWindow)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics.
@@ -31,6 +35,14 @@ class Measurements:
         """
         self.window.add_step(at, values)
         self.lags.add_step(step, values)
+        self.health.add_step(step, values)
+
+    def add_reports(self, observed: ObservedState) -> None:
+        """Record what a service has graded or sampled."""
+        if observed.grading is not None:
+            self.health.add_grading(observed.grading)
+        if observed.sampling is not None:
+            self.health.add_sampling(observed.sampling)
 
     def bottleneck(self, now: float, spec: ExperimentSpec) -> Bottleneck:
         """Name what bounds the experiment's speed at a time of the monotonic clock."""

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 
 from services.gateway.routes.dependencies import Gateway
 from shared.schemas.experiment import DiagnosisView, ExperimentState, Problem
+from shared.schemas.health import HealthFinding
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -28,4 +29,5 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
         window_seconds=round(measured.window.seconds(now), 3),
         evidence=found.evidence,
         problem=Problem(**problem) if problem is not None else None,
+        health=tuple(HealthFinding.model_validate(each) for each in experiment.record.health or ()),
     )

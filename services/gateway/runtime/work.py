@@ -9,6 +9,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.overlong import without_overlong
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.feeder.feeder import Feeder
+from services.gateway.monitoring.health.monitor import HealthMonitor
 from services.gateway.monitoring.watchdog import Watchdog
 from services.gateway.preflight import checks
 from services.gateway.records.repository import Experiment
@@ -48,6 +49,7 @@ class ExperimentWork:
         lanes = [
             Feeder(experiment, dataset, parts.store, parts.clock, feeder_status).run(),
             watchdog.run(),
+            self._health(experiment).run(),
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
             self._tracking.run(experiment),
             parts.samples.follow(experiment),
@@ -55,6 +57,17 @@ class ExperimentWork:
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
+
+    def _health(self, experiment: Experiment) -> HealthMonitor:
+        parts = self._parts
+        return HealthMonitor(
+            experiment,
+            parts.repository,
+            parts.events,
+            parts.clock,
+            parts.measurements.of(experiment).health,
+            functools.partial(parts.commands.fail, experiment),
+        )
 
     async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
         """Load the datasets, without the rows that are too long."""
@@ -77,6 +90,8 @@ class ExperimentWork:
     async def end(self, experiment: Experiment) -> None:
         """Bring an experiment to rest."""
         parts = self._parts
+        # What the last step showed: a gradient that is no number may have ended the experiment.
+        await self._health(experiment).look()
         teardown = Teardown(
             experiment,
             parts.repository,

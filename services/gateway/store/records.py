@@ -28,6 +28,7 @@ class ExperimentRecord:
         evaluated_version: newest version whose evaluation ended; None before the first.
         evaluating_version: version under evaluation now; still set after a restart that abandoned it.
         problem: ``{component, cause, at}`` of a failure or of a stall.
+        health: findings of the training-health checks, as JSON; None before the first.
         final_ledger: both lanes' ledgers at the end.
         origin: the checkpoint that it began from, an ``Origin`` as JSON; None if it began with the model's weights.
         number, start_number: grow with each experiment that is created, or started, whatever the clock says;
@@ -54,6 +55,7 @@ class ExperimentRecord:
     problem: Mapping[str, Any] | None = None
     final_ledger: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] | None = None
+    health: Sequence[Mapping[str, Any]] | None = None
     number: int = 0
     start_number: int = 0
 

@@ -44,6 +44,7 @@ experiments = Table(
     Column("problem", Document),
     Column("final_ledger", Document),
     Column("origin", Document),
+    Column("health", Document),
     Column("number", Integer, nullable=False, server_default="0"),
     Column("start_number", Integer, nullable=False, server_default="0"),
 )

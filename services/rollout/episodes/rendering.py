@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from services.rollout.episodes.special_tokens import SpecialTokens
 from shared.prompts import PromptTemplate, load_tokenizer
 from shared.schemas.task import Message
 
@@ -44,6 +45,10 @@ class ChatRenderer:
             configured = None
         stops |= set(configured if isinstance(configured, list) else [configured]) - {None}
         return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template)
+
+    def special_tokens(self) -> SpecialTokens:
+        """Describe the tokenizer's special tokens."""
+        return SpecialTokens.of(self._tokenizer, self.stop_token_ids)
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a prompt so that the next token is the assistant's first."""

@@ -14,6 +14,7 @@ from services.rollout.engines.base import Completion, Engine, GenerationRequest,
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.episodes.resumption import begun, rule_of
+from services.rollout.episodes.special_tokens import SamplingTally
 from shared.config.rollout import SamplingConfig
 from shared.errors import FlotillaError
 from shared.prompts import PromptLimit
@@ -39,9 +40,18 @@ class SingleTurnEpisodes:
     Args:
         turns: how they are sampled.
         resume: which tokens of groups that were handed over may be kept.
+        tally: counts special tokens in what is sampled for training.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, turns: Turns, resume: ResumeRule) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        turns: Turns,
+        resume: ResumeRule,
+        tally: SamplingTally | None = None,
+    ) -> None:
+        self._tally = tally or SamplingTally()
         self._engine = engine
         self._renderer = renderer
         self._turns = turns
@@ -80,6 +90,10 @@ class SingleTurnEpisodes:
             resume=rule,
         )
         completions = await self._generate(request) if wanted else ()
+        if task.pinned_version is None:
+            self._tally.add_prompt(prompt_ids)
+            for completion in completions:
+                self._tally.add_completion(completion.token_ids)
         seconds = time.perf_counter() - started
         members = {index: replace(each, resumed_tokens=each.num_sampled) for index, each in had.finished.items()}
         for index, completion in zip(wanted, completions, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from services.reward.service import RewardService
+from services.reward.tally import GradingTally
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
 from shared.errors import Unavailable
@@ -28,6 +29,7 @@ class ScriptedSession:
         self.in_work, self.graded_samples, self.failed_samples = 2, 0, 0
         self.why_hopeless: str | None = None
         self.is_claiming = self.is_closed = False
+        self.tally = GradingTally()
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -12,6 +12,7 @@ import pytest
 import services.rollout.service as rollout_service
 from services.rollout.busy import BusyTime
 from services.rollout.engines.base import EngineLoad
+from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.service import MAX_DEATHS, RolloutService
 from services.rollout.shutdown import HAND_OVER_SECONDS
@@ -41,6 +42,7 @@ class ScriptedSession:
         self.is_claiming = self.is_closed = self.is_interrupted = False
         self.counts = HandOverCounts()
         self.busy = BusyTime()
+        self.tally = SamplingTally()
 
     @property
     def is_idle(self) -> bool:

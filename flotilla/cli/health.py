@@ -1,0 +1,44 @@
+"""Findings of the training-health checks, for people."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shared.schemas.health import HealthFinding, SampleExcerpt
+
+LONGEST_SHOWN = 160
+
+
+def one_line(findings: Iterable[HealthFinding]) -> str:
+    """Name findings in a line of progress; empty where there are none."""
+    return "".join(f"  ! {each.check}: {each.seen}" for each in findings)
+
+
+def names_of(findings: Sequence[Mapping[str, Any]]) -> str:
+    """Name findings in a cell of a table."""
+    return ", ".join(f"{each['check']} (since step {each['since_step']})" for each in findings)
+
+
+def finding_lines(finding: HealthFinding) -> list[str]:
+    """Write a finding with its advice and its samples, one line each."""
+    lines = [f"{finding.check} ({finding.component}, since step {finding.since_step}): {finding.seen}"]
+    lines.append(f"  advice   {finding.advice}")
+    for sample in finding.samples:
+        lines += [f"  {name:<10} {text}" for name, text in _sample(sample)]
+    return lines
+
+
+def _sample(sample: SampleExcerpt) -> list[tuple[str, str]]:
+    graded = "none" if sample.reward is None else f"{sample.reward:g}"
+    parts = [f"reward {graded}"]
+    parts += [f"answer {_plain(sample.answer)}"] if sample.answer is not None else []
+    parts += [f"label {_plain(sample.label)}"] if sample.label is not None else []
+    parts += [f"ended by {sample.finish_reason}"] if sample.finish_reason else []
+    parts += [f"reason: {_plain(sample.reason)}"] if sample.reason else []
+    return [("prompt", _plain(sample.prompt)), ("completion", _plain(sample.completion)), ("grade", ", ".join(parts))]
+
+
+def _plain(text: str | None) -> str:
+    """Quote a text on one line, and cut its middle."""
+    quoted = repr(text or "")
+    half = LONGEST_SHOWN // 2
+    return quoted if len(quoted) <= LONGEST_SHOWN else f"{quoted[:half]} ... {quoted[-half:]}"

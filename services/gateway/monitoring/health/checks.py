@@ -1,0 +1,177 @@
+"""The training-health checks, in the order in which causes come before their consequences."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from services.gateway.monitoring.health import completions, rewards, updates
+from services.gateway.monitoring.health.evidence import Evidence, Seen
+from shared.config.health import CheckName
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: as in docs/health.md.
+        component: reward, rollout or trainer.
+        look: what it sees in the evidence, or None.
+        advice: what to do about it.
+        explains: checks whose findings are consequences of this one, and are not shown beside it.
+    """
+
+    name: CheckName
+    component: str
+    look: Callable[[Evidence], Seen | None]
+    advice: str
+    explains: frozenset[CheckName] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A check and what it saw."""
+
+    check: Check
+    seen: Seen
+
+
+_ALIKE = frozenset({CheckName.CONSTANT_REWARD, CheckName.NO_SIGNAL})
+_OF_ANSWERS = _ALIKE | {CheckName.NO_ANSWER_FOUND, CheckName.NEVER_RIGHT, CheckName.ENTROPY_GONE}
+_OF_COMPLETIONS = _OF_ANSWERS | {CheckName.ALWAYS_TRUNCATED, CheckName.EMPTY_COMPLETIONS, CheckName.COLLAPSED}
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        CheckName.NOT_FINITE,
+        "trainer",
+        updates.not_finite,
+        "lower optimisation.learning_rate, bound the rewards (reward.shaping.clip), or use a wider model.dtype; three "
+        "such steps in a row end the experiment",
+        _OF_COMPLETIONS | {CheckName.DIVERGING, CheckName.KL_EXPLODING, CheckName.ENGINE_MISMATCH},
+    ),
+    Check(
+        CheckName.DIVERGING,
+        "trainer",
+        updates.diverging,
+        "lower optimisation.learning_rate, add optimisation.warmup_updates, or bound the rewards",
+        _OF_COMPLETIONS | {CheckName.KL_EXPLODING},
+    ),
+    Check(
+        CheckName.KL_EXPLODING,
+        "trainer",
+        updates.kl_exploding,
+        "raise algorithm.kl.coefficient, or lower optimisation.learning_rate",
+        _OF_COMPLETIONS,
+    ),
+    Check(
+        CheckName.ENGINE_MISMATCH,
+        "trainer",
+        updates.engine_mismatch,
+        "engine and trainer compute different models: compare their dtypes and the model's config; until then set "
+        "algorithm.old_log_probs to recompute with a correction",
+        frozenset({CheckName.DIVERGING}),
+    ),
+    Check(
+        CheckName.COLLAPSED,
+        "trainer",
+        updates.collapsed,
+        "lower optimisation.learning_rate, and go back to a checkpoint from before",
+        _OF_COMPLETIONS - {CheckName.COLLAPSED},
+    ),
+    Check(
+        CheckName.TEMPLATE_MISMATCH,
+        "rollout",
+        completions.template_mismatch,
+        "make data.input_template, or the chat template, what the model was trained with",
+        _OF_COMPLETIONS,
+    ),
+    Check(
+        CheckName.WRONG_LABELS,
+        "reward",
+        rewards.wrong_labels,
+        "set data.label_column to the column with the expected answers",
+        _OF_ANSWERS | {CheckName.GRADER_FAILING},
+    ),
+    Check(
+        CheckName.GRADER_FAILING,
+        "reward",
+        rewards.grader_failing,
+        "mend the grader by its own words; samples without a grade are not trained on, and "
+        "reward.max_consecutive_failures such groups in a row end the experiment",
+        _OF_ANSWERS,
+    ),
+    Check(
+        CheckName.EMPTY_COMPLETIONS,
+        "rollout",
+        completions.empty_completions,
+        "look at the prompts: a template that ends the assistant's turn, or an end-of-text token in "
+        "rollout.sampling.stop, leaves nothing to say",
+        _OF_ANSWERS,
+    ),
+    Check(
+        CheckName.ALWAYS_TRUNCATED,
+        "rollout",
+        completions.always_truncated,
+        "raise rollout.sampling.max_new_tokens; if the answers are complete long before, the model does not end its "
+        "turn: check the chat template and eos_token_id",
+        _OF_ANSWERS,
+    ),
+    Check(
+        CheckName.NO_ANSWER_FOUND,
+        "reward",
+        rewards.no_answer_found,
+        "compare the completions with the grader's pattern in reward.components, and tell the model in the prompt how "
+        "to give its answer",
+        _ALIKE | {CheckName.ENTROPY_GONE},
+    ),
+    Check(
+        CheckName.NEVER_RIGHT,
+        "reward",
+        rewards.never_right,
+        "compare answers with labels: data.label_column may be another column, or the problems are too hard for the "
+        "model",
+        _ALIKE | {CheckName.ENTROPY_GONE},
+    ),
+    Check(
+        CheckName.NOTHING_LEFT,
+        "reward",
+        rewards.nothing_left,
+        "the problems are solved: use harder ones, or stop",
+        _ALIKE | {CheckName.ENTROPY_GONE},
+    ),
+    Check(
+        CheckName.ENTROPY_GONE,
+        "trainer",
+        updates.entropy_gone,
+        "raise algorithm.entropy_coefficient or rollout.sampling.temperature, lower optimisation.learning_rate, or go "
+        "back to an earlier checkpoint",
+        _ALIKE,
+    ),
+    Check(
+        CheckName.CONSTANT_REWARD,
+        "reward",
+        rewards.constant_reward,
+        "look at the samples: the grader does not tell them apart",
+        frozenset({CheckName.NO_SIGNAL}),
+    ),
+    Check(
+        CheckName.NO_SIGNAL,
+        "reward",
+        rewards.no_signal,
+        "use problems that the model solves sometimes, a larger rollout.group_size, or a reward with more than two "
+        "values; health.max_groups_without_signal bounds the wait",
+    ),
+)
+
+
+def find(evidence: Evidence, *, without: Iterable[CheckName] = ()) -> list[Found]:
+    """Make all checks; a finding that another one explains is left out.
+
+    Args:
+        without: checks that are off; they explain nothing either.
+    """
+    off = frozenset(without)
+    found = [
+        Found(check, seen) for check in CHECKS if check.name not in off and (seen := check.look(evidence)) is not None
+    ]
+    explained = frozenset().union(*(each.check.explains for each in found))
+    return [each for each in found if each.check.name not in explained]

@@ -1,0 +1,140 @@
+"""What training-health checks look at: the last steps' figures, and what was graded and sampled lately."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.config.health import HealthConfig
+from shared.schemas.health import SampleExcerpt
+
+MIN_SAMPLES = 16
+"""What happens to so many samples in a row is no chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a check needs to know of the spec.
+
+    Attributes:
+        thresholds: the spec's section.
+        groups_per_step: R.
+        names_answers: whether every grader says what it took for the answer.
+        max_new_tokens: of a completion.
+        updates_per_version: optimiser updates of a version: after the first, weights are not those that sampled.
+        learning_rate: peak.
+    """
+
+    thresholds: HealthConfig
+    groups_per_step: int
+    names_answers: bool
+    max_new_tokens: int
+    updates_per_version: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """Counts of ``GradingReport`` over some groups; see there."""
+
+    groups: int = 0
+    flat_groups: int = 0
+    signalless_groups: int = 0
+    filtered_groups: int = 0
+    samples: int = 0
+    scored: int = 0
+    errors: int = 0
+    label_errors: int = 0
+    truncated: int = 0
+    empty: int = 0
+    answered: int = 0
+    repeated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Counts of ``SamplingReport`` over some prompts; see there."""
+
+    prompts: int = 0
+    doubled_special: int = 0
+    without_start: int = 0
+    completions: int = 0
+    past_special: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """The metrics of one step, by name."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that a check looks at; a pure value.
+
+    Attributes:
+        graded: of the newest groups, at least ``min_groups`` and ``steps`` steps' worth once there are so many.
+        graded_ever: of all groups since the window began.
+        sampled: of the same time, more or less.
+        steps: the run's steps, oldest first; the newest 64.
+        last_reward, last_error, special_token, samples: of the newest reports.
+        highest_reward, lowest_reward: that any report had.
+    """
+
+    facts: Facts
+    graded: Graded = Graded()
+    graded_ever: Graded = Graded()
+    sampled: Sampled = Sampled()
+    steps: Sequence[StepFigures] = ()
+    last_reward: float | None = None
+    highest_reward: float | None = None
+    lowest_reward: float | None = None
+    last_error: str | None = None
+    special_token: str | None = None
+    samples: tuple[SampleExcerpt, ...] = ()
+
+    @property
+    def is_enough_graded(self) -> bool:
+        """Whether there are as many groups as a check of them needs."""
+        return self.graded.groups >= groups_needed(self.facts)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether what is not found is really over."""
+        return self.is_enough_graded and len(self.steps) >= self.facts.thresholds.steps
+
+    @property
+    def is_reward_constant(self) -> bool:
+        """Whether all samples that were scored lately have the same reward."""
+        seen = self.graded
+        return self.is_enough_graded and MIN_SAMPLES <= seen.scored <= seen.repeated + 1
+
+    @property
+    def did_rewards_differ(self) -> bool:
+        """Whether they differed, then or before."""
+        return self.graded_ever.scored > self.graded_ever.repeated + 1
+
+    def recent(self, name: str) -> list[float]:
+        """Give the last ``thresholds.steps`` values of a series that reach to the newest step, oldest first."""
+        newest = self.steps[-self.facts.thresholds.steps :]
+        return [step.values[name] for step in newest if name in step.values]
+
+
+def groups_needed(facts: Facts) -> int:
+    """Count the groups that checks of rewards look back at."""
+    return max(facts.thresholds.min_groups, facts.thresholds.steps * facts.groups_per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a check found.
+
+    Attributes:
+        text: one sentence, with figures.
+        figures: the same, by name.
+        advice: what to do, where it depends on what was seen; None takes the check's.
+    """
+
+    text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+    advice: str | None = None

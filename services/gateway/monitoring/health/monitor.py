@@ -1,0 +1,127 @@
+"""Makes the checks while an experiment runs, and records what begins and what ends."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from services.gateway.events.log import EventLog
+from services.gateway.monitoring.health.checks import Found, find
+from services.gateway.monitoring.health.evidence import Facts
+from services.gateway.monitoring.health.window import HealthWindow
+from services.gateway.records.repository import Experiment, ExperimentRepository
+from shared.clock import Clock, rfc3339
+from shared.config.reward import MatchConfig
+from shared.config.spec import ExperimentSpec
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.health import HealthFinding, SampleExcerpt
+
+LOOK_SECONDS: Final = 1.0
+REFRESH_SECONDS: Final = 15.0
+"""How old the figures of a finding may be that goes on: each change of a record is stored."""
+
+Fail = Callable[[str, str], Awaitable[None]]
+"""Ends the experiment, given component and cause."""
+
+
+def facts_of(spec: ExperimentSpec) -> Facts:
+    """Read from a spec what checks need to know."""
+    return Facts(
+        thresholds=spec.health,
+        groups_per_step=spec.groups_per_step,
+        names_answers=all(isinstance(each, MatchConfig) for each in spec.reward.components),
+        max_new_tokens=spec.rollout.sampling.max_new_tokens,
+        updates_per_version=spec.asynchrony.require_batches * spec.asynchrony.trigger_parameter_sync_step,
+        learning_rate=spec.optimisation.learning_rate,
+    )
+
+
+class HealthMonitor:
+    """Watches the training health of one experiment.
+
+    Args:
+        window: what was reported of it.
+        fail: ends it.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        repository: ExperimentRepository,
+        events: EventLog,
+        clock: Clock,
+        window: HealthWindow,
+        fail: Fail,
+    ) -> None:
+        self._experiment = experiment
+        self._repository = repository
+        self._fail = fail
+        self._recorded_at = clock.monotonic()
+        self._events = events
+        self._clock = clock
+        self._window = window
+
+    async def run(self) -> None:
+        """Look every second until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Make the checks once; record what begins, changes and ends; end the experiment where a bound says so."""
+        experiment, spec = self._experiment, self._experiment.spec
+        if experiment.state in {ExperimentState.STARTING, ExperimentState.PAUSED, ExperimentState.DRAFT}:
+            return
+        evidence = self._window.evidence(facts_of(spec))
+        found = find(evidence, without=spec.health.off)
+        known = {each.check: each for each in self._known()}
+        now = [self._finding(each, known.get(each.check.name.value), evidence.samples) for each in found]
+        if not evidence.is_enough:
+            # A gateway that has just started has seen too little to call anything over.
+            now += [each for name, each in known.items() if name not in {one.check for one in now}]
+        is_old = self._clock.monotonic() - self._recorded_at >= REFRESH_SECONDS
+        if {each.check for each in now} != set(known) or (is_old and now != list(known.values())):
+            self._recorded_at = self._clock.monotonic()
+            await self._record(now, known)
+        await self._hold_to_the_bound()
+
+    def _known(self) -> list[HealthFinding]:
+        return [HealthFinding.model_validate(each) for each in self._experiment.record.health or ()]
+
+    def _finding(self, found: Found, known: HealthFinding | None, samples: tuple[SampleExcerpt, ...]) -> HealthFinding:
+        """Make a finding; one that was known keeps when it began, and the samples it began with."""
+        check, seen = found.check, found.seen
+        return HealthFinding(
+            check=check.name.value,
+            component=check.component,
+            since_step=known.since_step if known else self._experiment.record.step,
+            at=known.at if known else rfc3339(self._clock.now()),
+            seen=seen.text,
+            advice=seen.advice or check.advice,
+            figures=seen.figures,
+            samples=known.samples if known and known.samples else samples,
+        )
+
+    async def _record(self, now: list[HealthFinding], known: dict[str, HealthFinding]) -> None:
+        names = {each.check for each in now}
+        async with self._repository.transaction() as change:
+            if self._repository.find(self._experiment.id) is not self._experiment:
+                return
+            health = [each.model_dump(mode="json") for each in now]
+            self._repository.stage(change, self._experiment, health=health)
+            for each in now:
+                if each.check not in known:
+                    facts = each.model_dump(mode="json", exclude={"at"})
+                    self._events.stage(change, self._experiment.id, "health_finding", **facts)
+            for each in known.values():
+                if each.check not in names:
+                    facts = {"check": each.check, "component": each.component, "since_step": each.since_step}
+                    self._events.stage(change, self._experiment.id, "health_recovered", **facts)
+
+    async def _hold_to_the_bound(self) -> None:
+        bound, without = self._experiment.spec.health.max_groups_without_signal, self._window.groups_without_signal
+        if bound is None or without < bound or not self._experiment.is_active:
+            return
+        reward = [each for each in self._known() if each.component != "trainer"]
+        why = f": {reward[0].check}, {reward[0].seen}" if reward else ""
+        cause = f"{without} groups in a row taught nothing, health.max_groups_without_signal is {bound}{why}"
+        await self._fail("reward", cause)

@@ -1,0 +1,97 @@
+"""Checks of what graders said: a reward that tells nothing apart teaches nothing."""
+
+from services.gateway.monitoring.health.evidence import MIN_SAMPLES, Evidence, Seen
+
+ALL = 0.98
+
+
+def grader_failing(evidence: Evidence) -> Seen | None:
+    """See graders that fail on nearly all samples."""
+    graded, share = evidence.graded, evidence.facts.thresholds.failed_share
+    if graded.samples < MIN_SAMPLES or graded.errors < share * graded.samples:
+        return None
+    words = f"; the last error: {evidence.last_error}" if evidence.last_error else ""
+    return Seen(f"{graded.errors} of the last {graded.samples} samples could not be graded{words}", _counts(evidence))
+
+
+def wrong_labels(evidence: Evidence) -> Seen | None:
+    """See labels that graders cannot use."""
+    graded, share = evidence.graded, evidence.facts.thresholds.failed_share
+    if graded.samples < MIN_SAMPLES or graded.label_errors < share * graded.samples:
+        return None
+    return Seen(
+        f"{graded.label_errors} of the last {graded.samples} samples could not be graded because of their label: "
+        f"{evidence.last_error}",
+        _counts(evidence),
+    )
+
+
+def no_answer_found(evidence: Evidence) -> Seen | None:
+    """See completions in which the grader finds no answer."""
+    graded = evidence.graded
+    if not evidence.facts.names_answers or not evidence.is_enough_graded:
+        return None
+    if graded.scored < ALL * graded.samples or graded.answered > (1 - ALL) * graded.samples:
+        return None
+    return Seen(
+        f"the grader found an answer in {graded.answered} of the last {graded.samples} completions", _counts(evidence)
+    )
+
+
+def never_right(evidence: Evidence) -> Seen | None:
+    """See answers that are found, and of which none is right."""
+    if not evidence.facts.names_answers or not evidence.is_reward_constant:
+        return None
+    graded = evidence.graded
+    if graded.answered < graded.samples / 2 or evidence.did_rewards_differ:
+        return None
+    first = evidence.samples[0] if evidence.samples else None
+    example = f", such as {first.answer!r} where the label is {first.label!r}" if first and first.answer else ""
+    return Seen(
+        f"the grader found an answer in {graded.answered} of the last {graded.samples} completions and none was right"
+        f"{example}",
+        _counts(evidence),
+    )
+
+
+def constant_reward(evidence: Evidence) -> Seen | None:
+    """See a reward that is the same for every sample."""
+    if not evidence.is_reward_constant:
+        return None
+    return Seen(
+        f"all of the last {evidence.graded.scored} samples have reward {evidence.last_reward:g}", _counts(evidence)
+    )
+
+
+def nothing_left(evidence: Evidence) -> Seen | None:
+    """See a policy that always gets the best reward of a run in which rewards differed."""
+    if not evidence.is_reward_constant or not evidence.did_rewards_differ:
+        return None
+    if evidence.last_reward is None or evidence.last_reward != evidence.highest_reward:
+        return None
+    return Seen(
+        f"all of the last {evidence.graded.scored} samples have the best reward of the run, {evidence.last_reward:g}",
+        _counts(evidence),
+    )
+
+
+def no_signal(evidence: Evidence) -> Seen | None:
+    """See groups of which nearly every one has a single reward, whatever it is, or is filtered."""
+    graded = evidence.graded
+    share = evidence.facts.thresholds.signalless_share
+    if not evidence.is_enough_graded or graded.signalless_groups < share * graded.groups:
+        return None
+    if graded.errors >= evidence.facts.thresholds.failed_share * graded.samples:
+        return None
+    filtered = f", {graded.filtered_groups} of them were filtered" if graded.filtered_groups else ""
+    return Seen(
+        f"{graded.signalless_groups:,} of the last {graded.groups:,} groups taught nothing{filtered}: the rewards "
+        f"within each are the same, or outside of what the filter keeps",
+        _counts(evidence),
+    )
+
+
+def _counts(evidence: Evidence) -> dict[str, float]:
+    graded = evidence.graded
+    names = ("groups", "signalless_groups", "filtered_groups", "samples", "scored", "errors", "answered")
+    return {name: float(getattr(graded, name)) for name in names}

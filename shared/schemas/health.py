@@ -1,0 +1,90 @@
+"""What services count for the training-health checks, and what those find."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from shared.schemas.wire import Wire
+
+LONGEST_TEXT = 400
+LONGEST_WORDS = 200
+
+
+class SampleExcerpt(Wire):
+    """One graded sample, cut for people to look at."""
+
+    prompt: str
+    completion: str
+    label: str | None = None
+    answer: str | None = None
+    """What the grader took for the answer."""
+    reward: float | None = None
+    reason: str | None = None
+    """Why there is no reward."""
+    finish_reason: str = ""
+
+
+class GradingReport(Wire):
+    """What one reward service has graded in training since its session began. Counts only grow."""
+
+    session: str
+    """Random name of the session: the counts of another one begin at 0."""
+    groups: int = Field(0, ge=0)
+    flat_groups: int = Field(0, ge=0)
+    """Of several scored members, all with the same reward."""
+    signalless_groups: int = Field(0, ge=0)
+    """Flat, or filtered because they teach nothing: nothing is learned from them."""
+    filtered_groups: int = Field(0, ge=0)
+    samples: int = Field(0, ge=0)
+    """Completions, however they ended."""
+    scored: int = Field(0, ge=0)
+    errors: int = Field(0, ge=0)
+    label_errors: int = Field(0, ge=0)
+    """Of the errors, those that a missing or unusable label made."""
+    truncated: int = Field(0, ge=0)
+    """Ended at the length limit."""
+    empty: int = Field(0, ge=0)
+    """Without any text."""
+    answered: int = Field(0, ge=0)
+    """In which the grader found an answer."""
+    repeated: int = Field(0, ge=0)
+    """Scored with the same reward as the one scored before."""
+    last_reward: float | None = None
+    highest_reward: float | None = None
+    lowest_reward: float | None = None
+    last_error: str | None = None
+    samples_seen: tuple[SampleExcerpt, ...] = Field((), max_length=2)
+    """Two of the newest, with different rewards where there are such."""
+
+
+class SamplingReport(Wire):
+    """What one rollout has sampled in training since its session began, as its tokenizer sees it. Counts only grow."""
+
+    session: str
+    prompts: int = Field(0, ge=0)
+    doubled_special: int = Field(0, ge=0)
+    """Prompts with a special token twice in a row."""
+    without_start: int = Field(0, ge=0)
+    """Prompts that do not begin with the special tokens that the tokenizer begins every text with."""
+    completions: int = Field(0, ge=0)
+    past_special: int = Field(0, ge=0)
+    """Completions that go on after a special token, which ends none of them."""
+    special_token: str | None = None
+    """The token of the newest such finding."""
+
+
+class HealthFinding(Wire):
+    """A training-health check that finds something."""
+
+    check: str
+    """Its name, as in docs/health.md."""
+    component: str
+    """reward, rollout or trainer."""
+    since_step: int
+    """The step that was done last when it began."""
+    at: str
+    seen: str
+    """What was seen, with figures."""
+    advice: str
+    figures: Mapping[str, float] = Field(default_factory=dict)
+    samples: tuple[SampleExcerpt, ...] = ()

@@ -1,0 +1,143 @@
+"""What services report becomes findings on the experiment, which begin and end as events."""
+
+from typing import Any
+
+import pytest
+
+from services.gateway.monitoring.health.monitor import REFRESH_SECONDS, HealthMonitor
+from services.gateway.monitoring.health.window import HealthWindow
+from services.gateway.records.repository import Experiment
+from services.gateway.state import GatewayState
+from shared.clock import ManualClock
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.health import GradingReport, SamplingReport
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
+from tests.unit.gateway.health import FIGURES, SAMPLES, facts
+
+
+def report(groups: int, *, dead: int, session: str = "a", **fields: Any) -> GradingReport:
+    """Make a report of groups of eight, of which so many are dead; all other rewards differ."""
+    counts = {"groups": groups, "flat_groups": dead, "signalless_groups": dead, "filtered_groups": dead}
+    samples = {"samples": 8 * groups, "scored": 8 * groups, "answered": 8 * groups, "repeated": 4 * groups}
+    return GradingReport(session=session, last_reward=0.0, samples_seen=SAMPLES, **(counts | samples | fields))
+
+
+def a_monitor(gateway: GatewayState, experiment: Experiment, clock: ManualClock) -> HealthMonitor:
+    async def fail(component: str, cause: str) -> None:
+        await gateway.commands.fail(experiment, component, cause)
+
+    window = gateway.measurements.of(experiment).health
+    return HealthMonitor(experiment, gateway.repository, gateway.events, clock, window, fail)
+
+
+async def events_of(gateway: GatewayState, experiment: Experiment) -> list[str]:
+    found = [event.type for event in await gateway.store.events(experiment.id, after=0, limit=99)]
+    return [each for each in found if each.startswith("health")]
+
+
+async def test_a_finding_begins_goes_on_and_ends() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, step=4)
+    monitor = a_monitor(gateway, experiment, clock)
+    window = gateway.measurements.of(experiment).health
+    for step in range(1, 5):
+        window.add_step(step, FIGURES)
+
+    window.add_grading(report(60, dead=60))
+    await monitor.look()
+    await monitor.look()
+    (finding,) = gateway.commands.view(experiment).health
+    assert (finding.check, finding.component, finding.since_step) == ("no_signal", "reward", 4)
+    assert "60 of the last 60 groups taught nothing" in finding.seen
+    assert finding.samples == SAMPLES
+    assert await events_of(gateway, experiment) == ["health_finding"]
+
+    window.add_grading(report(130, dead=130))
+    clock.advance(REFRESH_SECONDS)
+    await monitor.look()
+    assert "70 of the last 70 groups" in gateway.commands.view(experiment).health[0].seen
+    assert gateway.commands.view(experiment).health[0].at == finding.at
+
+    window.add_grading(report(200, dead=140))
+    await monitor.look()
+    assert gateway.commands.view(experiment).health == ()
+    assert await events_of(gateway, experiment) == ["health_finding", "health_recovered"]
+
+
+async def test_a_finding_outlasts_a_gateway_that_has_seen_nothing_yet() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    gateway.measurements.of(experiment).health.add_grading(report(60, dead=60))
+    await a_monitor(gateway, experiment, clock).look()
+    window = gateway.measurements.of(experiment).health
+
+    window.clear()
+    await a_monitor(gateway, experiment, clock).look()
+
+    assert [each.check for each in gateway.commands.view(experiment).health] == ["no_signal"]
+    assert await events_of(gateway, experiment) == ["health_finding"]
+
+
+@pytest.mark.parametrize(("bound", "is_failed"), [(None, False), (200, False), (60, True)])
+async def test_groups_without_signal_end_the_experiment_at_the_bound_of_its_spec(
+    bound: int | None, is_failed: bool
+) -> None:
+    clock, section = ManualClock(), {"max_groups_without_signal": bound}
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, spec=a_spec(health=section).model_dump(mode="json"))
+    monitor = a_monitor(gateway, experiment, clock)
+    gateway.measurements.of(experiment).health.add_grading(report(100, dead=100))
+
+    await monitor.look()
+
+    view = gateway.commands.view(experiment)
+    assert (view.state is ExperimentState.FAILED) is is_failed
+    if is_failed:
+        assert view.problem is not None and view.problem.component == "reward"
+        assert view.problem.cause.startswith(
+            "100 groups in a row taught nothing, health.max_groups_without_signal is 60"
+        )
+        assert "no_signal" in view.problem.cause
+
+
+def test_a_step_that_trained_on_other_groups_starts_the_count_again() -> None:
+    window = HealthWindow()
+    window.add_grading(report(50, dead=50))
+    window.add_step(1, FIGURES | {"groups/flat_fraction": 1.0})
+    assert window.groups_without_signal == 50
+
+    window.add_step(2, FIGURES | {"groups/flat_fraction": 0.75})
+    assert window.groups_without_signal == 0
+
+
+def test_the_window_looks_at_the_newest_groups_of_all_sessions() -> None:
+    window = HealthWindow()
+    for groups in range(10, 110, 10):
+        window.add_grading(report(groups, dead=0))
+        window.add_grading(report(groups, dead=groups, session="b"))
+    window.add_grading(report(20, dead=20, session="c"))
+
+    seen = window.evidence(facts())
+
+    assert (seen.graded.groups, seen.graded.flat_groups) == (50, 40)
+    assert seen.graded_ever.groups == 220
+
+
+def test_what_rollouts_sampled_is_counted_by_session() -> None:
+    window = HealthWindow()
+    window.add_sampling(SamplingReport(session="a", prompts=30, doubled_special=30, special_token="<s>"))
+    window.add_sampling(SamplingReport(session="a", prompts=60, doubled_special=60, special_token="<s>"))
+
+    seen = window.evidence(facts())
+
+    assert (seen.sampled.prompts, seen.sampled.doubled_special, seen.special_token) == (60, 60, "<s>")
+
+
+def test_a_step_that_is_trained_again_replaces_those_after_it() -> None:
+    window = HealthWindow()
+    for step in (1, 2, 3, 2):
+        window.add_step(step, {"grad_norm": float(step)})
+
+    assert [each.step for each in window.evidence(facts()).steps] == [1, 2]

@@ -1,0 +1,60 @@
+from services.reward.consumer import with_grades
+from services.reward.tally import GradingTally
+from shared.schemas.grading import Grade
+from shared.schemas.health import LONGEST_TEXT
+from shared.schemas.trajectory import FinishReason, Group
+from shared.testing.builders import a_group, a_task, a_trajectory
+
+
+def a_graded_group(*grades: Grade, **trajectory: object) -> Group:
+    members = tuple(a_trajectory(**trajectory) for _ in grades)  # type: ignore[arg-type]
+    return with_grades(Group(a_task(0, group_size=len(grades)), members, "1+1?"), grades, 0.1)
+
+
+def test_rewards_are_counted_by_group_and_by_sample() -> None:
+    tally = GradingTally()
+    tally.add(a_group(0, rewards=[1.0, 0.0]), is_filtered=False)
+    tally.add(a_group(1, rewards=[0.0, 0.0]), is_filtered=True)
+    tally.add(a_group(2, rewards=[0.0]), is_filtered=False)
+
+    report = tally.report()
+
+    assert (report.groups, report.flat_groups, report.signalless_groups, report.filtered_groups) == (3, 1, 1, 1)
+    assert (report.samples, report.scored, report.repeated, report.last_reward) == (5, 5, 3, 0.0)
+    assert (report.highest_reward, report.lowest_reward) == (1.0, 0.0)
+
+
+def test_how_completions_end_and_what_graders_find_is_counted() -> None:
+    tally = GradingTally()
+    tally.add(
+        a_graded_group(Grade.scored(0.0, answer="2"), Grade.scored(0.0), finish_reason=FinishReason.LENGTH, text=" "),
+        is_filtered=False,
+    )
+    tally.add(a_graded_group(Grade.error("exact: the sample has no label"), Grade.error("boom")), is_filtered=False)
+
+    report = tally.report()
+
+    assert (report.samples, report.truncated, report.empty, report.answered) == (4, 2, 2, 1)
+    assert (report.errors, report.label_errors, report.last_error) == (2, 1, "boom")
+
+
+def test_two_samples_are_kept_a_good_and_a_bad_one_and_cut() -> None:
+    tally = GradingTally()
+    long = "x" * 5000
+    tally.add(
+        a_graded_group(Grade.scored(0.0, answer="3"), Grade.scored(1.0, answer="2"), text=long), is_filtered=False
+    )
+
+    best, worst = tally.report().samples_seen
+
+    assert (best.reward, best.answer, worst.reward, worst.answer) == (1.0, "2", 0.0, "3")
+    assert len(best.completion) <= LONGEST_TEXT
+    assert (best.prompt, best.label) == ("1+1?", "1")
+
+
+def test_of_groups_that_are_alike_the_last_two_have_a_sample_each() -> None:
+    tally = GradingTally()
+    for number in range(5):
+        tally.add(a_group(number, rewards=[0.0, 0.0]), is_filtered=True)
+
+    assert [sample.label for sample in tally.report().samples_seen] == ["4", "5"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo, is_running, typed
+from flotilla.packages import check_packages
 from shared.errors import Conflict, Unavailable
 from shared.processes import python_module
 
@@ -21,6 +22,7 @@ DETACH_SECONDS = 100.0
 
 async def up(arguments: argparse.Namespace) -> int:
     """Start a fleet and stay, or leave it running with ``--detach``."""
+    check_packages()
     console = new_console()
     data = Path(arguments.data)
     if arguments.detach:

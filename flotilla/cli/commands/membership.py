@@ -11,6 +11,7 @@ from typing import Any
 from flotilla.cli.fleet import service_environment
 from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo, open_client
+from flotilla.packages import check_packages
 from shared.client import GatewayClient
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.processes import python_module
@@ -25,9 +26,10 @@ async def rollout(arguments: argparse.Namespace) -> int:
     """Become a rollout service of a running fleet, until a signal; never returns unless it cannot.
 
     Raises:
-        Unavailable: no gateway is named and no fleet runs.
+        Unavailable: no gateway is named and no fleet runs, or a package is missing.
         InvalidRequest: a gateway is named, but not the data plane's server.
     """
+    check_packages()
     if arguments.gateway or os.environ.get("FLOTILLA_GATEWAY_URL"):
         environment = dict(os.environ)
         if arguments.gateway:

@@ -21,6 +21,7 @@ from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
+from flotilla.packages import check_packages
 from shared.client import GatewayClient
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -30,6 +31,7 @@ SETTLE_SECONDS = 10.0
 
 async def run(arguments: argparse.Namespace) -> int:
     """Run one experiment from nothing, or from where it ended, to its summary."""
+    check_packages()
     console = new_console()
     overrides = list(arguments.set or [])
     if arguments.seed is not None:

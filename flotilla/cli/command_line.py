@@ -32,6 +32,10 @@ def build_parser() -> Parser:
     _add_kept(commands)
     _add_samples(commands)
     _add_files(commands)
+    text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
+    doctor = add_command(commands, "doctor", text, "doctor:doctor")
+    doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
+    add_json(doctor)
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser

@@ -143,13 +143,13 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
     view, ledger = progress.view, progress.ledger
     held_out = progress.held_out
-    newest = held_out.points[-1][2] if held_out.points else None
+    told = f"held-out {held_out.name} {number(held_out.points[-1][2])} " if held_out.points else ""
     waiting = ledger.get("waiting", {})
     queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
     return (
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
-        f"reward {number(progress.mean_of_last('reward/mean', 5))} held-out {held_out.name} {number(newest)} "
+        f"reward {number(progress.mean_of_last('reward/mean', 5))} {told}"
         f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
         f"queues {queues} left {duration(left)}{problem}{one_line(view.health)}"
     )

@@ -90,7 +90,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     values = [point["value"] for point in held_out["points"]]
     form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
     before, after = values[0] if values else None, values[-1] if len(values) > 1 else None
-    table.add_row(f"held-out {held_out['metric']}", f"{number(before, form)} -> {number(after, form)}")
+    if values:
+        table.add_row(f"held-out {held_out['metric']}", f"{number(before, form)} -> {number(after, form)}")
     table.add_row("steps", f"{summary['steps']}, policy version {summary['policy_version']}")
     table.add_row("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained")
     table.add_row("largest lag trained", f"{number(summary['max_lag_trained'], '.0f')} versions")

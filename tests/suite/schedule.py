@@ -21,7 +21,7 @@ FEWEST_TESTS = 2
 FOLDERS = ("integration", "contract", "unit")
 """Files that take long come first: short ones fill the end."""
 FLEETS = ("e2e", "faults")
-ALONE = frozenset({"test_diagnosis.py", "test_membership.py", "test_stalls.py", "test_two_experiments.py"})
+ALONE = frozenset({"test_membership.py", "test_two_experiments.py"})
 """Files of fleets that must not be slowed by others: seconds are compared in them."""
 
 

@@ -36,7 +36,7 @@ def test_fleets_come_first_then_side_by_side_then_some_alone(tmp_path: Path) -> 
     for folder, files in {
         "unit": {"test_a": TIMED, "test_b": TIMED, "test_crash": CRASHING + TIMED},
         "e2e": {"test_c": TIMED, "test_crash_too": CRASHING + TIMED},
-        "faults": {"test_d": TIMED, "test_stalls": TIMED},
+        "faults": {"test_d": TIMED, "test_membership": TIMED},
     }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
@@ -50,9 +50,9 @@ def test_fleets_come_first_then_side_by_side_then_some_alone(tmp_path: Path) -> 
     times = [json.loads(line) for line in (tmp_path / "times").read_text().splitlines()]
     spans = [(begun, end, name) for name, begun, end in times if "crashes" not in name]
     fleets = [span for span in spans if not span[2].startswith("unit/")]
-    alone = [span for span in fleets if "test_stalls" in span[2]]
+    alone = [span for span in fleets if "test_membership" in span[2]]
     assert (len(spans), len(fleets), len(alone)) == (28, 16, 4)
-    assert max(end for _, end, name in spans if "test_stalls" not in name) <= min(begun for begun, _, _ in alone)
+    assert max(end for _, end, name in spans if "test_membership" not in name) <= min(begun for begun, _, _ in alone)
     beside = [second for first, second in pairwise(sorted(fleets)) if second[0] < first[1]]
     others_began = max(begun for begun, _, name in spans if name.startswith(("unit/test_a", "unit/test_b")))
     assert all(begun >= others_began for begun, _, _ in beside)

@@ -9,7 +9,7 @@ import pytest
 from tests.suite.schedule import FileSchedule, is_alone, is_fleet
 
 SIZES = {"unit/a.py": 3, "unit/b.py": 1, "contract/c.py": 2, "e2e/d.py": 1, "e2e/e.py": 2, "faults/f.py": 1}
-SIZES |= {"faults/test_stalls.py": 1, "faults/test_diagnosis.py": 2, "faults/test_membership.py": 3}
+SIZES |= {"e2e/test_membership.py": 1, "faults/test_two_experiments.py": 2, "faults/test_membership.py": 3}
 TESTS = [f"tests/{file}::test_{number}" for file, size in SIZES.items() for number in range(size)]
 CRASH_SHARE = 0.15
 MOST_CRASHES = 8

@@ -1,9 +1,12 @@
-"""Which packages a fleet on this machine needs, looked for before anything is started."""
+"""Which packages and programs a fleet on this machine needs, looked for before anything is started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from shared.errors import Unavailable
+from shared.config.engine import SglangEngineConfig
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec, Unavailable
+from shared.settings import SGLANG_PYTHON, sglang_python_from
 
 LOCAL_FLEET = ("torch", "transformers", "safetensors", "jinja2")
 """Of rollouts and trainer; everything else is a dependency of the package."""
@@ -25,4 +28,18 @@ def check_packages(is_installed: Callable[[str], bool] = _is_installed) -> None:
         raise Unavailable(
             f"{' and '.join(missing)} {are} not installed, which rollouts and trainers need: "
             "pip install 'flotilla[torch]' (in a checkout: pip install '.[torch]'); see docs/install.md"
+        )
+
+
+def check_engine(spec: ExperimentSpec, environment: Mapping[str, str]) -> None:
+    """Check that rollouts of a fleet with this environment can start the engine: else the experiment waits for ever.
+
+    Raises:
+        InvalidSpec: they cannot.
+    """
+    engine = spec.rollout.engine
+    if isinstance(engine, SglangEngineConfig) and engine.url is None and sglang_python_from(environment) is None:
+        raise InvalidSpec(
+            f"rollout.engine.kind sglang needs {SGLANG_PYTHON}, the interpreter of an environment that has SGLang "
+            "(docs/engines.md), or rollout.engine.url, the address of a server"
         )

@@ -92,7 +92,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
-        sglang_python=_interpreter(values.get(SGLANG_PYTHON, "")),
+        sglang_python=sglang_python_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
     )
 
@@ -114,7 +114,13 @@ def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork
         raise InvalidRequest(f"{name} must be networks, such as 127.0.0.0/8,10.3.0.0/16, or none: {error}") from None
 
 
-def _interpreter(text: str) -> Path | None:
+def sglang_python_from(values: Mapping[str, str]) -> Path | None:
+    """Read which interpreter has SGLang; None where none is named.
+
+    Raises:
+        InvalidRequest: it is not the absolute path of a program.
+    """
+    text = values.get(SGLANG_PYTHON, "")
     if not text:
         return None
     path = Path(text)

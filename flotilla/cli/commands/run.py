@@ -21,7 +21,7 @@ from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
-from flotilla.packages import check_packages
+from flotilla.packages import check_engine, check_packages
 from shared.client import GatewayClient
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -37,6 +37,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if arguments.seed is not None:
         overrides.append(f"seed={arguments.seed}")
     launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
+    check_engine(launch.spec, os.environ)
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {path}")

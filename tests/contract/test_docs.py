@@ -1,12 +1,19 @@
-"""Pages name files that exist, and link to pages and sections that exist."""
+"""Pages name files and commands that exist, and link to pages and sections that exist."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from flotilla.cli.command_line import build_parser, leaves
+from flotilla.cli.parsing import Parser
+from tests.contract.shell_text import blocks, commands, inline
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"] + sorted((ROOT / "examples").glob("*/README.md"))
 OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "docs")
 FILE = re.compile(rf"`((?:{'|'.join(OURS)})/[\w./-]+)(?::\w+)?`")
 SHORT = re.compile(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|lua|md))`")
@@ -46,3 +53,90 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             missing.append(f"{target}#{anchor}" if anchor else target)
 
     assert missing == []
+
+
+class Misused(Exception):
+    """A command line that its parser refuses; the text is what a user would be told."""
+
+
+def misuse(words: list[str], *, may_lack: bool) -> str | None:
+    """Say why the command line refuses these words; None if it does not.
+
+    Args:
+        words: after ``flotilla``.
+        may_lack: arguments that are needed may be missing, as in a sentence about a command.
+    """
+
+    def fail(parser: Parser, message: str) -> NoReturn:
+        raise Misused(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "error", fail)
+        try:
+            build_parser().parse_args(words)
+        except Misused as error:
+            return None if may_lack and "the following arguments are required" in str(error) else str(error)
+        except SystemExit:
+            return None
+    return None
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_every_command_on_a_page_is_one_that_the_command_line_takes(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    typed = [(words, False) for line in blocks(text) for words in commands(line)]
+    typed += [(words, True) for line in inline(text) for words in commands(line)]
+
+    refused = {
+        " ".join(words): why
+        for words, may_lack in typed
+        if words[0].rpartition("/")[2] == "flotilla" and re.match("[a-z]|--", " ".join(words[1:]))
+        if (why := misuse(words[1:], may_lack=may_lack))
+    }
+
+    assert refused == {}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_every_target_and_module_on_a_page_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    missing = []
+    for words in (words for line in [*blocks(text), *inline(text)] for words in commands(line)):
+        program = words[0].rpartition("/")[2]
+        if program == "make" and len(words) > 1:
+            missing += [word for word in words[1:] if word.islower() and word not in targets]
+        if program.startswith("python") and len(words) > 1:
+            missing += [words[1]] if words[1].endswith(".py") and not (ROOT / words[1]).exists() else []
+            module = words[2] if words[1] == "-m" and len(words) > 2 else ""
+            missing += [module] if module.partition(".")[0] in OURS and find_spec(module) is None else []
+
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("flotilla spec check FILE [--data] [--set KEY=VALUE]   # why", [["flotilla", "spec", "check", "1", "--data"]]),
+        ("A=1 .venv/bin/flotilla ls > x; cd y && flotilla up", [[".venv/bin/flotilla", "ls"], ["x"], ["cd", "y"]]),
+        ("flotilla stop ...", [["flotilla", "stop"]]),
+        ("it's not a shell line", []),
+    ],
+)
+def test_a_line_is_split_as_a_shell_does(line: str, words: list[list[str]]) -> None:
+    found = list(commands(line))
+
+    assert [each[: len(first)] for each, first in zip(found, words, strict=False)] == words
+
+
+@pytest.mark.parametrize("line", ["flotilla lss", "flotilla ls --jsn", "flotilla drain", "flotilla up --port x"])
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    (words,) = commands(line)
+
+    assert misuse(words[1:], may_lack=False)
+
+
+def test_every_command_is_on_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+
+    assert [command for command in leaves(build_parser()) if f"flotilla {command}" not in page] == []

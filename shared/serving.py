@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import signal
 import socket
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
+MAX_CONNECTIONS = 4096
+"""Connections beyond that are answered 503."""
+MAX_HEAD_BYTES = 64 * 1024
 
 Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
 """What an app does before it ends, when there is time for it."""
@@ -82,6 +86,8 @@ async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) ->
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         server_header=False,
     )
     server = uvicorn.Server(config)
@@ -133,6 +139,15 @@ def _with_state(app: ASGIApp, opened: Mapping[str, Any]) -> ASGIApp:
     return call
 
 
+class ProblemResponse(JSONResponse):
+    """A problem document in ASCII: it may quote text that is no Unicode, such as a lone surrogate."""
+
+    media_type = PROBLEM_JSON
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, default=str).encode()
+
+
 def problem_response(error: FlotillaError, *, status: int | None = None) -> JSONResponse:
     """Make the problem document of an error (RFC 9457); ``status`` overrides that of its class."""
     status = status or error.status
@@ -146,7 +161,7 @@ def problem_response(error: FlotillaError, *, status: int | None = None) -> JSON
     }
     if error.errors:
         body["errors"] = error.errors
-    return JSONResponse(body, status_code=status, media_type=PROBLEM_JSON)
+    return ProblemResponse(body, status_code=status)
 
 
 def add_problem_handlers(app: FastAPI) -> None:

@@ -25,6 +25,9 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
+BODY_SECONDS = 30.0
+HEAD_BYTES = 32 * 1024
+HEADERS = 100
 
 HOW_TO_AUTHORISE = (
     "send the fleet's token as 'Authorization: Bearer TOKEN'; commands and clients take it from "
@@ -41,13 +44,23 @@ class Guard:
         app: what it guards.
         token: the fleet's token.
         body_bytes: largest body that is read.
+        body_seconds: longest time for a body to arrive.
         store_of: finds the store that keeps first answers, in the request's scope.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, body_bytes: int, store_of: StoreOf) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str,
+        body_bytes: int,
+        store_of: StoreOf,
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
         self._app = app
         self._token = token
         self._body_bytes = body_bytes
+        self._body_seconds = body_seconds
         self._store_of = store_of
         self._busy: dict[str, asyncio.Lock] = {}
         self._users: dict[str, int] = {}
@@ -59,6 +72,8 @@ class Guard:
             return
         try:
             await self._handle(scope, receive, send)
+        except _HungUp:
+            log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
             await problem_response(refused.error)(scope, receive, send)
 
@@ -66,7 +81,15 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["path"] not in OPEN_PATHS and not is_same_secret(bearer_of(headers.get("authorization")), self._token):
             raise _Refused(Unauthorized(HOW_TO_AUTHORISE))
-        body = await self._read(headers, receive)
+        head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+        if head_bytes > HEAD_BYTES or len(scope["headers"]) > HEADERS:
+            raise _Refused(_HeadTooLarge(f"a request has {HEADERS} headers and {HEAD_BYTES} bytes of them at most"))
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                body = await self._read(headers, receive)
+        except TimeoutError:
+            detail = f"the body must be sent within {self._body_seconds:g} s"
+            raise _Refused(_TooSlow(detail)) from None
         replayed = _with_body(body, receive)
         key = headers.get("idempotency-key")
         if scope["method"] != "POST" or key is None:
@@ -90,7 +113,8 @@ class Guard:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return b"".join(parts)
+                # What arrived is not what was sent: `steps: 3` may be the beginning of `steps: 3000`.
+                raise _HungUp
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._body_bytes:
@@ -144,6 +168,22 @@ class _TooLarge(InvalidRequest):
     """The body is larger than the gateway reads."""
 
     code, title, status = "body_too_large", "The body is too large", 413
+
+
+class _HungUp(Exception):
+    """The caller went before the whole body had come."""
+
+
+class _TooSlow(FlotillaError):
+    """The body did not arrive in time."""
+
+    code, title, status = "body_too_slow", "The body did not arrive in time", 408
+
+
+class _HeadTooLarge(FlotillaError):
+    """There are more headers than the gateway reads."""
+
+    code, title, status = "headers_too_large", "The headers are too large", 431
 
 
 class _Refused(Exception):

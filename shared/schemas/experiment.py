@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.schemas.health import HealthFinding
 from shared.schemas.wire import Wire
@@ -117,6 +117,9 @@ MAX_METRIC_NAME = 256
 
 class MetricBatch(Wire):
     """What a service reports about one step; the gateway stores each step of a series once."""
+
+    # The route names the values that are not finite.
+    model_config = ConfigDict(allow_inf_nan=True)
 
     step: int = Field(ge=0)
     version: int = Field(ge=0)

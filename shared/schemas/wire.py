@@ -8,10 +8,11 @@ from shared.described import Described
 class Wire(Described):
     """A body between processes of one fleet, which run the same version: unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # JSON knows no infinities: what Python's reader lets in nobody could be answered.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class TolerantWire(Wire):
     """A message to or from somebody else's program: unknown fields are ignored, so that fields can be added."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore")

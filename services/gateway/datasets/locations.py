@@ -68,7 +68,10 @@ def _matching(pattern: str) -> list[str]:
         found = _reached(pattern, lambda: _glob(pattern))
     else:
         anchor = Path(Path(pattern).anchor or ".")
-        found = [str(path) for path in anchor.glob(str(Path(pattern).relative_to(anchor))) if path.is_file()]
+        try:
+            found = [str(path) for path in anchor.glob(str(Path(pattern).relative_to(anchor))) if path.is_file()]
+        except (ValueError, OSError) as error:
+            raise DataError(f"the pattern {pattern} cannot be used: {error}", path=pattern) from error
     if not found:
         raise DataError(f"no file matches {pattern}", path=pattern)
     return sorted(found)

@@ -11,6 +11,8 @@ from shared.errors import InvalidRequest
 from shared.schemas.experiment import Page
 
 LARGEST_PAGE = 1000
+LONGEST_CURSOR = 18
+"""Digits of a number that a database holds in 64 bits."""
 
 
 async def from_lifespan(request: Request) -> GatewayState:
@@ -34,7 +36,7 @@ def number_of(cursor: str | None) -> int:
     """
     if cursor is None:
         return 0
-    if not cursor.isdigit():
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= LONGEST_CURSOR):
         raise InvalidRequest(f"after: {cursor!r} is not a cursor of this list")
     return int(cursor)
 

@@ -41,7 +41,7 @@ from services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from shared.errors import FlotillaError, Unavailable
+from shared.errors import FlotillaError, InvalidRequest, Unavailable
 from shared.retry import Backoff
 from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
@@ -125,6 +125,9 @@ class SqlStore(TransactionalStore):
             return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
             raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
+        except (OverflowError, UnicodeEncodeError, sa.exc.DataError) as error:
+            cause = error.orig if isinstance(error, sa.exc.DataError) else error
+            raise InvalidRequest(f"a value cannot be stored: {' '.join(str(cause).split())[:200]}") from error
         except SQLAlchemyError as error:
             raise FlotillaError(f"the database refused a statement: {error}") from error
 

@@ -13,6 +13,7 @@ from alembic.migration import MigrationContext
 
 from services.gateway.store import lock, tables
 from services.gateway.store.base import Store
+from services.gateway.store.memory import MemoryStore
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer
 from services.gateway.store.sql import SqlStore, open_engine
@@ -31,7 +32,7 @@ from services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
 from tests.contract.gateway.conftest import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
@@ -208,6 +209,19 @@ async def test_windows_are_kept_by_name_and_go_with_their_experiment(store: Stor
     assert await store.window("a", "w") == {"n": [2.5, None]}
     await store.apply([DeleteExperiment("a")])
     assert await store.window("a", "w") == await store.window("c", "w") == {}
+
+
+async def test_what_a_database_cannot_hold_is_the_callers_fault(store: Store) -> None:
+    if isinstance(store, MemoryStore):
+        pytest.skip("holds everything")
+    for point in (a_point("loss", 2**70, 1.0), a_point("lo\ud800ss", 1, 1.0)):
+        with pytest.raises(InvalidRequest, match="cannot be stored"):
+            await store.put_metrics("a", [point])
+    with pytest.raises(InvalidRequest):
+        await store.publication("a", 2**70)
+
+    await store.put_metrics("a", [a_point("loss", 1, 1.0)])
+    assert len(await store.metrics("a", names=[], after=0, limit=9)) == 1
 
 
 NO_WRITE = cast(Write, object())

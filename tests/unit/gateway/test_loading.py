@@ -249,6 +249,7 @@ def test_what_is_wrong_with_a_class_is_said(tmp_path: Path, name: str, options: 
     [
         ({"path": "/nowhere/x"}, "there is no file or folder /nowhere/x"),
         ({"path": "/nowhere/*.jsonl"}, "no file matches /nowhere/*.jsonl"),
+        ({"path": "/nowhere/***.jsonl"}, "the pattern /nowhere/***.jsonl cannot be used"),
         ({"path": "memory://nowhere/x.jsonl"}, "there is nothing at memory://nowhere/x.jsonl"),
         ({"path": "unheard-of://x/y.jsonl"}, "Protocol not known: unheard-of"),
         ({"path": "HERE/a.jsonl", "label_column": "label.truth"}, "no column 'label.truth', which data.label_column"),

@@ -1,0 +1,85 @@
+"""What a request must be before a route sees it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.middleware import HEAD_BYTES, HEADERS, Guard
+from services.gateway.routes.dependencies import number_of
+from services.gateway.store.memory import MemoryStore
+from shared.clock import ManualClock
+from shared.errors import InvalidRequest
+
+
+class Seen:
+    """An app that remembers the bodies that it is given, and what is sent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.statuses: list[int] = []
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        self.bodies.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.statuses.append(message["status"])
+
+
+async def ask(
+    messages: Sequence[Message], headers: Sequence[tuple[bytes, bytes]] = (), *, then_silent: bool = False
+) -> Seen:
+    seen, left = Seen(), list(messages)
+
+    async def receive() -> Message:
+        if not left and then_silent:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    guard = Guard(seen, token="t", body_bytes=100, body_seconds=0.05, store_of=lambda _: (MemoryStore(), ManualClock()))
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/experiments",
+        "raw_path": b"/v1/experiments",
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer t"), *headers],
+    }
+    await guard(scope, receive, seen.send)
+    return seen
+
+
+PART = {"type": "http.request", "body": b"steps: 3", "more_body": True}
+REST = {"type": "http.request", "body": b"000", "more_body": False}
+
+
+async def test_a_body_that_broke_off_is_not_executed() -> None:
+    assert (await ask([PART, REST])).bodies == [b"steps: 3000"]
+
+    seen = await ask([PART, {"type": "http.disconnect"}])
+
+    assert (seen.bodies, seen.statuses) == ([], [])
+
+
+async def test_a_body_that_does_not_arrive_is_refused() -> None:
+    seen = await ask([PART], then_silent=True)
+
+    assert (seen.bodies, seen.statuses) == ([], [408])
+
+
+@pytest.mark.parametrize("headers", [[(b"x", b"y" * HEAD_BYTES)], [(b"x", b"y")] * HEADERS])
+async def test_headers_have_a_limit(headers: list[tuple[bytes, bytes]]) -> None:
+    seen = await ask([REST], headers)
+
+    assert (seen.bodies, seen.statuses) == ([], [431])
+
+
+@pytest.mark.parametrize("cursor", ["\u00b2", "9" * 25, "-1", "1.0", "", " 1", "\u0663"])
+def test_a_cursor_is_a_number_that_a_database_holds(cursor: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a cursor"):
+        number_of(cursor)

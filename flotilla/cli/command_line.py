@@ -140,6 +140,15 @@ def _add_samples(commands: "Commands") -> None:
     show = add_command(commands, "show", text, "show:show")
     text = "id, its beginning, or name; or a directory, such as runs/NAME (default: the active one, else the newest)"
     show.add_argument("experiment", nargs="?", help=text)
+    replay = add_command(
+        commands,
+        "replay",
+        "Compute a trained step again from its samples and a checkpoint, and compare it with the record.",
+        "replay:replay",
+    )
+    replay.add_argument("experiment", help=text.partition(" (default")[0])
+    replay.add_argument("step", type=parsing.at_least_one, help="number of the step")
+    replay.add_argument("--sample", metavar="GROUP.ANSWER", help="take this sample apart, token by token")
     show.add_argument("--step", type=parsing.at_least_zero, metavar="N", help="of this step, or evaluated after it")
     order = show.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest reward first, of all steps or of --step")
@@ -152,8 +161,9 @@ def _add_samples(commands: "Commands") -> None:
     show.add_argument("--limit", "-n", type=parsing.at_least_one, default=4, help="most samples (%(default)s)")
     show.add_argument("--full", action="store_true", help="write long texts to their end")
     show.add_argument("--tokens", action="store_true", help="with --json: token ids, log-probabilities, advantages")
-    add_json(show)
-    add_gateway(show)
+    for parser in (show, replay):
+        add_json(parser)
+        add_gateway(parser)
 
 
 def _add_kept(commands: "Commands") -> None:

@@ -38,7 +38,9 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
 
 def in_a_line(sample: Mapping[str, Any]) -> str:
     """Write what was asked, written and come to in one line."""
-    prompt, completion = (" ".join(str(sample[name]).split()) for name in ("prompt", "completion"))
+    # The last message is the question, without the marks that the template puts around it.
+    asked = sample["messages"][-1]["content"] if sample.get("messages") else sample["prompt"]
+    prompt, completion = (" ".join(str(text).split()) for text in (asked, sample["completion"]))
     room = MOST_IN_A_LINE // 2
     label = f", label {sample['label']}" if sample["label"] is not None else ""
     return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample['reward'])}{label})"

@@ -57,7 +57,7 @@ def summarise(
         "plot": str(plot) if plot else None,
         "logs": str(logs) if logs else None,
         "samples": [
-            {key: sample[key] for key in ("row", "prompt", "completion", "label", "reward", "reason")}
+            {key: sample[key] for key in ("row", "messages", "prompt", "completion", "label", "reward", "reason")}
             for sample in samples
         ],
     }

@@ -19,6 +19,8 @@ from shared.streams.intervals import IntervalSet
 
 SAMPLES = "samples"
 """Folder of an experiment's directory."""
+SPEC_FILE = "spec.json"
+"""Within the folder: the spec that the last trainer worked with."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 600.0
 SLACK = 32
@@ -115,6 +117,17 @@ class SampleFolder:
         self._written += size
         self._keep_to_bounds()
         return size
+
+    def write_spec(self, document: str) -> None:
+        """Put the spec beside the samples, in JSON: it says how they were trained.
+
+        Raises:
+            OSError: the disk is full, or the experiment's directory is not there.
+        """
+        self.path.mkdir(exist_ok=True)
+        temporary = self.path / f".{SPEC_FILE}.{os.getpid()}{TEMPORARY}"
+        temporary.write_text(document, encoding="utf-8")
+        temporary.replace(self.path / SPEC_FILE)
 
     def forget(self, *, after_step: int, lost: IntervalSet) -> int:
         """Remove what a lineage that was given up wrote: steps after one, and lost versions. Counts the files."""

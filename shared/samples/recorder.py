@@ -124,6 +124,10 @@ class SampleRecorder:
 
         self._jobs.put(forgotten)
 
+    def keep_spec(self, document: str) -> None:
+        """Keep the spec, in JSON, beside the samples."""
+        self._jobs.put(lambda: self._folder.write_spec(document))
+
     def flush(self, wait_seconds: float) -> bool:
         """Wait until all that was given is written; False if that was not so in time."""
         is_done = threading.Event()

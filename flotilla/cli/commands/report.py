@@ -12,6 +12,7 @@ from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
 from flotilla.cli.reading import read_checkpoints
+from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.summary import show_summary, summarise
 from flotilla.connection import FleetInfo, choose_experiment, list_experiments, open_client
 from shared.client import GatewayClient
@@ -29,6 +30,7 @@ async def report(arguments: argparse.Namespace) -> int:
         await progress.refresh(client)
         checkpoints = await read_checkpoints(client, view)
         logs = _logs_of(client, Path(arguments.data))
+        samples = await read_last(client, progress)
     plot = _plot_path(arguments, f"{view.id}.png")
     is_drawn = plot is not None and write_plot(progress, plot)
     summary = summarise(
@@ -37,6 +39,7 @@ async def report(arguments: argparse.Namespace) -> int:
         checkpoints=checkpoints,
         logs=logs,
         plot=plot if is_drawn else None,
+        samples=samples,
     )
     if arguments.json:
         write_json(summary)

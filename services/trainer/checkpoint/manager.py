@@ -150,7 +150,7 @@ class CheckpointManager:
             check_same_lineage(stored.state, spec)
             try:
                 check_files(stored)
-                restored = _restored(spec, stored, device)
+                restored = restored_from(spec, stored, device)
             except ModelError as error:
                 log.warning("checkpoint is passed over", extra={"path": str(stored.path), "error": error.detail})
                 damage = damage or error
@@ -166,9 +166,18 @@ class CheckpointManager:
                 f"model's weights but from {spec.checkpoint.resume_from}: start another one from there"
             )
         self._storage.set_aside(0)
-        source = model_directory(spec.model)
-        learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)
-        return Restored(learner, Progress.start(), INITIAL, IntervalSet())
+        return beginning(spec, device)
+
+
+def beginning(spec: ExperimentSpec, device: torch.device) -> Restored:
+    """Make a learner of the model that training begins with.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    source = model_directory(spec.model)
+    learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)
+    return Restored(learner, Progress.start(), INITIAL, IntervalSet())
 
 
 def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device) -> Learner:
@@ -178,7 +187,12 @@ def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device) ->
     return Learner(spec, loaded, reference)
 
 
-def _restored(spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device) -> Restored:
+def restored_from(spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device) -> Restored:
+    """Make a learner of a checkpoint.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     learner = _learner(spec, load_model(stored.path / MODEL, dtype=spec.model.dtype, device=device), device)
     _load_tensors(learner, stored)
     state = stored.state

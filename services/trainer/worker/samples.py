@@ -67,7 +67,7 @@ class StepSamples:
                 KeptGroup(group, SampleKind.TRAINED, tokens=tokens)
                 for group, tokens in traced.of_groups(planned.groups[:most], lag)
             ]
-            facts = _facts(planned, result, parent)
+            facts = _facts(planned, result, parent) | {"num_kept": len(kept)}
             return SampleFile(step_name(planned.plan.step), kept, planned.plan.step, version, facts)
 
         recorder.keep(make)

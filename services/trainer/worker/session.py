@@ -123,6 +123,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         samples = StepSamples(recorder)
         if recorder is not None:
             recorder.forget(after_step=progress.step, lost=line.lost)
+            recorder.keep_spec(spec.model_dump_json())
         how = spec.asynchrony.publication
         images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)

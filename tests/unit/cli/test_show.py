@@ -24,6 +24,7 @@ SAMPLE: dict[str, Any] = {
     "row": 211,
     "group_id": 487,
     "member": 1,
+    "messages": [{"role": "user", "content": "6 times 7?"}],
     "prompt": "What is 6 times 7?",
     "completion": "It is\n41",
     "label": "42",
@@ -82,8 +83,8 @@ def test_two_samples_in_lines_are_called_right_and_wrong_only_where_rewards_say_
     right = SAMPLE | {"reward": 1.0, "completion": "42"}
 
     assert lines_of([right, SAMPLE]) == [
-        ("right", "What is 6 times 7? -> 42   (reward 1, label 42)"),
-        ("wrong", "What is 6 times 7? -> It is 41   (reward 0, label 42)"),
+        ("right", "6 times 7? -> 42   (reward 1, label 42)"),
+        ("wrong", "6 times 7? -> It is 41   (reward 0, label 42)"),
     ]
     assert [name for name, _ in lines_of([right | {"reward": 0.7}, SAMPLE])] == ["best", "worst"]
 

@@ -1,0 +1,1 @@
+"""A trained step computed again, from its samples and a checkpoint before it."""

@@ -1,0 +1,190 @@
+"""Trains recorded steps again, on the machine where the files are, and compares what comes out with the record."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from services.trainer.checkpoint.manager import beginning, restored_from
+from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.models.loading import check_device
+from services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
+from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, complete
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidRequest, ModelError
+from shared.model_hub import model_directory
+from shared.samples.folder import SAMPLES, SPEC_FILE, step_name, stored_files
+from shared.samples.kinds import KeptGroup, TrainedTokens
+from shared.samples.table import facts_of, to_groups
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A figure as it was recorded and as it is now.
+
+    Attributes:
+        name: as it is reported; ``grad_norm/N`` is that of the step's Nth update.
+        recorded, now: its values.
+    """
+
+    name: str
+    recorded: float
+    now: float
+
+    @property
+    def difference(self) -> float:
+        """Relative where the recorded value is above 1, else absolute; 0 for two that are no numbers."""
+        if self.recorded == self.now or (self.recorded != self.recorded and self.now != self.now):
+            return 0.0
+        return abs(self.now - self.recorded) / max(1.0, abs(self.recorded))
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A step computed again.
+
+    Attributes:
+        step, version: which.
+        start: the checkpoint's step that it was computed from; 0 for the model that training began with.
+        figures: losses, ratios and gradient norms of the step, compared.
+        worst_before: greatest difference of any figure in the steps from ``start`` to this one.
+        groups: as recorded.
+        now: what was found about each trajectory of each group, now.
+        spec: that it was trained with.
+        model: directory of the tokenizer.
+    """
+
+    step: int
+    version: int
+    start: int
+    figures: tuple[Comparison, ...]
+    worst_before: float
+    groups: tuple[KeptGroup, ...]
+    now: tuple[Sequence[TrainedTokens | None], ...]
+    spec: ExperimentSpec
+    model: Path
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every figure is the recorded one, up to 1e-6."""
+        return max((each.difference for each in self.figures), default=0.0) <= TOLERANCE
+
+
+def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _: None) -> Replayed:
+    """Compute a step again; blocks, and takes as long as the steps since the checkpoint before it took.
+
+    Args:
+        directory: of the experiment.
+        step: from 1.
+        tell: told what is being done.
+
+    Raises:
+        InvalidRequest: it cannot be; the detail says which steps can.
+        ModelError: the checkpoint or the model cannot be used.
+    """
+    folder = directory / SAMPLES
+    facts = _facts(folder)
+    records = {number: _record_of(each) for number, each in facts.items()}
+    checkpoints = {each.step: each for each in complete(directory / CHECKPOINTS)}
+    spec = _spec_of(directory, step, checkpoints)
+    starts = {number: each.state.lineage for number, each in checkpoints.items()}
+    model = _model_here(spec)
+    if spec.checkpoint.resume_from is None and model is not None:
+        starts[0] = ROOT_LINEAGE
+    start = start_of(step, records, starts)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(spec.parallelism.threads)
+    tell(f"loading {'the model' if not start else f'the checkpoint of step {start}'}")
+    device = check_device(spec.parallelism.device)
+    restored = restored_from(spec, checkpoints[start], device) if start else beginning(spec, device)
+    learner, worst = restored.learner, 0.0
+    for number in range(start + 1, step):
+        result, _ = _train(learner, folder, number)
+        compared = _compare(result, facts[number])
+        worst = max(worst, *(each.difference for each in compared))
+        tell(f"step {number} again: largest difference {max(each.difference for each in compared):.1e}")
+        if facts[number + 1]["version"] != facts[number]["version"]:
+            learner.keep_version(int(facts[number + 1]["version"]), 0)
+    result, groups = _train(learner, folder, step)
+    assert result.traced is not None
+    traced = result.traced.of_groups([kept.group for kept in groups], lambda _: 0)
+    return Replayed(
+        step=step,
+        version=int(facts[step]["version"]),
+        start=start,
+        figures=_compare(result, facts[step]),
+        worst_before=worst,
+        groups=tuple(groups),
+        now=tuple(tokens for _, tokens in traced),
+        spec=spec,
+        model=checkpoints[start].path / "model" if start else model or Path(spec.model.path),
+    )
+
+
+def _model_here(spec: ExperimentSpec) -> Path | None:
+    """Find the model that training began with; None if it is not on this machine any more."""
+    try:
+        directory = model_directory(spec.model)
+    except ModelError:
+        return None
+    return directory if directory.is_dir() else None
+
+
+def _train(learner: Learner, folder: Path, step: int) -> tuple[StepResult, list[KeptGroup]]:
+    from pyarrow import parquet
+
+    groups = to_groups(parquet.read_table(folder / step_name(step)))
+    return learner.train([kept.group for kept in groups], step), groups
+
+
+def _facts(folder: Path) -> dict[int, Mapping[str, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    found: dict[int, Mapping[str, Any]] = {}
+    for file in stored_files(folder):
+        if file.family == "step":
+            try:
+                schema = parquet.ParquetFile(folder / file.name)
+                facts = facts_of(schema.schema_arrow.metadata)
+            except (OSError, ArrowException, ValueError) as error:
+                log.warning("samples of a step cannot be read", extra={"step": file.number, "error": repr(error)})
+                continue
+            found[file.number] = facts
+    return found
+
+
+def _record_of(facts: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        facts["parent"], facts["lineage"], facts.get("num_kept", facts["num_groups"]) == facts["num_groups"]
+    )
+
+
+def _spec_of(directory: Path, step: int, checkpoints: Mapping[int, StoredCheckpoint]) -> ExperimentSpec:
+    """Find the settings that a step was trained with: those of the next checkpoint, else those of now."""
+    later = min((number for number in checkpoints if number >= step), default=None)
+    path = directory / SAMPLES / SPEC_FILE
+    if later is not None:
+        document: Any = dict(checkpoints[later].state.spec)
+    elif path.is_file():
+        return ExperimentSpec.model_validate_json(path.read_text(encoding="utf-8"))
+    else:
+        raise InvalidRequest(f"{directory} has neither a checkpoint after step {step} nor {SAMPLES}/{SPEC_FILE}")
+    return validate_spec(document)
+
+
+def _compare(result: StepResult, facts: Mapping[str, Any]) -> tuple[Comparison, ...]:
+    names = [name for name in facts["metrics"] if name in result.metrics]
+    figures = [Comparison(name, float(facts["metrics"][name]), float(result.metrics[name])) for name in names]
+    norms = [update.grad_norm for update in result.updates]
+    for number, (recorded, now) in enumerate(zip(facts["grad_norms"], norms, strict=True), start=1):
+        figures.append(Comparison(f"grad_norm/{number}", float(recorded), now))
+    return tuple(figures)

@@ -10,7 +10,10 @@ SHARDING = (
     "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
     "what is computed"
 )
-ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+ENGINE = (
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
+    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+)
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("actor", "critic", "ref", "reward")
 WANDB = {"--use_wandb": "key"}

@@ -11,7 +11,10 @@ SHARDING = (
     "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
     "what is computed"
 )
-ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+ENGINE = (
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
+    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+)
 CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ENVIRONMENTS = "episodes are single turns: there are no environments here"

@@ -81,7 +81,10 @@ DATA: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
-ENGINE = "the fleet samples with its own engine, from the same distribution: this changes speed and memory"
+ENGINE = (
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
+    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+)
 SINGLE = "episodes are single turns, without tools or a simulated user: leave it out"
 TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("max_turns", None, ()), ("max_assistant_turns", None, ()), ("max_user_turns", None, ()),

@@ -31,7 +31,7 @@ class CheckName(StrEnum):
 class HealthConfig(Config):
     """Training-health checks: what they call a finding. A finding is shown and ends nothing."""
 
-    off: tuple[CheckName, ...] = ()
+    skip: tuple[CheckName, ...] = ()
     """Checks that are not made."""
     max_groups_without_signal: int | None = Field(None, ge=1)
     """The experiment fails, resumable, once this many groups in a row taught nothing (verl's ``max_num_gen_batches``

@@ -290,13 +290,21 @@ def tracking(source: Source) -> Fields:
     return chosen(source, "trainer.logger", written, **options)
 
 
+def _bound(source: Source) -> Fields:
+    """Bound the groups without signal by the prompts of verl's last batch, if it bounds them."""
+    most = int(source.required("algorithm.filter_groups.max_num_gen_batches"))
+    if most <= 0:
+        return {}
+    drawn = source.value("data.gen_batch_size") if draws_more(source) else None
+    per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
+    return {"health.max_groups_without_signal": most * int(drawn or per_step)}
+
+
 def _filter(source: Source) -> Fields:
     """Make the filter of groups whose metric is the same for all; our own graders' metric is the reward."""
     name = "algorithm.filter_groups.metric"
     if not source.value("algorithm.filter_groups.enable"):
         return {"reward.filter_zero_spread": False}
-    if source.required("algorithm.filter_groups.max_num_gen_batches") > 0:
-        source.refuse("algorithm.filter_groups.max_num_gen_batches", "groups are replaced without end: leave it at 0")
     metric = source.value(name)
     if metric == "seq_final_reward" and source.value("algorithm.use_kl_in_reward"):
         source.refuse(name, "groups are judged before the KL is taken off the reward: use reward")
@@ -304,9 +312,10 @@ def _filter(source: Source) -> Fields:
     if metric in {None, "reward", "seq_reward", "seq_final_reward"} and is_shaped:
         source.refuse(name, "groups are judged before the overlong penalty: use score, or acc")
     is_reward = metric in {None, "reward", "score", "seq_reward", "seq_final_reward"}
+    bound = _bound(source)
     if is_reward or source.value("custom_reward_function.path") is None:
-        return {"reward.filter_zero_spread": True}
-    return {"reward.filter_zero_spread": False,
+        return bound | {"reward.filter_zero_spread": True}
+    return bound | {"reward.filter_zero_spread": False,
             "reward.group_filter": {"kind": "spread_above", "metric": f"custom/{metric}"}}  # fmt: skip
 
 

@@ -153,14 +153,15 @@ def test_prompts_that_are_generated_as_they_must_be_are_not_said_to_set_anything
     assert verdicts(found)["data.gen_batch_size"] is Verdict.IGNORED
 
 
-@pytest.mark.parametrize(
-    ("is_filtered", "bound", "is_refused"), [(True, 10, True), (False, 10, False), (True, 0, False)]
-)
-def test_a_bound_on_the_batches_of_a_filter_matters_with_the_filter_alone(
-    is_filtered: bool, bound: int, is_refused: bool
+@pytest.mark.parametrize(("is_filtered", "batches", "bounds"), [(True, 10, True), (False, 10, False), (True, 0, False)])
+def test_a_bound_on_the_batches_of_a_filter_is_one_on_groups_without_signal(
+    is_filtered: bool, batches: int, bounds: bool
 ) -> None:
     name = "algorithm.filter_groups.max_num_gen_batches"
 
-    report = import_flat("verl", {**BASES["verl"], "algorithm.filter_groups.enable": is_filtered, name: bound}).report
+    found = import_flat("verl", {**BASES["verl"], "algorithm.filter_groups.enable": is_filtered, name: batches})
 
-    assert [entry.name for entry in report.refused] == ([name] if is_refused else [])
+    assert found.spec is not None, found.report.problems
+    bound = found.spec.health.max_groups_without_signal
+    assert bound == (batches * found.spec.groups_per_step if bounds else None)
+    assert not found.report.refused

@@ -10,7 +10,7 @@ def always_truncated(evidence: Evidence) -> Seen | None:
     """See completions that end at the length limit."""
     graded = evidence.graded
     share = evidence.facts.thresholds.truncated_share
-    if not evidence.is_enough_graded or graded.truncated < share * graded.samples:
+    if not _is_enough(evidence) or graded.truncated < share * graded.samples:
         return None
     return Seen(
         f"{graded.truncated} of the last {graded.samples} completions reached the limit of "
@@ -23,12 +23,17 @@ def empty_completions(evidence: Evidence) -> Seen | None:
     """See completions without any text."""
     graded = evidence.graded
     share = evidence.facts.thresholds.truncated_share
-    if not evidence.is_enough_graded or graded.empty < share * graded.samples:
+    if not _is_enough(evidence) or graded.empty < share * graded.samples:
         return None
     return Seen(
         f"{graded.empty} of the last {graded.samples} completions have no text",
         {"samples": float(graded.samples), "empty": float(graded.empty)},
     )
+
+
+def _is_enough(evidence: Evidence) -> bool:
+    """Whether rollouts, too, have reported: a template that does not fit would be the cause."""
+    return evidence.is_enough_graded and evidence.sampled.prompts >= MIN_PROMPTS
 
 
 def template_mismatch(evidence: Evidence) -> Seen | None:

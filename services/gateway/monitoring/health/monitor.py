@@ -72,7 +72,7 @@ class HealthMonitor:
         if experiment.state in {ExperimentState.STARTING, ExperimentState.PAUSED, ExperimentState.DRAFT}:
             return
         evidence = self._window.evidence(facts_of(spec))
-        found = find(evidence, without=spec.health.off)
+        found = find(evidence, without=spec.health.skip)
         known = {each.check: each for each in self._known()}
         now = [self._finding(each, known.get(each.check.name.value), evidence.samples) for each in found]
         if not evidence.is_enough:

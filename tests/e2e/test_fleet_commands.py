@@ -118,6 +118,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
         ledger = json.loads(shell.run("ledger", first, "--json"))
         assert ledger["train"]["balanced"]
         assert ledger["train"]["outstanding"] == 0
+        look_at_what_is_kept(shell, first, waits["experiment_id"])
         until(lambda: all(is_idle(each) for each in services_of(shell)), PATIENCE_SECONDS, "services to be free again")
         services = shell.status()["services"]
         assert {each["state"] for each in services} == {"idle"}
@@ -128,6 +129,23 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
     assert "is down" in said
     until(lambda: not any(map(is_running, pids)), LEFT_SECONDS, f"the end of all of {pids}")
     assert "flotilla up" in shell.run("status", code=ExitCode.UNREACHABLE)
+
+
+def look_at_what_is_kept(shell: Shell, trained: str, untrained: str) -> None:
+    """Type the commands that look at two experiments that were stopped, of one name; the second one is deleted."""
+    assert [each["id"] for each in json.loads(shell.run("ls", "--json"))] == [untrained, trained]
+    kept = json.loads(shell.run("checkpoints", trained, "--json"))
+    assert kept[-1]["is_newest"] and Path(kept[-1]["path"]).is_dir()
+    report = json.loads(shell.run("report", trained, "--json"))
+    assert report["ledger"]["balanced"] and Path(report["logs"]).samefile(shell.data / "logs")
+    comparison = json.loads(shell.run("compare", trained, untrained, "--json"))
+    assert (comparison["spec"], {each["step"] for each in comparison["metrics"]}) == ([], {None})
+    lines = [json.loads(line) for line in shell.run("logs", "trainer", "--json").splitlines()]
+    assert {line["process"] for line in lines} == {"trainer"}
+    name = trained.rpartition("-")[0]
+    assert f"{trained} (stopped), {untrained} (stopped)" in shell.run("delete", name, code=ExitCode.REFUSED)
+    assert "its directory stays" in shell.run("delete", untrained)
+    assert f"no experiment '{untrained}'" in shell.run("checkpoints", untrained, code=ExitCode.NOT_FOUND)
 
 
 def maps_torch(pid: int) -> bool:

@@ -97,6 +97,7 @@ def _add_experiments(commands: "Commands") -> None:
     parsing.add_spec(start, is_needed=False)
     text = "begin from a checkpoint: EXPERIMENT or EXPERIMENT@STEP, or a path; without SPEC under its own settings"
     start.add_argument("--from", dest="origin", metavar="WHERE", help=text)
+    add_json(start)
     add_gateway(start)
     text = "Make what an experiment file needs, and print the spec to send over REST."
     parsing.add_spec(add_command(commands, "prepare", text, "start:prepare"))
@@ -107,6 +108,7 @@ def _add_experiments(commands: "Commands") -> None:
     ):
         parser = add_command(commands, name, text, f"experiment:{name}")
         add_experiment(parser)
+        add_json(parser)
         add_gateway(parser)
     text = "Give an experiment more steps; one that has ended goes on from its newest checkpoint."
     extend = add_command(commands, "extend", text, "continuing:extend")
@@ -124,6 +126,7 @@ def _add_experiments(commands: "Commands") -> None:
     watch = add_command(commands, "watch", "Follow an experiment.", "experiment:watch")
     add_experiment(watch)
     watch.add_argument("--plain", action="store_true", help="lines instead of a live view")
+    add_json(watch, "print a line of JSON whenever something has changed")
     add_gateway(watch)
     for name, text in (
         ("diagnose", "Say what bounds an experiment's speed, and what would change it."),

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
 
-from flotilla.cli.output import new_console
+from flotilla.cli.output import new_console, write_json_line
 from flotilla.cli.progress import Progress, live_line, live_view, seconds_left
 from flotilla.cli.right_and_wrong import lines_of, read_last
 from shared.client import GatewayClient
@@ -49,12 +49,7 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
             if fleet is not None:
                 fleet.check()
             now = time.monotonic()
-            try:
-                await progress.refresh(client)
-                last_seen = now
-            except FlotillaError as error:
-                if now - last_seen > UNAVAILABLE_BACKOFF_SECONDS or not error.retryable:
-                    raise
+            last_seen = await _refresh(progress, client, now, last_seen)
             if first_step_at is None and progress.view.step:
                 first_step_at = now - 1.0
             since = now - first_step_at if first_step_at is not None else None
@@ -71,3 +66,47 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
             if progress.view.state.is_final:
                 return
             await asyncio.sleep(REFRESH_SECONDS)
+
+
+async def follow_as_json(progress: Progress, client: GatewayClient) -> None:
+    """Write one JSON document per line, whenever something has changed, until the experiment ends.
+
+    Raises:
+        Unavailable: the gateway stayed away.
+    """
+    last_seen = time.monotonic()
+    written: dict[str, Any] = {}
+    while True:
+        last_seen = await _refresh(progress, client, time.monotonic(), last_seen)
+        facts = facts_of(progress)
+        if facts != written:
+            written = facts
+            write_json_line(facts)
+        if progress.view.state.is_final:
+            return
+        await asyncio.sleep(REFRESH_SECONDS)
+
+
+def facts_of(progress: Progress) -> dict[str, Any]:
+    """Collect what a line of ``watch --json`` says; figures that are not there yet are None."""
+    held_out = progress.held_out
+    return {
+        **progress.view.model_dump(
+            mode="json", include={"id", "name", "state", "step", "total_steps", "policy_version", "problem"}
+        ),
+        "reward": progress.last("reward/mean"),
+        "held_out": {"metric": held_out.name, "value": held_out.points[-1][2]} if held_out.points else None,
+        "lag": progress.last("lag/mean"),
+        "completion_tokens": progress.last("completion_tokens/mean"),
+    }
+
+
+async def _refresh(progress: Progress, client: GatewayClient, now: float, last_seen: float) -> float:
+    """Read on; return when the gateway answered last."""
+    try:
+        await progress.refresh(client)
+    except FlotillaError as error:
+        if now - last_seen > UNAVAILABLE_BACKOFF_SECONDS or not error.retryable:
+            raise
+        return last_seen
+    return now

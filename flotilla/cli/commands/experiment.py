@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flotilla.cli.following import follow
+from flotilla.cli.following import follow, follow_as_json
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
@@ -23,6 +23,9 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
         async with open_client(arguments.gateway, Path(arguments.data)) as client:
             view = await find_experiment(client, arguments.experiment)
             answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
+            if arguments.json:
+                write_json(answer)
+                return 0
             after = f"; `flotilla resume {view.id}` goes on from its last checkpoint" if name == "stop" else ""
             new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}{after}")
         return 0
@@ -37,7 +40,10 @@ async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
     async with open_client(arguments.gateway, Path(arguments.data)) as client:
         progress = Progress(await find_experiment(client, arguments.experiment))
-        await follow(progress, client, None, plain=arguments.plain)
+        if arguments.json:
+            await follow_as_json(progress, client)
+        else:
+            await follow(progress, client, None, plain=arguments.plain)
         return 0 if progress.view.state is not ExperimentState.FAILED else 1
 
 

@@ -36,7 +36,6 @@ async def start(arguments: argparse.Namespace) -> int:
     Raises:
         InvalidRequest: neither is named.
     """
-    console = new_console()
     if arguments.spec is None and arguments.origin is None:
         raise InvalidRequest("name an experiment file to start, or --from EXPERIMENT[@STEP] to begin from a checkpoint")
     async with open_client(arguments.gateway, Path(arguments.data)) as client:
@@ -45,7 +44,7 @@ async def start(arguments: argparse.Namespace) -> int:
         else:
             origin = [] if arguments.origin is None else [await absolute_reference(client, arguments.origin)]
             launch = _launch_file(arguments, [f"checkpoint.resume_from={json.dumps(each)}" for each in origin])
-            await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+            await run_prepare(launch, lambda line: print(f"prepare    {line}", file=sys.stderr))
             answer = await client.call(
                 "POST",
                 "/v1/experiments",
@@ -53,7 +52,10 @@ async def start(arguments: argparse.Namespace) -> int:
                 params={"start": "true"},
                 deadline_seconds=FORK_SECONDS if launch.spec.checkpoint.resume_from else START_SECONDS,
             )
+        if arguments.json:
+            write_json(answer)
+            return 0
         view = ExperimentView.model_validate(answer)
         begins = "" if view.origin is None else f" from step {view.origin.step} of {view.origin.experiment_id}"
-        console.print(f"{view.id} ({view.name}) starts{begins}; `flotilla watch {view.id}` follows it")
+        new_console().print(f"{view.id} ({view.name}) starts{begins}; `flotilla watch {view.id}` follows it")
     return 0

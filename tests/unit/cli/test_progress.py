@@ -1,11 +1,14 @@
 """What the live view and the summary are made of."""
 
 import io
+import json
 from typing import Any
 
 import httpx
+import pytest
 from rich.console import Console
 
+from flotilla.cli import following
 from flotilla.cli.progress import Progress, duration, live_line, seconds_left
 from flotilla.cli.summary import summarise, summary_table
 from shared.client import GatewayClient
@@ -156,3 +159,25 @@ async def test_one_evaluation_is_no_improvement() -> None:
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)
+
+
+async def test_following_as_json_writes_a_line_per_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(following, "REFRESH_SECONDS", 0.0)
+    states = iter([(1, "running"), (1, "running"), (2, "completed")])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/experiments/trial-1":
+            step, state = next(states)
+            return httpx.Response(200, content=a_view(step=step, state=state).model_dump_json())
+        return ScriptedGateway([point("reward/mean", 1, 0.5)])(request)
+
+    async with GatewayClient("http://g", "t", transport=httpx.MockTransport(answer)) as client:
+        await following.follow_as_json(Progress(a_view()), client)
+
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["state"], line["reward"]) for line in lines] == [
+        (1, "running", 0.5),
+        (2, "completed", 0.5),
+    ]

@@ -12,7 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ MOMENTS = (
     ("ctrl-c twice", 34),
     ("ctrl-c", 37),
 )
-LONG_STEPS = 40
+LONG_STEPS, SHORT_STEPS = 40, 12
 
 
 def write_spec(directory: Path, steps: int) -> None:
@@ -195,6 +195,8 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     found.until_all_ended()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_every_command_of_the_page_does_what_the_page_says(terminal: Terminal) -> None:
     directory = terminal.directory
     write_spec(directory, STEPS)
@@ -285,16 +287,16 @@ def end(how: str, command: Command, terminal: Terminal) -> None:
             command.process.send_signal(signal.SIGINT)
     code = command.process.wait(60)
     assert code == (-signal.SIGKILL if how == "kill" else INTERRUPTED), command.said()
+    assert how == "kill" or "\n    flotilla run experiment.yaml --continue\n" in command.said()
     terminal.until_all_ended()
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_run_that_is_ended_at_ten_moments_has_the_losses_of_one_that_nothing_ends(terminal: Terminal) -> None:
+def end_at(moments: Sequence[tuple[str, int]], terminal: Terminal, steps: int) -> None:
+    """End a run at some moments, go on to its end, and compare it with one that nothing ends."""
     directory = terminal.directory
-    write_spec(directory, LONG_STEPS)
+    write_spec(directory, steps)
     run = Fleet(directory / "runs" / "trial" / "fleet")
-    for number, (how, step) in enumerate(MOMENTS):
+    for number, (how, step) in enumerate(moments):
         command = terminal.start("run", "experiment.yaml", *(["--continue"] if number else []))
         run.until_step(step)
         end(how, command, terminal)
@@ -303,8 +305,18 @@ def test_a_run_that_is_ended_at_ten_moments_has_the_losses_of_one_that_nothing_e
 
     summary = summary_of(directory)
     ledger = summary["ledger"]
-    assert (summary["status"], summary["steps"]) == ("completed", LONG_STEPS)
-    assert ledger["balanced"] and ledger["issued"] == ledger["trained"] == LONG_STEPS * GROUPS
+    assert (summary["status"], summary["steps"]) == ("completed", steps)
+    assert ledger["balanced"] and ledger["issued"] == ledger["trained"] == steps * GROUPS
     quiet = Fleet(directory / "runs" / "quiet" / "fleet")
     (other,) = [path.name for path in (quiet.data / "experiments").iterdir()]
-    check_equal(run.curve(summary["experiment_id"]), quiet.curve(other), range(1, LONG_STEPS + 1))
+    check_equal(run.curve(summary["experiment_id"]), quiet.curve(other), range(1, steps + 1))
+
+
+def test_a_run_goes_on_after_ctrl_c_and_after_the_death_of_everything(terminal: Terminal) -> None:
+    end_at((("ctrl-c", 2), ("kill", 5)), terminal, SHORT_STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_ended_at_ten_moments_has_the_losses_of_one_that_nothing_ends(terminal: Terminal) -> None:
+    end_at(MOMENTS, terminal, LONG_STEPS)

@@ -53,6 +53,10 @@ def test_options_are_flags_values_or_lists_and_beat_what_a_cpu_needs() -> None:
     assert not {"--enable-metrics", "--quantization"} & set(arguments)
 
 
+def test_a_value_that_begins_with_a_dash_is_no_option_of_its_own() -> None:
+    assert "--file-name=-x" in words(options={"file_name": "-x"})
+
+
 def test_a_gpu_gets_none_of_what_a_cpu_needs() -> None:
     assert "--attention-backend" in words()
     assert not {"--attention-backend", "--max-total-tokens"} & set(words(device="cuda:0"))

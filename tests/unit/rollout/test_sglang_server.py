@@ -84,3 +84,10 @@ async def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerDied, match=r"FLOTILLA_SGLANG_PYTHON .*nothing cannot be started"):
         await server.start()
+
+
+def test_a_key_is_no_argument_for_the_server_to_misread(tmp_path: Path) -> None:
+    # Its file is read as if it were a command line, where a leading dash begins another argument.
+    settings = SglangSettings(tmp_path, python=tmp_path)
+
+    assert all(SglangServer(settings, tmp_path).key.isalnum() for _ in range(20))

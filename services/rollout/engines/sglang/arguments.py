@@ -54,11 +54,13 @@ def flags(options: Options) -> list[str]:
     for name, value in options.items():
         if value is None or value is False:
             continue
-        words.append(f"--{name.replace('_', '-')}")
+        flag = f"--{name.replace('_', '-')}"
         if isinstance(value, tuple | list):
-            words += [str(item) for item in value]
-        elif value is not True:
-            words.append(str(value))
+            words += [flag, *(str(item) for item in value)]
+        elif value is True:
+            words.append(flag)
+        else:
+            words += [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
     return words
 
 

@@ -45,7 +45,7 @@ class SglangServer:
         self._reading: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._port = _free_port()
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_hex(24)
 
     @property
     def url(self) -> str:

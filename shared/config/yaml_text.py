@@ -5,17 +5,30 @@ from typing import Any
 
 import yaml
 
-FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+FLOAT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+MERGE_TAG = "tag:yaml.org,2002:merge"
 FLOAT_TAG = "tag:yaml.org,2002:float"
-TEXT_TAGS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
+TEXT_TAGS = frozenset({"tag:yaml.org,2002:str", MERGE_TAG})
 MAX_SHOWN = 80
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
+MAX_MERGES = 100
+"""Most mappings that one ``<<`` merges, and times a hundred most keys that come of it: each level could double them."""
 FIRST_CHARACTERS = list("-+.0123456789")
 
 
 class ValueLoader(yaml.SafeLoader):
     """The safe loader, with floats as in YAML 1.2; what cannot be read is always a ``YAMLError`` with its place."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            if key.tag == MERGE_TAG and isinstance(value, yaml.SequenceNode) and len(value.value) > MAX_MERGES:
+                problem = f"one << merges {MAX_MERGES} mappings at most"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGES * 100:
+            problem = f"<< makes more than {MAX_MERGES * 100} keys"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -65,10 +78,14 @@ def too_large(document: Any) -> str | None:
     """Return what is too much about a document, if anything is: anchors let a few lines mean any number of values."""
     level, count = [document], 0
     for _ in range(MAX_DEPTH):
-        level = [value for each in level for value in _values(each)]
-        count += len(level)
-        if count > MAX_VALUES:
-            return f"a document has {MAX_VALUES} values at most"
+        below: list[Any] = []
+        for each in level:
+            below += _values(each)
+            # Not after the whole level: aliases of a list of thousands, thousands of times, would fill the memory.
+            if count + len(below) > MAX_VALUES:
+                return f"a document has {MAX_VALUES} values at most"
+        count += len(below)
+        level = below
         if not level:
             return None
     return f"values stand {MAX_DEPTH} deep in each other at most"

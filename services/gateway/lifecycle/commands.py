@@ -8,6 +8,7 @@ from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle import origins
+from services.gateway.lifecycle.spec_text import read_document
 from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
 from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
@@ -17,7 +18,7 @@ from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
 from shared.clock import Clock, rfc3339
-from shared.config.load import changed_live, parse_document, validate_spec, with_changes, with_steps
+from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
 from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
@@ -57,7 +58,7 @@ class ExperimentCommands:
         Raises:
             InvalidSpec, DataError, ModelError: the spec, or what it points to, is wrong.
         """
-        return await self._create(validate_spec(parse_document(body, source="the request body")), start=start)
+        return await self._create(validate_spec(await read_document(body)), start=start)
 
     async def fork(self, experiment_id: str, request: ForkRequest, *, start: bool) -> Experiment:
         """Create an experiment that goes on from a checkpoint of another, perhaps with other settings.
@@ -222,7 +223,7 @@ class ExperimentCommands:
             ActionNotAllowed: the experiment has ended.
         """
         self._repository.get(experiment_id)
-        document = parse_document(body, source="the request body")
+        document = await read_document(body)
         async with self._repository.transaction() as change:
             experiment = self._repository.get(experiment_id)
             if not (experiment.is_active or experiment.state is ExperimentState.DRAFT):

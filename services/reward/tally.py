@@ -39,6 +39,8 @@ class GradingTally:
         is_flat = len(rewards) > 1 and max(rewards) == min(rewards)
         self._count("groups")
         self._count("flat_groups", is_flat)
+        texts = {trajectory.text for trajectory in group.trajectories}
+        self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
         self._count("filtered_groups", is_filtered)
         self._count("signalless_groups", is_flat or is_filtered)
         for trajectory in group.trajectories:

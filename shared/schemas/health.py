@@ -32,6 +32,8 @@ class GradingReport(Wire):
     groups: int = Field(0, ge=0)
     flat_groups: int = Field(0, ge=0)
     """Of several scored members, all with the same reward."""
+    identical_groups: int = Field(0, ge=0)
+    """Of several members, all with the same text."""
     signalless_groups: int = Field(0, ge=0)
     """Flat, or filtered because they teach nothing: nothing is learned from them."""
     filtered_groups: int = Field(0, ge=0)

@@ -48,6 +48,7 @@ DEAD = {"flat_groups": 48, "signalless_groups": 48, "repeated": 384}
         ({"steps": steps(**{"ratio/approx_kl": 6.0, "lag/max": 1.0}), "graded": graded(truncated=384)}, "diverging"),
         ({"steps": steps(**{"correction/log_ppl_abs_diff": 39.0, "lag/max": 2.0})}, "diverging"),
         ({"graded": graded(truncated=384, answered=0, **DEAD)}, "collapsed"),
+        ({"graded": graded(flat_groups=48, signalless_groups=48, identical_groups=48, repeated=300)}, "entropy_gone"),
         ({"steps": steps(entropy=0.001), "graded": graded(flat_groups=40, signalless_groups=40)}, "entropy_gone"),
     ],
 )

@@ -21,6 +21,7 @@ def test_rewards_are_counted_by_group_and_by_sample() -> None:
 
     assert (report.groups, report.flat_groups, report.signalless_groups, report.filtered_groups) == (3, 1, 1, 1)
     assert (report.samples, report.scored, report.repeated, report.last_reward) == (5, 5, 3, 0.0)
+    assert report.identical_groups == 2
     assert (report.highest_reward, report.lowest_reward) == (1.0, 0.0)
 
 

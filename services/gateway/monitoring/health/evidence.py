@@ -37,6 +37,7 @@ class Graded:
 
     groups: int = 0
     flat_groups: int = 0
+    identical_groups: int = 0
     signalless_groups: int = 0
     filtered_groups: int = 0
     samples: int = 0

@@ -10,6 +10,7 @@ MIN_STEPS = 3
 LOUD_NORM = 10.0
 """A gradient norm that is not large by itself may have grown by any factor."""
 LOUD_LOSS = 10.0
+IDENTICAL_SHARE = 0.9
 MOVED_STEPS = 16
 """How long a policy that fell apart in one step is told of."""
 
@@ -86,16 +87,20 @@ def kl_exploding(evidence: Evidence) -> Seen | None:
 
 def entropy_gone(evidence: Evidence) -> Seen | None:
     """See a policy that has nothing left to choose while its groups do not differ any more."""
-    values, flat = evidence.recent("entropy"), evidence.recent("groups/flat_fraction")
-    bound = evidence.facts.thresholds.entropy
-    if len(values) < MIN_STEPS or max(values) > bound:
+    graded = evidence.graded
+    if not evidence.is_enough_graded or graded.flat_groups < graded.groups / 2:
         return None
-    is_flat = evidence.is_enough_graded and evidence.graded.flat_groups >= evidence.graded.groups / 2
-    if not is_flat and not (flat and min(flat) >= 1 / 2):
+    if graded.identical_groups >= IDENTICAL_SHARE * graded.groups:
+        return Seen(
+            f"in {graded.identical_groups} of the last {graded.groups} groups all completions are the same text",
+            {"groups": float(graded.groups), "identical_groups": float(graded.identical_groups)},
+        )
+    values = evidence.recent("entropy")
+    if len(values) < MIN_STEPS or max(values) > evidence.facts.thresholds.entropy:
         return None
     return Seen(
-        f"the policy's entropy is {values[-1]:.2g} nats per token, and {evidence.graded.flat_groups} of the last "
-        f"{evidence.graded.groups} groups have a single reward",
+        f"the policy's entropy is {values[-1]:.2g} nats per token, and {graded.flat_groups} of the last "
+        f"{graded.groups} groups have a single reward",
         {"entropy": values[-1]},
     )
 

@@ -180,6 +180,7 @@ def _add_kept(commands: "Commands") -> None:
     text = "List an experiment's checkpoints: where they are, which is newest, which is best."
     checkpoints = add_command(commands, "checkpoints", text, "listing:checkpoints")
     add_experiment(checkpoints)
+    checkpoints.add_argument("--all", action="store_true", help="list those that were removed, too")
     for parser in (ls, delete, checkpoints):
         add_json(parser)
         add_gateway(parser)

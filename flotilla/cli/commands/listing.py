@@ -100,14 +100,17 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
     if not rows:
         console.print(f"{view.id} has no checkpoint yet", markup=False)
         return 0
+    shown = [row for row in rows if arguments.all or row["is_kept"] is not False]
     cells = [
         (str(row["step"]), str(row["version"]), number(row["held_out"]), row["at"][:19].replace("T", " "), _marks(row))
-        for row in rows
+        for row in shown
     ]
     console.print(table_of(("step", "version", "held-out", "made", ""), cells, title=f"{view.name} ({view.id})"))
-    for row in rows:
+    for row in shown:
         if row["is_kept"] is not False:
             console.print(f"step {row['step']:<6} {row['path']}", markup=False)
+    if len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown)} older ones were removed (checkpoint.keep); --all lists them")
     return 0
 
 

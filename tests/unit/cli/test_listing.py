@@ -127,5 +127,9 @@ def test_paths_of_checkpoints_are_printed_whole_outside_of_the_table(
 
     said = capsys.readouterr().out
     assert f"\nstep 10     {found[1].path}\n" in said
-    assert "0.750" in said and "newest, best" in said and "removed" in said
-    assert found[0].path not in said
+    assert "0.750" in said and "newest, best" in said
+    assert "1 older ones were removed (checkpoint.keep); --all lists them" in said
+    assert main(["checkpoints", "trial", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert "removed" in everything and "--all" not in everything
+    assert found[0].path not in said + everything

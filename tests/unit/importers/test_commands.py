@@ -182,3 +182,12 @@ def test_what_is_shown_is_the_resolved_spec_again(spec_file: str, capsys: pytest
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["spec", "schema"]) == 0
     assert "optimisation" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_parameters_may_follow_options(tmp_path: Path) -> None:
+    output = tmp_path / "spec.yaml"
+    words = ["import", "verl", verl_file(tmp_path), "--rows", "64", "algorithm.adv_estimator=rloo"]
+
+    assert main([*words, "--output", str(output), "trainer.total_epochs=1"]) == 0
+
+    assert load_spec(output).algorithm.advantage.kind == "rloo"

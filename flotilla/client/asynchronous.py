@@ -140,8 +140,16 @@ class AsyncClient:
         return await self._act(experiment, "pause")
 
     async def resume(self, experiment: str) -> Experiment:
-        """Go on after a pause."""
+        """Go on after a pause, or from the newest checkpoint after a stop or a failure."""
         return await self._act(experiment, "resume")
+
+    async def extend(self, experiment: str, steps: int) -> Experiment:
+        """Raise its ``optimisation.steps``; one that has ended goes on."""
+        return await self._act(experiment, "extend", {"steps": steps})
+
+    async def fork(self, experiment: str, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
+        """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
+        return await self._act(experiment, "fork", {"step": step, "changes": dict(changes)})
 
     async def stop(self, experiment: str) -> Experiment:
         """End an experiment; what is outstanding is dropped."""
@@ -360,8 +368,8 @@ class AsyncClient:
     async def _path(self, reference: str) -> str:
         return f"/v1/experiments/{(await self.experiment(reference)).id}"
 
-    async def _act(self, experiment: str, action: str) -> Experiment:
-        return await self._call(Experiment, "POST", f"{await self._path(experiment)}/{action}")
+    async def _act(self, experiment: str, action: str, body: Any = None) -> Experiment:
+        return await self._call(Experiment, "POST", f"{await self._path(experiment)}/{action}", body=body)
 
     async def _call(self, model: type[Model], method: str, path: str, *, body: Any = None) -> Model:
         answer = await self._gateway.call(method, path, body=body, deadline_seconds=self._deadline_seconds)

@@ -82,8 +82,16 @@ class Client:
         return self._run(self._client.pause, experiment)
 
     def resume(self, experiment: str) -> Experiment:
-        """Go on after a pause."""
+        """Go on after a pause, or from the newest checkpoint after a stop or a failure."""
         return self._run(self._client.resume, experiment)
+
+    def extend(self, experiment: str, steps: int) -> Experiment:
+        """Raise its ``optimisation.steps``; one that has ended goes on."""
+        return self._run(self._client.extend, experiment, steps)
+
+    def fork(self, experiment: str, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
+        """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
+        return self._run(self._client.fork, experiment, changes, step)
 
     def stop(self, experiment: str) -> Experiment:
         """End an experiment."""

@@ -23,6 +23,7 @@ from tests.integration.gateway.fleet import (
     a_gateway,
     a_spec,
 )
+from tests.unit.gateway.stored import store_checkpoint
 from tests.unit.trainer.test_storage import a_state
 
 
@@ -84,7 +85,15 @@ async def test_the_asynchronous_client_finds_changes_and_stops(url: str, tmp_pat
             await client.experiment("tiny-")
         assert {each.id for each in await client.experiments()} == {first.id, second.id}
         await client.stop(first.id)
-        await client.wait(first.id, lambda view: view.state is ExperimentState.STOPPED, timeout_seconds=60)
+        stopped = await client.wait(first.id, lambda view: view.state is ExperimentState.STOPPED, timeout_seconds=60)
+
+        store_checkpoint(Path(stopped.directory), 1, dict(stopped.spec))
+        fork = await client.fork(first.id, {"name": "other", "seed": 5}, step=1)
+        extended = await client.extend(first.id, stopped.total_steps + 1)
+
+        assert fork.origin is not None
+        assert (fork.origin.experiment_id, fork.step, fork.spec["seed"]) == (first.id, 1, 5)
+        assert (extended.state, extended.total_steps) == (ExperimentState.STARTING, stopped.total_steps + 1)
 
 
 async def test_errors_say_what_was_wrong(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,25 +19,28 @@ from shared.schemas.samples import SampleOrder, SampleQuery
 log = logging.getLogger(__name__)
 
 DATABASE = ".index.sqlite"
-LAYOUT = 1
+LAYOUT = 2
 COLUMNS = ("place", "member", "kind", "step", "group_id", "row", "status", "reward")
 LOCK_SECONDS = 5.0
+_PLACES = 1 << 21
+"""More than a file has samples."""
 _TABLES = """
-CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, modified INTEGER NOT NULL, size INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS files (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, modified INTEGER NOT NULL, size INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (
-    file TEXT NOT NULL, modified INTEGER NOT NULL, place INTEGER NOT NULL, member INTEGER NOT NULL, kind TEXT NOT NULL,
-    step INTEGER, group_id INTEGER NOT NULL, row INTEGER NOT NULL, status TEXT NOT NULL, reward REAL,
-    PRIMARY KEY (file, place, member)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_time ON samples (modified DESC, file, place, member);
-CREATE INDEX IF NOT EXISTS by_reward ON samples (reward, modified DESC, file, place, member);
+    id INTEGER PRIMARY KEY, place INTEGER NOT NULL, member INTEGER NOT NULL, kind TEXT NOT NULL, step INTEGER,
+    group_id INTEGER NOT NULL, row INTEGER NOT NULL, status TEXT NOT NULL, reward REAL);
+CREATE INDEX IF NOT EXISTS by_reward ON samples (reward);
+CREATE INDEX IF NOT EXISTS by_best ON samples (-reward);
 CREATE INDEX IF NOT EXISTS by_step ON samples (step);
 CREATE INDEX IF NOT EXISTS by_row ON samples (row);
-CREATE INDEX IF NOT EXISTS by_group ON samples (group_id);
 """
+# A file's id is the time of its last change, in milliseconds and negative: newer ones come first. A sample's id is that
+# of its file, times ``_PLACES``, plus its place: ids are in the order of time, and every index ends with them.
 _ORDERS = {
-    SampleOrder.NEWEST: "modified DESC, file, place, member",
-    SampleOrder.BEST: "reward DESC, modified DESC, file, place, member",
-    SampleOrder.WORST: "reward, modified DESC, file, place, member",
+    SampleOrder.NEWEST: "id",
+    SampleOrder.BEST: "-reward, id",
+    SampleOrder.WORST: "reward, id",
 }
 
 
@@ -54,7 +57,8 @@ class Answer(NamedTuple):
 
     Attributes:
         found: in the order that was asked for.
-        newest: no file after this instant was looked at; given back with the next page, none is between two pages.
+        newest: no file after this instant, in milliseconds, was looked at; given back with the next page, none comes
+            between two pages.
         has_more: whether more follow.
         num_files, num_unread: files there are, and those not read yet.
     """
@@ -116,18 +120,18 @@ class SampleIndex:
                 return Answer([], 0, False, 0, 0)
             num_files, num_unread = self._refresh(seconds, first)
             if newest is None:
-                newest = int(self._open().execute("SELECT ifnull(max(modified), 0) FROM files").fetchone()[0])
+                newest = -int(self._open().execute("SELECT ifnull(min(id), 0) FROM files").fetchone()[0])
             where, values = _conditions(query)
-            rows = (
-                self._open()
-                .execute(
-                    f"SELECT file, place, member FROM samples WHERE modified <= ? {where} "  # noqa: S608 - no value is in it
-                    f"ORDER BY {_ORDERS[query.order]} LIMIT ? OFFSET ?",
-                    [newest, *values, limit + 1, offset],
-                )
-                .fetchall()
-            )
-        return Answer([Found(*row) for row in rows[:limit]], newest, len(rows) > limit, num_files, num_unread)
+            # No value is in the text: it is made of names that are written here.
+            text = f"SELECT id, place, member FROM samples WHERE id >= ? {where} ORDER BY {_ORDERS[query.order]}"  # noqa: S608
+            values = [-newest * _PLACES, *values, limit + 1, offset]
+            rows = self._open().execute(f"{text} LIMIT ? OFFSET ?", values).fetchall()
+            name = "SELECT name FROM files WHERE id = ?"
+            names = {
+                key: self._open().execute(name, [key]).fetchone()[0] for key in {row[0] // _PLACES for row in rows}
+            }
+        found = [Found(names[key // _PLACES], place, member) for key, place, member in rows[:limit]]
+        return Answer(found, newest, len(rows) > limit, num_files, num_unread)
 
     def _open(self) -> sqlite3.Connection:
         if self._database is None:
@@ -177,8 +181,15 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _forget(database: sqlite3.Connection, name: str) -> None:
-    database.execute("DELETE FROM files WHERE name = ?", [name])
-    database.execute("DELETE FROM samples WHERE file = ?", [name])
+    for (file,) in database.execute("DELETE FROM files WHERE name = ? RETURNING id", [name]).fetchall():
+        database.execute("DELETE FROM samples WHERE id BETWEEN ? AND ?", [file * _PLACES, (file + 1) * _PLACES - 1])
+
+
+def _new_id(database: sqlite3.Connection, file: StoredFile) -> int:
+    found = -(file.modified_ns // 1_000_000)
+    while database.execute("SELECT 1 FROM files WHERE id = ?", [found]).fetchone():
+        found += 1
+    return found
 
 
 def _read(database: sqlite3.Connection, folder: Path, file: StoredFile) -> None:
@@ -192,11 +203,13 @@ def _read(database: sqlite3.Connection, folder: Path, file: StoredFile) -> None:
     except (OSError, ArrowException) as error:
         log.warning("a file of samples cannot be read", extra={"name_of_file": file.name, "error": repr(error)})
     rows = zip(*(columns[name] for name in COLUMNS), strict=True)
+    identity = _new_id(database, file)
     database.executemany(
-        f"INSERT INTO samples (file, modified, {', '.join(COLUMNS)}) VALUES (?, ?, {', '.join('?' * len(COLUMNS))})",  # noqa: S608
-        ((file.name, file.modified_ns, *row) for row in rows),
+        f"INSERT INTO samples (id, {', '.join(COLUMNS)}) VALUES (?, {', '.join('?' * len(COLUMNS))})",  # noqa: S608
+        ((identity * _PLACES + number, *row) for number, row in enumerate(rows)),
     )
-    database.execute("INSERT INTO files VALUES (?, ?, ?)", [file.name, file.modified_ns, file.size_bytes])
+    values = [identity, file.name, file.modified_ns, file.size_bytes]
+    database.execute("INSERT INTO files (id, name, modified, size) VALUES (?, ?, ?, ?)", values)
 
 
 def _conditions(query: SampleQuery) -> tuple[str, list[Any]]:

@@ -168,7 +168,8 @@ class LocalFleet:
 
     async def _start(self) -> None:
         data = self.options.data
-        data.mkdir(parents=True, exist_ok=True)
+        # It holds what specs say, passwords in URLs of graders included.
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take_lock(data)
         port = self.options.port or lasting_port(self.options.host)
         check_port(self.options.host, port)

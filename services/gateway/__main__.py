@@ -58,7 +58,7 @@ def main() -> int:
 async def check(settings: GatewaySettings) -> None:
     """Prove that the data plane and the database answer, and bring the database up to date."""
     await check_server(settings.redis_url, may_be_volatile=settings.allow_volatile_redis)
-    settings.data.mkdir(parents=True, exist_ok=True)
+    settings.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = await SqlStore.open(settings.resolved_database_url)
     await store.close()
 

@@ -29,10 +29,12 @@ SHARES: Final = {
 }
 
 
-def metrics_of(gateway: GatewayState) -> Iterator[Metric]:
-    """Make the metrics."""
+def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Iterator[Metric]:
+    """Make the metrics; without those of single experiments, how many services and experiments there are."""
     yield _count("services", "Registered services", "kind", (service.kind.value for service in gateway.registry))
     yield _count("experiments", "Experiments", "state", (each.state.value for each in gateway.repository))
+    if not with_experiments:
+        return
     active = [experiment for experiment in gateway.repository if experiment.is_active]
     active.sort(key=lambda experiment: experiment.state is not ExperimentState.RUNNING)
     left_out = gauge("experiments_left_out", f"Experiments at work beyond the {MAX_EXPERIMENTS} of this page")

@@ -90,7 +90,8 @@ async def until_named(trial: Trial, component: str, is_shown_by: IsShownBy) -> N
 
 async def page_names(fleet: RunningFleet, trial: Trial, component: str) -> bool:
     """Whether the gateway's page for Prometheus names it too, and counts the lags and the waits meanwhile."""
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as http:
+    headers = {"Authorization": f"Bearer {fleet.token}"}
+    async with httpx.AsyncClient(base_url=fleet.url, headers=headers, timeout=30) as http:
         series = parse_page((await http.get("/metrics")).text)
     return bool(
         value_of(series, "flotilla_experiment_trained_token_lag_count", experiment=trial.id)

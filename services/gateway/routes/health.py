@@ -1,11 +1,12 @@
 """Whether the gateway lives and can work, and its page for Prometheus. Open to everybody on the network it serves."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from services.gateway.prometheus import metrics_of
 from services.gateway.routes.dependencies import Gateway
 from shared.errors import Unavailable
+from shared.security import bearer_of, is_same_secret
 from shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
@@ -31,6 +32,7 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(gateway: Gateway) -> Response:
-    """Return what the gateway knows of fleet and experiments in Prometheus' text format, from memory alone."""
-    return await response_of(metrics_of(gateway))
+async def metrics(gateway: Gateway, request: Request) -> Response:
+    """Return what the gateway knows, from memory alone, in Prometheus' text format; with the token each experiment."""
+    token = bearer_of(request.headers.get("authorization"))
+    return await response_of(metrics_of(gateway, with_experiments=is_same_secret(token, gateway.settings.token)))

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from services.gateway.store import tables
 from services.gateway.store.base import MetricRow
-from services.gateway.store.lock import FileLock, lock_every_session
+from services.gateway.store.lock import FileLock, keep_private, lock_every_session
 from services.gateway.store.memory import event_of
 from services.gateway.store.migrate import upgrade
 from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
@@ -115,6 +115,7 @@ class SqlStore(TransactionalStore):
     def _prepare(self) -> None:
         if self._lock is not None:
             self._lock.take()
+            keep_private(self._lock.database)
         elif self._engine.dialect.name == "postgresql":
             lock_every_session(self._engine)
         upgrade(self._engine)

@@ -109,6 +109,24 @@ async def test_health_and_gauges_are_open(url: str, client: GatewayClient) -> No
     assert 'flotilla_services{kind="rollout"} 1' in gauges.text
 
 
+async def test_the_gauges_name_no_experiment_without_the_token(url: str, client: GatewayClient, tmp_path: Path) -> None:
+    name = (await client.call("POST", "/v1/experiments", body=a_spec(tmp_path)))["id"]
+    await client.call("POST", f"/v1/experiments/{name}/start")
+
+    async with httpx.AsyncClient(base_url=url) as http:
+        bare, wrong = [await http.get("/metrics", headers=each) for each in ({}, {"Authorization": "Bearer no"})]
+        full = await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+
+    assert (name in bare.text, name in wrong.text, name in full.text) == (False, False, True)
+
+
+async def test_the_database_is_its_owners_alone(settings: GatewaySettings, url: str) -> None:
+    made = [path for path in settings.data.iterdir() if path.name.startswith("gateway.sqlite")]
+
+    assert [oct(path.stat().st_mode & 0o077) for path in made if not path.name.endswith(".lock")] == ["0o0"] * 3
+    assert url
+
+
 async def test_a_spec_comes_in_json_or_yaml(url: str, tmp_path: Path) -> None:
     spec = a_spec(tmp_path)
     async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:

@@ -32,7 +32,9 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     metrics.count_run("python", RunStatus.SUCCESS, 0.5)
     metrics.count_refused("busy")
 
-    series = parse_page(page_of(metrics.families(IsolationLevel.C, num_running=1, num_waiting=2)))
+    families = metrics.families(IsolationLevel.C, num_running=1, num_waiting=2, num_out_of_use=3, num_spoiled=4)
+
+    series = parse_page(page_of(families))
 
     assert value_of(series, "flotilla_sandbox_runs_total", language="python", status="Success") == 2
     assert value_of(series, "flotilla_sandbox_refused_total", code="busy") == 1
@@ -40,7 +42,9 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     assert value_of(series, "flotilla_sandbox_running") == 1
     assert value_of(series, "flotilla_sandbox_waiting") == 2
     assert value_of(series, "flotilla_sandbox_isolation", level="C") == 1
-    assert len(series) == 6
+    assert value_of(series, "flotilla_sandbox_slots_out_of_use") == 3
+    assert value_of(series, "flotilla_sandbox_slots_spoiled_total") == 4
+    assert len(series) == 8
 
 
 def test_labels_are_escaped() -> None:

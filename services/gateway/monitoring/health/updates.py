@@ -10,7 +10,7 @@ MIN_STEPS = 3
 LOUD_NORM = 10.0
 """A gradient norm that is not large by itself may have grown by any factor."""
 LOUD_LOSS = 10.0
-IDENTICAL_SHARE = 0.9
+IDENTICAL_SHARE = 0.75
 MOVED_STEPS = 16
 """How long a policy that fell apart in one step is told of."""
 

@@ -87,7 +87,7 @@ def test_a_run_goes_on_from_another(client: flotilla.Client, made: Path) -> None
     second = {"checkpoint.resume_from": "first", "optimisation.steps": STEPS + 2}
     run = train(client, made, "continue_a_run/second.yaml", **second)
 
-    assert [point.step for point in client.metrics(run, ["loss"])] == [4, 5]
+    assert [point.step for point in client.metrics(run, ["reward/mean"])] == [4, 5]
 
 
 def test_the_sweep_trains_compares_and_fetches(client: flotilla.Client, made: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ CROWDED = "planned groups leave no room for another step's"
 
 
 class CheckpointOverdue(FlotillaError):
-    """No checkpoint could be written for a whole interval."""
+    """The last checkpoint could not be written."""
 
     code, title, status = "checkpoint_overdue", "No checkpoint can be written", 507
 
@@ -75,6 +75,7 @@ class CheckpointPolicy:
         self._compute, self._on_failure = compute, on_failure
         self._durable_step = progress.step
         self._early, self._retained_bytes = 0, 0.0
+        self._last_error: Unavailable | None = None
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -88,11 +89,11 @@ class CheckpointPolicy:
     def _is_at_version(self) -> bool:
         return self._line.is_published(self.progress.step)
 
-    async def after_step(self) -> None:
-        """Write a checkpoint if one is due.
+    async def after_step(self, is_stopped: Callable[[], bool]) -> None:
+        """Write a checkpoint if one is due. Where none can be written for a whole interval, training waits here.
 
-        Raises:
-            CheckpointOverdue: it could not be written for a whole interval.
+        Args:
+            is_stopped: whether the loop shall end, which ends the wait.
         """
         if self._config.durability == "step":
             await self._commit([self.progress.step])
@@ -102,34 +103,40 @@ class CheckpointPolicy:
             return
         if late < 0:
             self._tell_of_early(CROWDED)
+        is_overdue = late >= self._config.every_steps
+        while not await self._is_written() and is_overdue and not is_stopped():  # noqa: ASYNC110 (no disk tells of room)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _is_written(self) -> bool:
+        """Write a checkpoint; where that is impossible for now, say so and return False."""
         try:
             await self._checkpoint()
         except Unavailable as error:
-            if late >= self._config.every_steps:
-                raise CheckpointOverdue(error.detail) from error
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+            self._last_error = error
+            return False
+        return True
 
-    async def at_the_end(self, *, is_over: bool, publisher: Publisher) -> None:
+    async def at_the_end(self, *, is_over: bool, is_stopped: Callable[[], bool], publisher: Publisher) -> None:
         """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
 
+        Training that has ended by itself waits until there is room, one that is to end tries for some seconds.
+
         Raises:
-            CheckpointOverdue: it could not be written.
+            CheckpointOverdue: it was to end, and no checkpoint could be written.
         """
         if self.progress.step == self._durable_step:
             return
         if not self._is_at_version and not is_over and not await _is_settled(publisher):
             log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
             return
-        for attempt in range(LAST_ATTEMPTS):
-            try:
-                await self._checkpoint()
-                return
-            except Unavailable as error:
-                log.warning("last checkpoint failed, it is tried again", extra={"error": error.detail})
-                self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
-                if attempt == LAST_ATTEMPTS - 1:
-                    raise CheckpointOverdue(error.detail) from error
+        attempts = 0
+        while not await self._is_written():
+            attempts += is_stopped()
+            if attempts == LAST_ATTEMPTS:
+                assert self._last_error is not None
+                raise CheckpointOverdue(self._last_error.detail) from self._last_error
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def now(self, reason: str, publisher: Publisher) -> None:
@@ -137,11 +144,7 @@ class CheckpointPolicy:
         if self.progress.step == self._durable_step or (not self._is_at_version and not await _is_settled(publisher)):
             return
         self._tell_of_early(reason)
-        try:
-            await self._checkpoint()
-        except Unavailable as error:
-            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
-            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+        await self._is_written()
 
     def take_figures(self) -> dict[str, float]:
         """Return what a step's report tells: checkpoints made early since the last one, and what is retained."""

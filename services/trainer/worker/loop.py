@@ -96,7 +96,7 @@ class TrainingLoop:
         # Nobody trains a step again that a checkpoint contains: its figures are kept before.
         values |= self._describe(result, self._times.with_step(planned, *spent, None))
         self._reporter.keep(MetricBatch(step=step, version=version, values=values))
-        await self._durability.after_step()
+        await self._durability.after_step(self._is_stopped)
         self._times.add(planned, *spent, time.monotonic() - published)
         values |= self._describe(result, self._times) | self._durability.take_figures() | self._samples.figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
@@ -130,10 +130,15 @@ class TrainingLoop:
         is_last = self.progress.step == self.total_steps
         if is_last:
             await self._control.unless_stopped(self._publisher.settled())
-        await self._durability.at_the_end(is_over=self._control.is_over, publisher=self._publisher)
+        await self._durability.at_the_end(
+            is_over=self._control.is_over, is_stopped=self._is_stopped, publisher=self._publisher
+        )
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last
+
+    def _is_stopped(self) -> bool:
+        return self._control.is_stopped
 
     async def _make_durable(self, reason: str) -> None:
         await self._durability.now(reason, self._publisher)

@@ -1,5 +1,6 @@
 """A step's figures are as durable as the checkpoint that contains the step."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ class KilledAfterTheCheckpoint:
         self.progress = Progress.start()
         self._at = at
 
-    async def after_step(self) -> None:
+    async def after_step(self, is_stopped: Callable[[], bool]) -> None:
         if self.progress.step == self._at:
             raise KeyboardInterrupt
 
@@ -53,6 +54,14 @@ class Learner:
 
     def keep_version(self, *_: Any) -> None:
         pass
+
+
+class Samples:
+    def trained(self, *_: Any) -> None:
+        pass
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 class Publisher:
@@ -83,6 +92,7 @@ async def test_a_worker_killed_after_a_checkpoint_loses_no_figures_of_its_step(t
             control,
             compute,
             line,
+            cast(Any, Samples()),
         )
         async with running(killed.run()):
             # Not an Exception: nothing in the worker handles a kill.

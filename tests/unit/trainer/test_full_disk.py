@@ -1,0 +1,125 @@
+"""A disk without room for a checkpoint is waited for, however long that takes."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from services.trainer.checkpoint.manager import Progress
+from services.trainer.worker import checkpoint_policy
+from services.trainer.worker.checkpoint_policy import LAST_ATTEMPTS, CheckpointOverdue, CheckpointPolicy
+from shared.config.checkpoint import CheckpointConfig
+from shared.errors import Unavailable
+from shared.lineage import INITIAL, VersionLine
+from shared.schemas.service import Failure
+
+
+class Disk:
+    """The manager of checkpoints: has no room for some attempts."""
+
+    def __init__(self, full_for: int, on_attempt: Callable[[int], None] = lambda _: None) -> None:
+        self.attempts, self._full_for, self._on_attempt = 0, full_for, on_attempt
+
+    def save(self, *_: Any) -> Path:
+        self.attempts += 1
+        self._on_attempt(self.attempts)
+        if self.attempts <= self._full_for:
+            raise Unavailable("no space left")
+        return Path("step")
+
+
+class Queue:
+    async def retained(self) -> Any:
+        return SimpleNamespace(size_bytes=0, planned=0, entries=0, is_crowded_by=lambda _: False)
+
+    async def plans_from(self, _: int) -> list[Any]:
+        return []
+
+    async def record(self, _: Any) -> None:
+        pass
+
+
+class Source:
+    def plans_until(self, _: int) -> list[Any]:
+        return []
+
+    async def on_durable(self, _: Any) -> None:
+        pass
+
+
+class Around:
+    """A policy at step 4 of every second step: its checkpoint is a whole interval late."""
+
+    def __init__(self, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkpoint_policy, "PAUSE_SECONDS", 0.001)
+        self.failures: list[Failure | None] = []
+        progress = Progress.start()
+        learner = SimpleNamespace(spec=SimpleNamespace(groups_per_step=1))
+        reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda _: None)
+        self._compute = ThreadPoolExecutor(1)
+        self.policy = CheckpointPolicy(
+            CheckpointConfig(every_steps=2),
+            cast(Any, disk),
+            cast(Any, learner),
+            progress,
+            VersionLine.of([INITIAL], steps_per_version=1, total_steps=9),
+            cast(Any, Queue()),
+            cast(Any, Source()),
+            cast(Any, reporter),
+            self._compute,
+            self.failures.append,
+        )
+        progress.step = 4
+
+    def close(self) -> None:
+        self._compute.shutdown()
+
+
+async def test_training_waits_for_room_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(full_for=5)
+    around = Around(disk, monkeypatch)
+
+    await asyncio.wait_for(around.policy.after_step(lambda: False), 20)
+
+    assert disk.attempts == 6
+    # Named as long as it lasts, never fatal, and withdrawn.
+    assert around.failures[-1] is None
+    assert all(failure is not None and not failure.fatal for failure in around.failures[:-1])
+    around.close()
+
+
+async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = False
+
+    def stop(attempt: int) -> None:
+        nonlocal stopped
+        stopped = attempt == 3
+
+    disk = Disk(full_for=1000, on_attempt=stop)
+    around = Around(disk, monkeypatch)
+
+    await asyncio.wait_for(around.policy.after_step(lambda: stopped), 20)
+    assert disk.attempts == 3
+
+    with pytest.raises(CheckpointOverdue):
+        await asyncio.wait_for(
+            around.policy.at_the_end(is_over=True, is_stopped=lambda: True, publisher=cast(Any, None)), 20
+        )
+    assert disk.attempts == 3 + LAST_ATTEMPTS
+    around.close()
+
+
+async def test_training_that_has_ended_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(full_for=2 * LAST_ATTEMPTS)
+    around = Around(disk, monkeypatch)
+
+    await asyncio.wait_for(
+        around.policy.at_the_end(is_over=False, is_stopped=lambda: False, publisher=cast(Any, None)), 20
+    )
+
+    assert disk.attempts == 2 * LAST_ATTEMPTS + 1
+    around.close()

@@ -98,9 +98,9 @@ async def test_the_asynchronous_client_finds_changes_and_stops(url: str, tmp_pat
 
 async def test_errors_say_what_was_wrong(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOTILLA_GATEWAY_URL", raising=False)
-    with pytest.raises(Unavailable, match="start one with `flotilla up`"):
+    with pytest.raises(Unavailable, match="start one with `flotilla up --data"):
         AsyncClient(data=tmp_path)
-    with pytest.raises(Unavailable, match="start one with `flotilla up`"):
+    with pytest.raises(Unavailable, match="start one with `flotilla up --data"):
         flotilla.Client(data=tmp_path)
     async with AsyncClient(url, "wrong") as stranger:
         with pytest.raises(Unauthorized):

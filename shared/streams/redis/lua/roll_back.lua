@@ -8,6 +8,7 @@
 local stream, ledger, outstanding, state, consumed, plans, lineage = unpack(KEYS)
 local consumer, checkpoint_step, counter = unpack(ARGV, 1, 3)
 local steps = after(3, ARGV)
+local call = table.concat(ARGV, ' ')
 local checkpoint = tonumber(checkpoint_step)
 if redis.call('HGET', state, 'trainer_owner') ~= consumer then return -1 end
 
@@ -64,7 +65,6 @@ for _, step in ipairs(redis.call('HKEYS', lineage)) do
   end
 end
 
-local call = table.concat(ARGV, ' ')
 if redis.call('HGET', state, 'rolled_back_by') ~= call then
   redis.call('HSET', state, 'rolled_back_by', call, 'rolled_back_waiting', 0, 'rolled_back_lost', 0)
 end

@@ -56,12 +56,14 @@ def experiment_directory(arguments: argparse.Namespace) -> Path | None:
     """Find the experiment's directory where files are to be read: a directory was named, or no fleet runs.
 
     Raises:
-        NotFound: there is no experiment below the directory.
+        NotFound: there is no such directory, or no experiment below it.
         Unavailable: no fleet runs, and there are no files either.
     """
     named = Path(arguments.experiment) if arguments.experiment else None
     if named is not None and named.is_dir():
         return _newest_below(named, None)
+    if named is not None and len(named.parts) > 1:  # No name of an experiment has a slash.
+        raise NotFound(f"there is no directory {named}")
     if arguments.gateway:
         return None
     try:

@@ -131,3 +131,14 @@ def test_a_data_directory_without_a_fleet_is_read_too(
     assert len(shown(capsys, "tiny", "--data", data, "--tokens", "-n", "1")[0]["tokens"]["token_ids"]) == 8
     assert main(["show", "other", "--data", data]) == ExitCode.NOT_FOUND
     assert main(["show", "tiny", "--data", str(tmp_path / "nowhere")]) == ExitCode.UNREACHABLE
+
+
+def test_a_path_that_is_not_there_is_named_rather_than_a_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FLOTILLA_GATEWAY_URL", raising=False)
+    misspelt = str(tmp_path / "runs" / "tinny")
+
+    assert main(["show", misspelt, "--data", str(tmp_path / "nowhere")]) == ExitCode.NOT_FOUND
+    assert capsys.readouterr().err == f"flotilla: there is no directory {misspelt}\n"
+    assert main(["replay", misspelt, "5", "--data", str(tmp_path / "nowhere")]) == ExitCode.NOT_FOUND

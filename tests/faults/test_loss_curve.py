@@ -17,8 +17,8 @@ from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
-STEPS = 40
-HELD_STEPS = 32
+STEPS = 28
+HELD_STEPS = 23
 """The rest waits until everybody was killed."""
 VICTIMS = (
     "services.rollout",

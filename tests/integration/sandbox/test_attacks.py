@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from tests.integration.sandbox.attacks import SIMPLE, Simple
 from tests.integration.sandbox.running import a_sandbox, run
 
 ISOLATING = ["A", "B", "C"]
-isolating = pytest.mark.parametrize("level", ISOLATING)
 SECRET = "secret-of-the-service-7d1f"
 ENDING_SECONDS = 10.0
 UID_OF_ITS_OWN = 61790
@@ -41,6 +40,25 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=ISOLATING)
+async def state(request: pytest.FixtureRequest) -> AsyncIterator[SandboxState]:
+    """One sandbox per level for all attacks, as in service: what one of them spoils, the others see."""
+    async with a_sandbox(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=ISOLATING)
+async def one_slot(request: pytest.FixtureRequest) -> AsyncIterator[SandboxState]:
+    """One sandbox per level where each program runs in the slot of the one before."""
+    async with a_sandbox(request.param, concurrency=1) as opened:
+        yield opened
+
+
 @pytest.fixture
 def host_file() -> Iterator[Path]:
     """A file that every user of the host may read."""
@@ -52,32 +70,28 @@ def host_file() -> Iterator[Path]:
         yield file
 
 
-@isolating
 @pytest.mark.parametrize("attack", SIMPLE, ids=lambda attack: attack.name)
-async def test_an_attack_is_stopped(level: str, attack: Simple) -> None:
+async def test_an_attack_is_stopped(state: SandboxState, attack: Simple) -> None:
     if attack.code is attacks.KERNEL and platform.machine() != "x86_64":
         pytest.skip("the attack calls the kernel by x86_64 numbers; the unit tests cover the other table")
-    async with a_sandbox(level) as state:
-        answer = await run(state, attack.code, run_timeout=attack.timeout)
+    answer = await run(state, attack.code, run_timeout=attack.timeout)
 
-        assert answer.status is not RunStatus.SANDBOX_ERROR, answer
-        assert answer.run_result is not None
-        assert "BREACH" not in (answer.run_result.stdout or ""), answer
-        # It got as far as the attack: a program that fails at its first line proves nothing.
-        assert "SyntaxError" not in (answer.run_result.stderr or ""), answer
-        assert "NameError" not in (answer.run_result.stderr or ""), answer
+    assert answer.status is not RunStatus.SANDBOX_ERROR, answer
+    assert answer.run_result is not None
+    assert "BREACH" not in (answer.run_result.stdout or ""), answer
+    # It got as far as the attack: a program that fails at its first line proves nothing.
+    assert "SyntaxError" not in (answer.run_result.stderr or ""), answer
+    assert "NameError" not in (answer.run_result.stderr or ""), answer
 
 
-@isolating
 @pytest.mark.parametrize("code", [attacks.DEEP, attacks.LONG_PATHS, attacks.UNREADABLE_AND_DEEP])
-async def test_a_program_does_not_spoil_the_slot_for_the_next(level: str, code: str) -> None:
-    async with a_sandbox(level, concurrency=1) as state:
-        await run(state, code)
-        answer = await run(state, "print('fine')")
+async def test_a_program_does_not_spoil_the_slot_for_the_next(one_slot: SandboxState, code: str) -> None:
+    await run(one_slot, code)
+    answer = await run(one_slot, "print('fine')")
 
-        assert answer.status is RunStatus.SUCCESS, answer
-        assert answer.run_result is not None and answer.run_result.stdout == "fine\n"
-        assert state.executor.num_spoiled == 0
+    assert answer.status is RunStatus.SUCCESS, answer
+    assert answer.run_result is not None and answer.run_result.stdout == "fine\n"
+    assert one_slot.executor.num_spoiled == 0
 
 
 async def test_a_slot_that_cannot_be_cleaned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +160,7 @@ async def _until(is_so: Callable[[], object]) -> None:
         await asyncio.sleep(0.05)
 
 
-@isolating
-async def test_the_network_is_closed(level: str) -> None:
+async def test_the_network_is_closed(state: SandboxState) -> None:
     connections = 0
 
     def count(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +174,7 @@ async def test_the_network_is_closed(level: str) -> None:
     with closing(socket.socket(socket.AF_UNIX)) as listening:
         listening.bind(f"\0{abstract}")
         listening.listen()
-        async with server, a_sandbox(level) as state:
+        async with server:
             counted_before = connections
             answer = await run(state, attacks.NETWORK, stdin=f"{host} {port} {abstract}")
 
@@ -171,59 +184,51 @@ async def test_the_network_is_closed(level: str) -> None:
     assert connections == counted_before
 
 
-@isolating
-async def test_the_hosts_files_cannot_be_read(level: str, host_file: Path) -> None:
+async def test_the_hosts_files_cannot_be_read(state: SandboxState, host_file: Path) -> None:
     here = str(Path(__file__).resolve())
     paths = ["/etc/shadow", "/etc/passwd", str(host_file), here, "/proc/1/maps", "/sys/kernel/vmcoreinfo"]
-    if level in "AB":
+    if state.executor.isolation.level.value in "AB":
         # A private root may have an own file of that name; what counts is that it is not the host's.
         paths.remove("/proc/1/maps")
 
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.FILES, stdin="\n".join(paths))
+    answer = await run(state, attacks.FILES, stdin="\n".join(paths))
 
     stdout = answer.run_result.stdout if answer.run_result else None
     assert stdout is not None and "BREACH" not in stdout
     assert stdout.count("stopped") == len(paths)
 
 
-@isolating
-async def test_no_environment_holds_a_secret(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_environment_holds_a_secret(state: SandboxState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOTILLA_TOKEN", SECRET)
 
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.ENVIRONMENT)
+    answer = await run(state, attacks.ENVIRONMENT)
 
     assert answer.status is RunStatus.SUCCESS
     assert SECRET not in answer.model_dump_json()
     assert "PATH" in (answer.run_result.stdout or "") if answer.run_result else False
 
 
-@isolating
-async def test_foreign_processes_cannot_be_signalled(level: str) -> None:
-    async with a_sandbox(level) as state:
-        victim = await asyncio.create_subprocess_exec("sleep", "60", env={})
-        try:
-            # In a process namespace these numbers mean other processes or none; the victim's survival is the test.
-            pids = f"{victim.pid} {os.getpid()}"
-            await run(state, attacks.SIGNALS, stdin=pids)
-            await run(state, "import os; os.kill(-1, 9)", run_timeout=5)
-            after = await run(state, "print('works')")
-        finally:
-            survived = victim.returncode is None
-            if survived:
-                victim.kill()
-            await victim.wait()
+async def test_foreign_processes_cannot_be_signalled(state: SandboxState) -> None:
+    victim = await asyncio.create_subprocess_exec("sleep", "60", env={})
+    try:
+        # In a process namespace these numbers mean other processes or none; the victim's survival is the test.
+        pids = f"{victim.pid} {os.getpid()}"
+        await run(state, attacks.SIGNALS, stdin=pids)
+        await run(state, "import os; os.kill(-1, 9)", run_timeout=5)
+        after = await run(state, "print('works')")
+    finally:
+        survived = victim.returncode is None
+        if survived:
+            victim.kill()
+        await victim.wait()
 
     assert survived
     assert after.status is RunStatus.SUCCESS
 
 
-@isolating
-async def test_an_endless_loop_ends_at_its_time(level: str) -> None:
-    async with a_sandbox(level) as state:
-        started = time.monotonic()
-        answer = await run(state, attacks.ENDLESS, run_timeout=0.5)
+async def test_an_endless_loop_ends_at_its_time(state: SandboxState) -> None:
+    started = time.monotonic()
+    answer = await run(state, attacks.ENDLESS, run_timeout=0.5)
 
     assert answer.run_result is not None
     assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
@@ -232,43 +237,35 @@ async def test_an_endless_loop_ends_at_its_time(level: str) -> None:
     assert time.monotonic() - started < 30
 
 
-@isolating
-async def test_a_fork_bomb_ends_and_leaves_nothing(level: str) -> None:
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.FORK_BOMB, run_timeout=1.5)
-        after = await run(state, "print('works')")
+async def test_a_fork_bomb_ends_and_leaves_nothing(state: SandboxState) -> None:
+    answer = await run(state, attacks.FORK_BOMB, run_timeout=1.5)
+    after = await run(state, "print('works')")
 
-        assert answer.status is RunStatus.FAILED
-        assert after.status is RunStatus.SUCCESS
-        assert await survivors_of(state) == []
+    assert answer.status is RunStatus.FAILED
+    assert after.status is RunStatus.SUCCESS
+    assert await survivors_of(state) == []
 
 
-@isolating
-async def test_a_daemonised_orphan_is_ended(level: str) -> None:
+async def test_a_daemonised_orphan_is_ended(state: SandboxState) -> None:
     name = f"orphan-{uuid.uuid4().hex}"
 
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.ORPHAN, stdin=name)
+    answer = await run(state, attacks.ORPHAN, stdin=name)
 
-        assert answer.run_result is not None
-        assert answer.run_result.stdout == "started\n", answer
-        assert processes_called(name) == []
-
-
-@isolating
-async def test_a_program_that_kills_its_guard_fails(level: str) -> None:
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.KILL_GUARD, run_timeout=8)
-
-        stdout = (answer.run_result.stdout or "") if answer.run_result else ""
-        assert answer.status is RunStatus.FAILED or "stopped" in stdout, answer
-        assert await survivors_of(state) == []
+    assert answer.run_result is not None
+    assert answer.run_result.stdout == "started\n", answer
+    assert processes_called(name) == []
 
 
-@isolating
-async def test_the_guards_answer_cannot_be_forged(level: str) -> None:
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.FORGE)
+async def test_a_program_that_kills_its_guard_fails(state: SandboxState) -> None:
+    answer = await run(state, attacks.KILL_GUARD, run_timeout=8)
+
+    stdout = (answer.run_result.stdout or "") if answer.run_result else ""
+    assert answer.status is RunStatus.FAILED or "stopped" in stdout, answer
+    assert await survivors_of(state) == []
+
+
+async def test_the_guards_answer_cannot_be_forged(state: SandboxState) -> None:
+    answer = await run(state, attacks.FORGE)
 
     assert answer.status is RunStatus.FAILED
     assert answer.run_result is not None
@@ -287,7 +284,7 @@ async def test_the_namespaces_first_process_cannot_be_read(level: str) -> None:
     assert (answer.run_result.stdout or "").count("stopped") == 3
 
 
-@isolating
+@pytest.mark.parametrize("level", ISOLATING)
 async def test_output_is_cut(level: str) -> None:
     async with a_sandbox(level, limits={"output_bytes": 1000}) as state:
         answer = await run(state, attacks.FLOOD)
@@ -298,38 +295,32 @@ async def test_output_is_cut(level: str) -> None:
     assert answer.run_result.stderr == "y" * 1000 + "\n[output cut after 1000 bytes]\n"
 
 
-@isolating
-async def test_fetching_follows_no_link(level: str) -> None:
+async def test_fetching_follows_no_link(state: SandboxState) -> None:
     wanted = ("link", "directory/passwd", "pipe", "real", "real/file", "missing")
 
-    async with a_sandbox(level) as state:
-        answer = await run(state, attacks.LINKS, fetch_files=wanted)
+    answer = await run(state, attacks.LINKS, fetch_files=wanted)
 
     assert answer.files == {"real/file": "bWluZQ=="}
     for path in ("link", "directory/passwd", "pipe", "real"):
         assert f"{path} was not fetched" in answer.message
 
 
-@isolating
-async def test_one_program_finds_nothing_of_the_one_before(level: str) -> None:
+async def test_one_program_finds_nothing_of_the_one_before(one_slot: SandboxState) -> None:
     leave = "import os\nopen('left', 'w').write('x')\nos.mkdir('d')\nopen('d/f', 'w').close()\nos.chmod('d', 0)"
 
-    async with a_sandbox(level, concurrency=1) as state:
-        await run(state, leave)
-        answer = await run(state, "import os\nprint(sorted(os.listdir('.')))")
+    await run(one_slot, leave)
+    answer = await run(one_slot, "import os\nprint(sorted(os.listdir('.')))")
 
     assert answer.run_result is not None
     assert answer.run_result.stdout == "['main.py']\n"
 
 
-@isolating
-async def test_programs_at_the_same_time_do_not_meet(level: str) -> None:
+async def test_programs_at_the_same_time_do_not_meet(state: SandboxState) -> None:
     look = (
         "import os, time\ntime.sleep(0.3)\nopen('mine', 'w').close()\ntime.sleep(0.3)\nprint(sorted(os.listdir('.')))"
     )
 
-    async with a_sandbox(level) as state:
-        answers = await asyncio.gather(run(state, look), run(state, attacks.FORK_BOMB, run_timeout=1.0))
+    answers = await asyncio.gather(run(state, look), run(state, attacks.FORK_BOMB, run_timeout=1.0))
 
     assert answers[0].run_result is not None
     assert answers[0].run_result.stdout == "['main.py', 'mine']\n", answers[0]

@@ -45,9 +45,9 @@ def test_redis(redis_url: str) -> None:
     def on_redis() -> Rig:
         runner = asyncio.Runner()
         client = connect(redis_url)
-        config = StreamsConfig(lease_seconds=0.04, max_deliveries=3)
+        config = StreamsConfig(lease_seconds=0.015, max_deliveries=3)
         plane = RedisDataPlane(client, uuid.uuid4().hex, config=config)
-        return Rig(runner, plane, lambda: time.sleep(0.05), lambda: runner.run(client.aclose()))
+        return Rig(runner, plane, lambda: time.sleep(0.02), lambda: runner.run(client.aclose()))
 
-    fleet = lambda: Fleet(on_redis, drain_seconds=0.04)  # noqa: E731
-    run_state_machine_as_test(fleet, settings=settings(max_examples=30, stateful_step_count=40, **CHECKS))
+    fleet = lambda: Fleet(on_redis, drain_seconds=0.015)  # noqa: E731
+    run_state_machine_as_test(fleet, settings=settings(max_examples=25, stateful_step_count=40, **CHECKS))

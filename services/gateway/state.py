@@ -131,17 +131,19 @@ def assemble(
     clock: Clock,
 ) -> GatewayState:
     """Make the parts and connect them; nothing runs yet."""
-    registry = Registry(
-        store,
-        clock,
-        lease_seconds=settings.lease_seconds,
-        grace_seconds=settings.grace_seconds,
-        rest_seconds=settings.rest_seconds,
-    )
+    registry = _registry(settings, store, clock)
     repository = ExperimentRepository(store, clock, open_plane)
     events = EventLog(store, clock)
     publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
-    commands = ExperimentCommands(repository, registry, publications, events, clock, settings.experiments)
+    commands = ExperimentCommands(
+        repository,
+        registry,
+        publications,
+        events,
+        clock,
+        settings.experiments,
+        on_restart=lambda each: fleet.measurements.of(each).health.clear(),
+    )
     wake = asyncio.Event()
     idle_ratios = IdleRatios(store, clock)
     fleet = Fleet(registry, repository, publications, commands, events, clock, store, idle_ratios, on_change=wake.set)
@@ -189,3 +191,13 @@ async def _clean(state: GatewayState) -> None:
         except FlotillaError as error:
             log.warning("old answers could not be deleted", extra={"error": repr(error)})
         await asyncio.sleep(CLEANING_SECONDS)
+
+
+def _registry(settings: GatewaySettings, store: Store, clock: Clock) -> Registry:
+    return Registry(
+        store,
+        clock,
+        lease_seconds=settings.lease_seconds,
+        grace_seconds=settings.grace_seconds,
+        rest_seconds=settings.rest_seconds,
+    )

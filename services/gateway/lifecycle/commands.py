@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from shared.schemas.service import ServiceKind
 
 
 class ExperimentCommands:
-    """Creates, forks, starts, pauses, resumes, extends, stops, deletes and fails experiments."""
+    """Creates, forks, starts, pauses, resumes, extends, stops, deletes and fails experiments.
+
+    Args:
+        directory: where each experiment has its own.
+        on_restart: called once an experiment that had ended is stored as one that starts.
+    """
 
     def __init__(
         self,
@@ -37,6 +43,8 @@ class ExperimentCommands:
         events: EventLog,
         clock: Clock,
         directory: Path,
+        *,
+        on_restart: Callable[[Experiment], None],
     ) -> None:
         self._repository = repository
         self._registry = registry
@@ -44,6 +52,7 @@ class ExperimentCommands:
         self._events = events
         self._clock = clock
         self._directory = directory
+        self._on_restart = on_restart
         self._leaving: set[str] = set()
 
     async def load(self) -> None:
@@ -208,6 +217,7 @@ class ExperimentCommands:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
             # What the end left is undone; the trainer goes on from its newest checkpoint.
             changes |= {"outcome": None, "problem": None, "final_ledger": None, "is_trained": False}
+            change.then(lambda: self._on_restart(experiment))
         if action is Action.STOP:
             changes["outcome"] = ExperimentState.STOPPED.value
         self._stage_state(change, experiment, state, **changes)

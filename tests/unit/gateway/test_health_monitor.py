@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway.lifecycle.states import Action
 from services.gateway.monitoring.health.monitor import REFRESH_SECONDS, HealthMonitor
 from services.gateway.monitoring.health.window import HealthWindow
+from services.gateway.preflight import checks
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
@@ -100,6 +102,31 @@ async def test_groups_without_signal_end_the_experiment_at_the_bound_of_its_spec
             "100 groups in a row taught nothing, health.max_groups_without_signal is 60"
         )
         assert "no_signal" in view.problem.cause
+
+
+async def test_what_failed_at_the_bound_counts_from_nothing_once_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "check", lambda _spec: None)
+    monkeypatch.setattr("pathlib.Path.mkdir", lambda *_args, **_named: None)
+    clock, section = ManualClock(), {"max_groups_without_signal": 60}
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, spec=a_spec(health=section).model_dump(mode="json"))
+    monitor, window = a_monitor(gateway, experiment, clock), gateway.measurements.of(experiment).health
+    window.add_grading(report(100, dead=100))
+    await monitor.look()
+    assert experiment.state is ExperimentState.FAILED
+    await gateway.repository.update(experiment, final_ledger={"train": {}})
+
+    await gateway.commands.act(experiment.id, Action.RESUME)
+    await gateway.repository.update(experiment, state=ExperimentState.RUNNING)
+    window.add_grading(report(110, dead=110))  # of a session that goes on
+    window.add_grading(report(49, dead=49, session="b"))
+    await monitor.look()
+
+    assert experiment.is_active
+    assert window.groups_without_signal == 59
+    window.add_grading(report(50, dead=50, session="b"))
+    await monitor.look()
+    assert experiment.state is ExperimentState.FAILED
 
 
 def test_a_step_that_trained_on_other_groups_starts_the_count_again() -> None:

@@ -36,16 +36,19 @@ class HealthWindow:
     """What was reported of one experiment since this process began, or since ``clear``."""
 
     def __init__(self) -> None:
+        self._grading_before: dict[str, Graded] = {}
+        self._sampling_before: dict[str, Sampled] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, such as when the experiment starts again."""
+        """Forget what was seen, such as when the experiment starts again.
+
+        Sessions that go on are counted from here: what they had reported is kept to subtract it.
+        """
         self._steps: deque[StepFigures] = deque(maxlen=MOST_STEPS)
         self._graded: deque[Graded] = deque(maxlen=MOST_REPORTS)
         self._graded_ever = Graded()
         self._sampled: deque[Sampled] = deque(maxlen=MOST_REPORTS)
-        self._grading_before: dict[str, Graded] = {}
-        self._sampling_before: dict[str, Sampled] = {}
         self._last_reward: float | None = None
         self._highest_reward: float | None = None
         self._lowest_reward: float | None = None

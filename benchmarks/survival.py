@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -99,6 +100,8 @@ async def survive(
 ) -> Report:
     """Run an experiment while its fleet meets faults, then stop it and account for everything.
 
+    Ctrl-C ends the faults early, after the one under way; a second one ends the run.
+
     Args:
         directory: for model, data and fleet.
         kills: how many processes to kill.
@@ -127,7 +130,10 @@ async def survive(
         watching = asyncio.create_task(_watch(fleet, report))
         try:
             await _until_further(fleet, 0)
+            enough = _interrupted(say) if say else asyncio.Event()
             for number in range(1, count + 1):
+                if enough.is_set():
+                    break
                 fault = draw.next()
                 took = await _meet(fleet, fault, report, chance)
                 if say:
@@ -142,6 +148,19 @@ async def survive(
         report.account = await account(fleet.client, fleet.experiment_id, directory, rows=ROWS)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _interrupted(say: Callable[[str], None]) -> asyncio.Event:
+    """Make an event that the next Ctrl-C sets; the one after it has its usual effect."""
+    interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def first() -> None:
+        interrupted.set()
+        loop.remove_signal_handler(signal.SIGINT)
+        say("no further faults: accounting for what has happened")
+
+    loop.add_signal_handler(signal.SIGINT, first)
+    return interrupted
 
 
 async def _meet(fleet: Fleet, fault: Fault, report: Report, chance: random.Random) -> float:
@@ -239,6 +258,7 @@ def main() -> int:
     reports = [report]
     if arguments.report:
         assert report.account is not None
+        print(json.dumps(report.to_dict(), indent=2), flush=True)
         print("the same without faults", flush=True)
         reports.append(run(0, 0, min(report.account.steps, 500)))
         arguments.report.write_text(markdown(*(each.to_dict() for each in reports)), encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.live import Live
 
 from flotilla.cli.output import new_console, write_json_line
-from flotilla.cli.progress import Progress, live_line, live_view, seconds_left
+from flotilla.cli.progress import Pace, Progress, live_line, live_view
 from flotilla.cli.right_and_wrong import lines_of, read_last
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
@@ -41,7 +41,7 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
     """
     console = new_console()
     started = time.monotonic()
-    first_step_at: float | None = None
+    pace = Pace(progress.view.step)
     last_line = last_seen = started
     num_evaluated = 0
     async with _display(plain) as live:
@@ -50,10 +50,7 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
                 fleet.check()
             now = time.monotonic()
             last_seen = await _refresh(progress, client, now, last_seen)
-            if first_step_at is None and progress.view.step:
-                first_step_at = now - 1.0
-            since = now - first_step_at if first_step_at is not None else None
-            left = seconds_left(progress, since)
+            left = pace.seconds_left(progress.view, now)
             if len(progress.held_out.points) > num_evaluated:
                 num_evaluated = len(progress.held_out.points)
                 for name, line in lines_of(await read_last(client, progress)):

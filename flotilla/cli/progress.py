@@ -131,12 +131,27 @@ def duration(seconds: float | None) -> str:
     return "-" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def seconds_left(progress: Progress, seconds_since_first_step: float | None) -> float | None:
-    """Estimate the time until the last step from the pace so far."""
-    step = progress.view.step
-    if not step or not seconds_since_first_step:
-        return None
-    return seconds_since_first_step / step * (progress.view.total_steps - step)
+class Pace:
+    """Estimates the time until the last step from the steps that were seen being made.
+
+    Those of before (of an earlier start, of the original of a fork, of before ``watch``) took no time that was seen.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._before = step
+        self._since: float | None = None
+
+    def seconds_left(self, view: ExperimentView, now: float) -> float | None:
+        """Estimate from what the experiment has come to at a time; None until a step was seen."""
+        if view.step >= view.total_steps:
+            return 0.0
+        self._before = min(self._before, view.step)  # Steps after the last checkpoint may be made again.
+        num_seen = view.step - self._before
+        if num_seen == 0:
+            return None
+        if self._since is None:
+            self._since = now - 1.0
+        return (now - self._since) / num_seen * (view.total_steps - view.step)
 
 
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flotilla.cli import following
-from flotilla.cli.progress import Progress, duration, live_line, seconds_left
+from flotilla.cli.progress import Pace, Progress, duration, live_line
 from flotilla.cli.summary import summarise, summary_table
 from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -122,9 +122,32 @@ async def test_the_speed_is_not_zero_between_two_bursts() -> None:
     assert speeds == [0.0, 50.0, 50.0, 0.0, 0.0]
 
 
-def test_time_left_follows_the_pace() -> None:
-    assert seconds_left(Progress(a_view(step=2)), 4.0) == 16.0
-    assert seconds_left(Progress(a_view(step=0)), 4.0) is None
+def test_time_left_follows_the_pace_from_a_second_before_the_first_step() -> None:
+    pace = Pace(0)
+
+    assert pace.seconds_left(a_view(step=0), 50.0) is None
+    assert pace.seconds_left(a_view(step=1), 60.0) == 9.0
+    assert pace.seconds_left(a_view(step=2), 63.0) == 16.0
+    assert pace.seconds_left(a_view(step=10), 90.0) == 0.0
+
+
+def test_steps_of_before_are_not_counted_into_the_pace() -> None:
+    pace = Pace(5)
+
+    assert pace.seconds_left(a_view(step=5), 50.0) is None
+    assert pace.seconds_left(a_view(step=6), 60.0) == 4.0
+    assert pace.seconds_left(a_view(step=7), 63.0) == 6.0
+    assert Pace(10).seconds_left(a_view(step=10), 0.0) == 0.0
+
+
+def test_a_pace_outlives_a_start_from_an_earlier_checkpoint() -> None:
+    pace = Pace(5)
+
+    assert pace.seconds_left(a_view(step=4), 50.0) is None
+    assert pace.seconds_left(a_view(step=5), 60.0) == 5.0
+
+
+def test_a_duration_that_is_not_known_is_a_dash() -> None:
     assert duration(None) == "-"
 
 

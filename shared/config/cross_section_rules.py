@@ -15,7 +15,7 @@ from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
-from shared.config.reward import CodeConfig, MatchConfig, RewardConfig
+from shared.config.reward import CodeConfig, MatchConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
 from shared.schemas.engine import EngineCapability
 
@@ -126,7 +126,12 @@ def _labels(spec: Sections) -> None:
                 f"{where}.data_sources chooses by data source, and data.data_source_column is not set, so that nothing "
                 "would be graded: name the column there, or remove data_sources"
             )
-        if isinstance(component, MatchConfig | CodeConfig) and spec.data.label_column is None:
+        if isinstance(component, VerlDefaultConfig) and spec.data.data_source_column is None:
+            raise ValueError(
+                f"{where} is of kind verl_default, which chooses a scorer by data source, and data.data_source_column "
+                "is not set: name the column there (data.format verl does)"
+            )
+        if isinstance(component, MatchConfig | CodeConfig | VerlDefaultConfig) and spec.data.label_column is None:
             raise ValueError(
                 f"{where} is of kind {component.kind}, which compares with a label, and data.label_column is null: "  # type: ignore[union-attr]
                 "name the column there"
@@ -160,7 +165,7 @@ def _sandboxes(spec: Sections) -> None:
     if spec.resources.sandboxes is not None and not spec.runs_code:
         raise ValueError(
             "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
-            "component of kind code to reward.components"
+            "component of kind code, or of kind verl_default with runs_code, to reward.components"
         )
 
 

@@ -114,6 +114,14 @@ class CodeConfig(ComponentConfig):
     """How many test cases are with the sandbox at a time."""
 
 
+class VerlDefaultConfig(ComponentConfig):
+    """verl's own scorers, chosen by the row's data source: gsm8k, MATH, math_dapo, geometry3k, search, programs."""
+
+    kind: Literal["verl_default"] = "verl_default"
+    runs_code: bool = False
+    """Grade programs (codecontests, apps, codeforces, taco), which needs a sandbox. False: they are refused."""
+
+
 def _is_url(text: str) -> str:
     try:
         url = httpx.URL(text)
@@ -153,7 +161,8 @@ class RemoteConfig(ComponentConfig):
 
 
 Component = Annotated[
-    ExactConfig | NumericConfig | MathConfig | CustomConfig | CodeConfig | RemoteConfig, Field(discriminator="kind")
+    ExactConfig | NumericConfig | MathConfig | CustomConfig | CodeConfig | VerlDefaultConfig | RemoteConfig,
+    Field(discriminator="kind"),
 ]
 
 

@@ -17,7 +17,7 @@ from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
-from shared.config.reward import CodeConfig, RewardConfig
+from shared.config.reward import CodeConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
 from shared.config.samples import SamplesConfig
 from shared.config.tracking import TrackingConfig
@@ -50,7 +50,10 @@ class ExperimentSpec(Config):
     @property
     def runs_code(self) -> bool:
         """Whether a reward component needs a sandbox."""
-        return any(isinstance(component, CodeConfig) for component in self.reward.components)
+        return any(
+            component.runs_code if isinstance(component, VerlDefaultConfig) else isinstance(component, CodeConfig)
+            for component in self.reward.components
+        )
 
     @property
     def groups_per_step(self) -> int:

@@ -114,7 +114,8 @@ def _buffer(option: str) -> tuple[str, str]:
 
 REWARD_ROWS: tuple[Parameter, ...] = (
     translated("custom_reward_function.path", "reward.components", text,
-               "the file's function, called as verl does by an adapter that is written beside the spec",
+               "the file's function, called as verl does by an adapter that is written beside the spec; without one, "
+               "verl's own scorers by data source: kind verl_default",
                example="other.py", default=None, aliases=("reward.custom_reward_function.path",)),
     translated("custom_reward_function.name", "reward.components", text, "name of the function", example="other",
                default="compute_score", context={"custom_reward_function.path": "grade.py"},

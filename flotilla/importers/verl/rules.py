@@ -324,10 +324,7 @@ def rewards(source: Source) -> Fields:
     fields = _filter(source)
     path = source.value("custom_reward_function.path")
     if path is None:
-        source.lack(
-            "reward.components: verl's own scorers choose by data_source and are not offered: give "
-            "custom_reward_function.path, or one of ours, such as --set 'reward.components=[{kind: math}]'"
-        )
+        fields["reward.components"] = [{"kind": "verl_default"}]
     else:
         function = source.required("custom_reward_function.name")
         file = adapter_name(path, function)

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.gateway.datasets.columns import value_at
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.loading import load_evaluation, load_training
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import RowsConfig, is_url
-from shared.config.reward import CustomConfig
+from shared.config.reward import CustomConfig, VerlDefaultConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
+from shared.config.verl_sources import first_not_graded
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
 
@@ -99,7 +101,9 @@ def train_dataset(spec: ExperimentSpec) -> Dataset:
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
-    return load_training(spec.data, seed=spec.seed)
+    dataset = load_training(spec.data, seed=spec.seed)
+    check_data_sources(spec, dataset, "data")
+    return dataset
 
 
 def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
@@ -108,7 +112,29 @@ def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
-    return load_evaluation(spec.evaluation, spec.data, seed=spec.seed) if spec.evaluation is not None else None
+    if spec.evaluation is None:
+        return None
+    dataset = load_evaluation(spec.evaluation, spec.data, seed=spec.seed)
+    check_data_sources(spec, dataset, "evaluation")
+    return dataset
+
+
+def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> None:
+    """Check that a component that chooses a scorer by data source has one for every row that it grades.
+
+    Raises:
+        DataError: it has none for a row; the detail lists the data sources that it knows.
+    """
+    column = spec.data.data_source_column
+    for number, component in enumerate(spec.reward.components):
+        if not isinstance(component, VerlDefaultConfig) or column is None:
+            continue
+        values = [value_at(row, column) for row in dataset.rows]
+        given = [None if value is None else str(value) for value in values]
+        graded = [name for name in given if component.data_sources is None or name in component.data_sources]
+        reason = first_not_graded(graded, runs_code=component.runs_code)
+        if reason is not None:
+            raise DataError(f"reward.components.{number}, rows of {field}: {reason}", field=field)
 
 
 def check(spec: ExperimentSpec) -> None:

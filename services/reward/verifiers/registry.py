@@ -14,6 +14,7 @@ from services.reward.verifiers.custom import CustomVerifier
 from services.reward.verifiers.exact import ExactVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
+from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from shared.config.reward import (
     CodeConfig,
     Component,
@@ -23,6 +24,7 @@ from shared.config.reward import (
     NumericConfig,
     RemoteConfig,
     RewardConfig,
+    VerlDefaultConfig,
 )
 from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
@@ -70,13 +72,20 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case CustomConfig():
             return CustomVerifier(config)
         case CodeConfig():
-            if surroundings.sandbox_url is None:
-                raise InvalidSpec("a reward component of kind code needs a sandbox service, and the fleet has none")
-            return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
+            return _code(config, surroundings)
+        case VerlDefaultConfig():
+            code = _code(CodeConfig(max_cases=CODE_CASES), surroundings) if config.runs_code else None
+            return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
         case RemoteConfig():
             secret = _secret(config, surroundings)
             networks = surroundings.grader_networks
             return RemoteVerifier(config, surroundings.experiment, new_client(), secret, private=networks)
+
+
+def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:
+    if surroundings.sandbox_url is None:
+        raise InvalidSpec("a reward component that runs code needs a sandbox service, and the fleet has none")
+    return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
 
 
 def _secret(config: RemoteConfig, surroundings: Surroundings) -> str | None:

@@ -13,14 +13,23 @@ from services.reward.remote import RemoteVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_component
-from shared.config.reward import CodeConfig, CustomConfig, ExactConfig, MathConfig, NumericConfig, RemoteConfig
+from shared.config.reward import (
+    CodeConfig,
+    CustomConfig,
+    ExactConfig,
+    MathConfig,
+    NumericConfig,
+    RemoteConfig,
+    VerlDefaultConfig,
+)
 from shared.schemas.grading import Grade
 from shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
-KINDS = ["exact", "numeric", "math", "custom", "code", "remote", "combined"]
+SOURCE = "openai/gsm8k"
+KINDS = ["exact", "numeric", "math", "custom", "code", "verl_default", "remote", "combined"]
 LABELS = {"code": json.dumps({"inputs": [""], "outputs": ["7"]})}
-ANSWERS = {"code": "```python\nprint(7)\n```", "numeric": "#### 7", "math": "$7$"}
+ANSWERS = {"code": "```python\nprint(7)\n```", "numeric": "#### 7", "math": "$7$", "verl_default": "#### 7"}
 
 
 def sandbox_answer(request: httpx.Request) -> httpx.Response:
@@ -53,6 +62,7 @@ async def a_verifier(kind: str, folder: Path) -> AsyncIterator[Verifier]:
         "math": lambda: build_component(MathConfig(), surroundings),
         "custom": lambda: build_component(CustomConfig(path=f"{folder}/grader.py:grade"), surroundings),
         "code": lambda: CodeVerifier(CodeConfig(), a_client(sandbox_answer), "http://sandbox", None),
+        "verl_default": lambda: build_component(VerlDefaultConfig(), surroundings),
         "remote": lambda: RemoteVerifier(remote, "exp", a_client(grader_answer), resolver=resolve_public),
         "combined": lambda: CombinedVerifier([(exact, build_component(exact, surroundings))]),
     }
@@ -64,12 +74,12 @@ async def a_verifier(kind: str, folder: Path) -> AsyncIterator[Verifier]:
 
 
 def a_right_sample(kind: str, **fields: Any) -> Any:
-    return a_sample(ANSWERS.get(kind, "7"), LABELS.get(kind, "7"), **fields)
+    return a_sample(ANSWERS.get(kind, "7"), LABELS.get(kind, "7"), data_source=SOURCE, **fields)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_there_is_one_grade_per_sample_in_order(kind: str, tmp_path: Path) -> None:
-    samples = [a_right_sample(kind, id="a"), a_sample("nothing", LABELS.get(kind, "7"), id="b")] * 2
+    samples = [a_right_sample(kind, id="a"), a_sample("nothing", LABELS.get(kind, "7"), id="b", data_source=SOURCE)] * 2
 
     async with a_verifier(kind, tmp_path) as verifier:
         found = await verifier.score(samples)
@@ -84,10 +94,10 @@ async def test_no_samples_give_no_grades(kind: str, tmp_path: Path) -> None:
         assert await verifier.score([]) == []
 
 
-@pytest.mark.parametrize("kind", ["exact", "numeric", "math", "code", "combined"])
+@pytest.mark.parametrize("kind", ["exact", "numeric", "math", "code", "verl_default", "combined"])
 async def test_a_missing_label_is_an_error(kind: str, tmp_path: Path) -> None:
     async with a_verifier(kind, tmp_path) as verifier:
-        (found,) = await verifier.score([a_sample(ANSWERS.get(kind, "7"))])
+        (found,) = await verifier.score([a_sample(ANSWERS.get(kind, "7"), data_source=SOURCE)])
 
     assert (found.status, found.reward) == (GradeStatus.ERROR, None)
     assert "label" in (found.reason or "")

@@ -286,7 +286,6 @@ def test_a_value_that_is_not_offered_is_refused_by_name(system: str, values: dic
 @pytest.mark.parametrize(
     ("system", "values", "lack"),
     [
-        ("verl", {"custom_reward_function.path": None}, "reward.components"),
         ("verl", {"data.custom_cls.path": "rows.py"}, "data.sources"),
         ("openrlhf", {"--prompt_data": None}, "data.path"),
         ("roll", {"actor_train.data_args.file_name": None}, "data.path"),

@@ -91,10 +91,10 @@ def broken_model(spec: dict[str, Any], directory: Path) -> None:
     ("change", "words"),
     [
         (unknown_key, ("optimisation.stepps", "did you mean optimisation.steps?")),
-        (wrong_type, ("rollout.group_size", "'many'")),
-        (no_model, ("model.path", "nowhere")),
+        pytest.param(wrong_type, ("rollout.group_size", "'many'"), marks=pytest.mark.long),
+        pytest.param(no_model, ("model.path", "nowhere"), marks=pytest.mark.long),
         pytest.param(no_column, ("question", "prompt", "answer"), marks=pytest.mark.long),
-        (no_function, ("grade.py", "score")),
+        pytest.param(no_function, ("grade.py", "score"), marks=pytest.mark.long),
         (raising_function, ("KeyError", "no such column", "raise.py")),
         (broken_model, ("broken",)),
     ],

@@ -1,4 +1,4 @@
-"""Launch files of other systems train on a fleet on this machine: three steps each, tiny model, rewards included."""
+"""Launch files of other systems train on a fleet on this machine: two steps each, tiny model, rewards included."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ SMALL = (
     "rollout.sampling.max_new_tokens=16",
     "rollout.engine.context_tokens=96",
     "rollout.engine.slots=32",
-    "optimisation.steps=3",
+    "optimisation.steps=2",
     "optimisation.groups_per_mini_batch=4",
     "optimisation.warmup_updates=1",
     "optimisation.micro_batch_tokens=2048",
     "asynchrony.require_batches=2",
     "asynchrony.publication.transport=shared_memory",
     "evaluation=null",
-    "checkpoint.every_steps=3",
+    "checkpoint.every_steps=2",
     "tracking.trackers=[{kind: jsonl}, {kind: tensorboard}]",
 )
 """What makes a recipe small; what it says about the algorithm, the asynchrony and the reward stays."""
@@ -86,15 +86,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     [
         pytest.param("verl_grpo_kl.sh", (), marks=pytest.mark.long),
         ("verl_fully_async.sh", ("reward.shaping.overlong.max_length=16", "reward.shaping.overlong.buffer=8")),
-        ("verl_ppo.yaml", ("algorithm.aggregation.fixed_length=16", "algorithm.value_loss.aggregation.fixed_length=16",
-                           "algorithm.value_loss.warmup_steps=1")),
+        pytest.param("verl_ppo.yaml", ("algorithm.aggregation.fixed_length=16",
+                                       "algorithm.value_loss.aggregation.fixed_length=16",
+                                       "algorithm.value_loss.warmup_steps=1"), marks=pytest.mark.long),
         ("openrlhf_reinforce_baseline.sh", ()),
         pytest.param("openrlhf_hybrid_engine.sh", (NUMERIC,), marks=pytest.mark.long),
         pytest.param("openrlhf_dynamic_filtering.sh", (NUMERIC, "reward.group_filter=null"), marks=pytest.mark.long),
-        ("roll_rlvr.yaml", (NUMERIC,)),
+        pytest.param("roll_rlvr.yaml", (NUMERIC,), marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_an_imported_recipe_trains_three_steps(
+def test_an_imported_recipe_trains_two_steps(
     recipe: str, more: tuple[str, ...], fleet: RunningFleet, tmp_path: Path
 ) -> None:
     make_experiment(tmp_path)
@@ -112,9 +113,9 @@ def test_an_imported_recipe_trains_three_steps(
 
     assert code == 0
     view = asyncio.run(trained(fleet, output))
-    assert (view.state, view.step) == (ExperimentState.COMPLETED, 3), view
+    assert (view.state, view.step) == (ExperimentState.COMPLETED, 2), view
     lines = [json.loads(line) for line in (Path(view.directory) / "metrics.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines} >= {1, 2, 3}
+    assert {line["step"] for line in lines} >= {1, 2}
     if NUMERIC not in more:  # an answer of its own grader was right, and no grading failed
         steps = [line["values"] for line in lines if "reward/max" in line["values"]]
         assert max(values["reward/max"] for values in steps) == 1.0

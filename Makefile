@@ -34,7 +34,7 @@ demo: install ## a fleet comes up, a model visibly learns, the result is shown, 
 # Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --retry-failed-alone --durations=15
 
-test: install ## the whole test suite (about 10 minutes on two cores)
+test: install ## the whole test suite (about 12 minutes on two cores)
 	@$(PYTEST) -m "not long and not sglang"
 
 # SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).

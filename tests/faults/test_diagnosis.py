@@ -102,7 +102,14 @@ async def page_names(fleet: RunningFleet, trial: Trial, component: str) -> bool:
     )
 
 
-async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "components",
+    [
+        pytest.param(("reward", "generation"), id="reward, generation"),
+        pytest.param(("trainer", "publication"), id="trainer, publication", marks=pytest.mark.long),
+    ],
+)
+async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path, components: tuple[str, ...]) -> None:
     """On-policy, nothing overlaps: unless something is slow, admission keeps the stages apart."""
     spec = make_experiment(
         tmp_path,
@@ -116,10 +123,10 @@ async def test_each_bottleneck_is_named_while_it_lasts(tmp_path: Path) -> None:
             trial = await Trial.start(fleet, client, spec)
             await until_step(client, trial.id, 1)
             await until_named(trial, "admission", keeps_the_stages_apart)
-            for component, is_shown_by in SWITCHED.items():
+            for component in components:
                 switch = marks / f"slow-{component}"
                 switch.touch()
-                await until_named(trial, component, is_shown_by)
+                await until_named(trial, component, SWITCHED[component])
                 await waited(partial(page_names, fleet, trial, component), NAMED_SECONDS, f"{component} on the page")
                 switch.unlink()
             async with slow_server(fleet):

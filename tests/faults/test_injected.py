@@ -36,6 +36,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.long
 def test_a_service_with_a_bad_plan_does_not_start(tmp_path: Path) -> None:
     """Said by the process that was asked to start, and it is the whole fleet's end."""
     import os

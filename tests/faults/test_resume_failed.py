@@ -13,7 +13,7 @@ from shared.errors import ActionNotAllowed
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS = 16
 HELD_STEPS = 7

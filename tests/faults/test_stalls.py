@@ -91,7 +91,11 @@ async def until_problem(client: GatewayClient, experiment_id: str, component: st
         await asyncio.sleep(0.2)
 
 
-async def test_who_stands_still_is_named_until_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "victims",
+    [pytest.param((0, 3), id="rollout, redis"), pytest.param((1, 2), id="reward, trainer", marks=pytest.mark.long)],
+)
+async def test_who_stands_still_is_named_until_it_goes_on(tmp_path: Path, victims: tuple[int, ...]) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": 5000}, checkpoint={"every_steps": 5})
     with running_fleet(tmp_path / "fleet", FLOTILLA_STALL_SECONDS=str(STALL_SECONDS)) as fleet:
         async with fleet.client() as client:
@@ -101,7 +105,7 @@ async def test_who_stands_still_is_named_until_it_goes_on(tmp_path: Path) -> Non
             await until_step(client, experiment_id, 3)
             watch = Watch(client, experiment_id)
             watching = asyncio.create_task(watch.run())
-            for program, component, cause in VICTIMS:
+            for program, component, cause in (VICTIMS[index] for index in victims):
                 await until_problem(client, experiment_id, None, NAMED_SECONDS)
                 num_asked, num_seen = len(watch.seconds), len(watch.problems)
                 async with stopped(fleet, program):

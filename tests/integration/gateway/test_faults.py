@@ -222,7 +222,7 @@ class GatewayProcess:
         return self.process.wait(60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 async def test_a_gateway_that_comes_back_goes_on_where_it_was(
     settings: GatewaySettings, redis_url: str, tmp_path: Path, number: int
 ) -> None:

@@ -40,7 +40,10 @@ async def problem_of(client: GatewayClient, path: str, component: str | None) ->
     return view
 
 
-@pytest.mark.parametrize("code", ["MISCONF", "NOREPLICAS", "READONLY", "BUSY", "OOM"])
+@pytest.mark.parametrize(
+    "code",
+    ["MISCONF", "BUSY", *(pytest.param(code, marks=pytest.mark.long) for code in ("NOREPLICAS", "READONLY", "OOM"))],
+)
 async def test_an_experiment_waits_names_the_condition_and_goes_on(tmp_path: Path, code: str) -> None:
     refusal, name = REFUSALS[code]
     with small_disk(tmp_path / "disk") as disk, LocalRedis(disk / "redis") as server:

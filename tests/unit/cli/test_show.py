@@ -1,6 +1,8 @@
 """`flotilla show`: samples of a running fleet, or of files where none runs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,14 @@ def test_a_path_that_is_not_there_is_named_rather_than_a_fleet(
     assert main(["show", misspelt, "--data", str(tmp_path / "nowhere")]) == ExitCode.NOT_FOUND
     assert capsys.readouterr().err == f"flotilla: there is no directory {misspelt}\n"
     assert main(["replay", misspelt, "5", "--data", str(tmp_path / "nowhere")]) == ExitCode.NOT_FOUND
+
+
+def test_files_are_shown_without_libraries_that_they_do_not_need(tmp_path: Path) -> None:
+    code = "import sys; from flotilla.cli.__main__ import main; main(sys.argv[1:]); print(*sys.modules)"
+    words = ["show", str(a_run(tmp_path)), "--worst", "--json"]
+
+    shown = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+
+    samples, loaded = shown.rstrip("\n").rsplit("\n", 1)
+    assert len(json.loads(samples)) == 4
+    assert set(loaded.split()).isdisjoint({"pandas", "pyarrow.compute", "httpx", "torch"})

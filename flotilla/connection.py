@@ -16,6 +16,8 @@ from shared.errors import Conflict, NotFound, Unauthorized, Unavailable
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
 FLEET_FILE = "fleet.json"
+RUNS = Path("runs")
+"""Where ``flotilla run`` keeps its runs, below the present directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,18 @@ class FleetInfo:
             content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
             info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
         except (OSError, ValueError, KeyError):
-            raise Unavailable(
-                f"no fleet runs with the data directory {data}: start one with `{typed('up', data)}`"
-            ) from None
+            start = f"no fleet runs with the data directory {data}: start one with `{typed('up', data)}`"
+            raise Unavailable(start + _of_earlier_run(data)) from None
         if not is_running(info.pid):
             raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `{typed('up', data)}`")
         return info
+
+
+def _of_earlier_run(data: Path) -> str:
+    """Say how to reach the newest run of ``flotilla run``, whose fleet ended with it."""
+    if str(data) != DEFAULT_DATA or not (runs := sorted(RUNS.glob("*/fleet"), key=lambda path: path.stat().st_mtime)):
+        return ""
+    return f"; the experiments of {runs[-1].parent} are in `{typed('up', runs[-1])}`"
 
 
 def typed(command: str, data: Path) -> str:

@@ -26,6 +26,14 @@ def test_a_fleet_that_does_not_run_is_told_how_to_start(tmp_path: Path) -> None:
         open_client(None, tmp_path, environment={})
 
 
+def test_after_a_run_its_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "arithmetic" / "fleet").mkdir(parents=True)
+
+    with pytest.raises(Unavailable, match="runs/arithmetic are in `flotilla up --data runs/arithmetic/fleet`"):
+        open_client(None, Path(".flotilla"), environment={})
+
+
 @pytest.mark.parametrize(
     ("data", "command"),
     [(".flotilla", "flotilla down"), ("x", "flotilla down --data x"), ("a b", "flotilla down --data 'a b'")],

@@ -75,7 +75,6 @@ class CheckpointPolicy:
         self._compute, self._on_failure = compute, on_failure
         self._durable_step = progress.step
         self._early, self._retained_bytes = 0, 0.0
-        self._last_error: Unavailable | None = None
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -104,19 +103,18 @@ class CheckpointPolicy:
         if late < 0:
             self._tell_of_early(CROWDED)
         is_overdue = late >= self._config.every_steps
-        while not await self._is_written() and is_overdue and not is_stopped():  # noqa: ASYNC110 (no disk tells of room)
+        while await self._error_of_checkpoint() and is_overdue and not is_stopped():  # noqa: ASYNC110 (no disk tells of room)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _is_written(self) -> bool:
-        """Write a checkpoint; where that is impossible for now, say so and return False."""
+    async def _error_of_checkpoint(self) -> Unavailable | None:
+        """Write a checkpoint; where that is impossible for now, say so and return why."""
         try:
             await self._checkpoint()
         except Unavailable as error:
             log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
             self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
-            self._last_error = error
-            return False
-        return True
+            return error
+        return None
 
     async def at_the_end(self, *, is_over: bool, is_stopped: Callable[[], bool], publisher: Publisher) -> None:
         """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
@@ -132,11 +130,10 @@ class CheckpointPolicy:
             log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
             return
         attempts = 0
-        while not await self._is_written():
+        while error := await self._error_of_checkpoint():
             attempts += is_stopped()
             if attempts == LAST_ATTEMPTS:
-                assert self._last_error is not None
-                raise CheckpointOverdue(self._last_error.detail) from self._last_error
+                raise CheckpointOverdue(error.detail) from error
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def now(self, reason: str, publisher: Publisher) -> None:
@@ -144,7 +141,7 @@ class CheckpointPolicy:
         if self.progress.step == self._durable_step or (not self._is_at_version and not await _is_settled(publisher)):
             return
         self._tell_of_early(reason)
-        await self._is_written()
+        await self._error_of_checkpoint()
 
     def take_figures(self) -> dict[str, float]:
         """Return what a step's report tells: checkpoints made early since the last one, and what is retained."""

@@ -130,16 +130,7 @@ async def survive(
         watching = asyncio.create_task(_watch(fleet, report))
         try:
             await _until_further(fleet, 0)
-            enough = _interrupted(say) if say else asyncio.Event()
-            for number in range(1, count + 1):
-                if enough.is_set():
-                    break
-                fault = draw.next()
-                took = await _meet(fleet, fault, report, chance)
-                if say:
-                    at = time.monotonic() - started
-                    say(f"{at:6.0f} s  fault {number}/{count}: {fault.name}, goes on after {took:.1f} s")
-                await asyncio.sleep(chance.uniform(0, 1.5))
+            await _meet_all(fleet, draw, count, report, chance, say)
             await _until_further(fleet, steps - 1, (steps + 60) * 5.0)
         finally:
             watching.cancel()
@@ -148,6 +139,23 @@ async def survive(
         report.account = await account(fleet.client, fleet.experiment_id, directory, rows=ROWS)
     report.seconds = time.monotonic() - started
     return report
+
+
+async def _meet_all(
+    fleet: Fleet, draw: Draw, count: int, report: Report, chance: random.Random, say: Callable[[str], None] | None
+) -> None:
+    """Let one fault after the other happen; told line by line, and ended early by Ctrl-C, only with ``say``."""
+    enough = _interrupted(say) if say else asyncio.Event()
+    started = time.monotonic()
+    for number in range(1, count + 1):
+        if enough.is_set():
+            break
+        fault = draw.next()
+        took = await _meet(fleet, fault, report, chance)
+        if say:
+            at = time.monotonic() - started
+            say(f"{at:6.0f} s  fault {number}/{count}: {fault.name}, goes on after {took:.1f} s")
+        await asyncio.sleep(chance.uniform(0, 1.5))
 
 
 def _interrupted(say: Callable[[str], None]) -> asyncio.Event:

@@ -17,6 +17,9 @@ from shared.schemas.task import Task
 
 GROUP_SCHEMA = 2
 
+NO_VERSION = -1
+"""In place of a policy version: no policy sampled the tokens, such as those of an answer that people wrote."""
+
 
 class FinishReason(StrEnum):
     """Why sampling of a trajectory ended."""
@@ -44,7 +47,7 @@ class Trajectory:
         loss_mask: [T] uint8, 1 where the policy sampled the token.
         log_probs: [T] float32 nats under the version that sampled the token; 0 where ``loss_mask`` is 0.
         versions: run-length ``(start, version)`` over token positions, first start 0, starts increasing.
-            The prompt has the version of the first sampled token.
+            The prompt has the version of the first sampled token. ``NO_VERSION`` where no policy sampled.
         finish_reason: why it ended.
         text: the completion decoded for graders and people; never re-tokenised.
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from shared.schemas.task import Task
+from shared.schemas.trajectory import GradeStatus, Group
 from shared.streams.keys import HopName
 
 
@@ -50,6 +51,17 @@ class Admission(Protocol):
 
         Raises:
             ValueError: the ids are not consecutive.
+        """
+        ...
+
+    async def issue_groups(self, groups: Sequence[Group], *, hop: HopName, limit: int) -> IssueResult:
+        """Issue finished groups with consecutive ids into a later stream, in one atomic step.
+
+        As many as are admitted while fewer than ``limit`` are outstanding. What was consumed since the last publication
+        does not count: what no policy sampled does not get old.
+
+        Raises:
+            ValueError: the ids are not consecutive, the hop is that of tasks, or a group for the trainer lacks a grade.
         """
         ...
 
@@ -104,3 +116,16 @@ def check_consecutive(tasks: Sequence[Task]) -> None:
     ids = [task.group_id for task in tasks]
     if ids and ids != list(range(ids[0], ids[0] + len(ids))):
         raise ValueError(f"tasks must have consecutive ids, got {ids}")
+
+
+def check_finished(groups: Sequence[Group], hop: HopName) -> None:
+    """Check that groups may be issued into a stream.
+
+    Raises:
+        ValueError: see ``Admission.issue_groups``.
+    """
+    check_consecutive([group.task for group in groups])
+    if hop is HopName.TASKS:
+        raise ValueError("finished groups are no tasks: issue them to be graded or to be trained")
+    if hop is HopName.SCORED and any(t.status is GradeStatus.PENDING for each in groups for t in each.trajectories):
+        raise ValueError("a group for the trainer has a trajectory without a grade: issue it to be graded")

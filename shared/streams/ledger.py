@@ -32,7 +32,8 @@ class HopCounts(BaseModel):
 
 
 class TokenCounts(BaseModel):
-    """Tokens that the policy sampled, as far as their groups have come."""
+    """Tokens of answers, as far as their groups have come; those of a group that was issued finished count from there,
+    as if it had come that way."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -120,6 +121,11 @@ class Ledger(Described):
             lengths=lengths,
             **reasons,
         )
+
+
+def token_counters(hop: HopName) -> tuple[str, ...]:
+    """Name the counters of the tokens that have come to a hop."""
+    return {HopName.TASKS: (), HopName.GENERATED: ("tokens:generated",)}.get(hop, ("tokens:generated", "tokens:scored"))
 
 
 def length_field(counter: str, tokens: int) -> str:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 from shared.schemas.task import Task
-from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive
-from shared.streams.codec import encode_task, task_header
+from shared.schemas.trajectory import Group
+from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
+from shared.streams.codec import EntryHeader, encode_body, encode_grades, encode_task, group_header, task_header
 from shared.streams.keys import HopName
+from shared.streams.ledger import token_counters
 from shared.streams.memory.streams import MemoryStore
 
 
@@ -22,15 +24,29 @@ class MemoryAdmission:
     async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
         """See ``Admission.issue_many``."""
         check_consecutive(tasks)
+        entries = [(task_header(each), encode_task(each), b"") for each in tasks]
+        return self._issue(tasks, entries, HopName.TASKS, limit - self._store.used())
+
+    async def issue_groups(self, groups: Sequence[Group], *, hop: HopName, limit: int) -> IssueResult:
+        """See ``Admission.issue_groups``."""
+        check_finished(groups, hop)
+        entries = [(group_header(each), encode_body(each), encode_grades(each)) for each in groups]
+        return self._issue([each.task for each in groups], entries, hop, limit - len(self._store.outstanding))
+
+    def _issue(
+        self, tasks: Sequence[Task], entries: Sequence[tuple[EntryHeader, bytes, bytes]], hop: HopName, room: int
+    ) -> IssueResult:
         store = self._store
         if tasks and tasks[0].group_id != store.next_group_id:
             return IssueResult(IssueOutcome.CURSOR_MOVED, 0, store.next_group_id)
-        if any(map(store.is_full, HopName)):
+        if tasks and any(map(store.is_full, HopName)):
             return IssueResult(IssueOutcome.STREAM_FULL, 0, store.next_group_id)
-        admitted = tasks[: max(0, limit - store.used())]
-        for task in admitted:
-            store.streams[HopName.TASKS].append(task_header(task), encode_task(task))
+        admitted = tasks[: max(0, room)]
+        for task, (header, payload, grades) in zip(admitted, entries, strict=False):
+            store.streams[hop].append(header, payload, grades)
             store.outstanding[task.group_id] = task.min_version
+            for counter in token_counters(hop):
+                store.count(counter, header.token_count)
         store.next_group_id += len(admitted)
         store.count("issued", len(admitted))
         store.wake()

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 from shared.schemas.task import Task
-from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive
-from shared.streams.codec import encode_task, task_header
+from shared.schemas.trajectory import Group
+from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
+from shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
 from shared.streams.keys import HopName, StreamKeys
+from shared.streams.ledger import token_counters
 from shared.streams.redis.scripts import Argument, ScriptRunner
 
 
@@ -23,26 +25,34 @@ class RedisAdmission:
     async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
         """See ``Admission.issue_many``."""
         check_consecutive(tasks)
-        if not tasks:
+        entries: list[Argument] = []
+        for task in tasks:
+            entries += [task_header(task).to_bytes(), encode_task(task), task.min_version]
+        return await self._issue([task.group_id for task in tasks], entries, HopName.TASKS, limit)
+
+    async def issue_groups(self, groups: Sequence[Group], *, hop: HopName, limit: int) -> IssueResult:
+        """See ``Admission.issue_groups``."""
+        check_finished(groups, hop)
+        entries: list[Argument] = []
+        for group in groups:
+            header = group_header(group)
+            entries += [header.to_bytes(), encode_body(group), group.task.min_version]
+            entries += [encode_grades(group), header.token_count]
+        return await self._issue([group.task.group_id for group in groups], entries, hop, limit)
+
+    async def _issue(
+        self, group_ids: Sequence[int], entries: Sequence[Argument], hop: HopName, limit: int
+    ) -> IssueResult:
+        if not group_ids:
             return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
         keys = self._keys
-        tasks_stream, *later_streams = map(keys.stream, HopName)
-        arguments: list[Argument] = [tasks[0].group_id, limit]
-        for task in tasks:
-            arguments += [task_header(task).to_bytes(), encode_task(task), task.min_version]
-        names = [
-            tasks_stream,
-            keys.ledger,
-            keys.outstanding,
-            keys.state,
-            keys.consumed,
-            *later_streams,
-            keys.handed_over,
-        ]
+        names = [keys.stream(hop), keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.handed_over]
+        names += map(keys.stream, HopName)
+        arguments = [group_ids[0], len(group_ids), limit, " ".join(token_counters(hop)), *entries]
         count, next_id, is_full = await self._runner.run("issue", names, arguments)
-        if count == len(tasks):
+        if count == len(group_ids):
             outcome = IssueOutcome.ISSUED
-        elif next_id != tasks[0].group_id + count:
+        elif next_id != group_ids[0] + count:
             outcome = IssueOutcome.CURSOR_MOVED
         else:
             outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.errors import ClaimLost
+from shared.schemas.trajectory import NO_VERSION
 from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.keys import HopName
 from shared.streams.plane import DataPlane
@@ -87,6 +88,14 @@ class Fleet(RuleBasedStateMachine):
         result = self.do(self._plane.admission.issue_many(tasks, limit=limit))
         room = limit - before.outstanding - before.consumed_since_publication
         assert result.count == max(0, min(count, room))
+        self._issued += result.count
+
+    @rule(count=st.integers(1, 3), limit=st.integers(1, 12), hop=st.sampled_from([HopName.GENERATED, HopName.SCORED]))
+    def issue_finished(self, count: int, limit: int, hop: HopName) -> None:
+        groups = [a_group(self._issued + index, rewards=[0.0, 1.0], version=NO_VERSION) for index in range(count)]
+        before = self.do(self._plane.ledger())
+        result = self.do(self._plane.admission.issue_groups(groups, hop=hop, limit=limit))
+        assert result.count == max(0, min(count, limit - before.outstanding))
         self._issued += result.count
 
     @rule(which=st.integers(0, 3), count=st.integers(1, 3))

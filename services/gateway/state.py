@@ -12,6 +12,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.membership.fleet import Fleet
+from services.gateway.monitoring.health.keeping import restore_windows
 from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.publications.publications import Publications
 from services.gateway.records.per_experiment import PerExperiment
@@ -113,6 +114,7 @@ async def running_state(
     await state.commands.load()
     await state.registry.load()
     await state.publications.load()
+    await restore_windows(state.repository, state.measurements, state.store)
     tasks = [
         asyncio.create_task(state.reconciler.run(), name="reconciler"),
         asyncio.create_task(_clean(state), name="cleaning"),

@@ -1,4 +1,7 @@
-"""What is measured of one experiment while it runs. In memory: a restarted gateway begins with nothing."""
+"""What is measured of one experiment while it runs.
+
+Health alone outlives the gateway's process; the rest begins with nothing.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

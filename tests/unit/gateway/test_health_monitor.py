@@ -1,20 +1,25 @@
 """What services report becomes findings on the experiment, which begin and end as events."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.gateway.lifecycle.states import Action
-from services.gateway.monitoring.health.monitor import REFRESH_SECONDS, HealthMonitor
-from services.gateway.monitoring.health.window import HealthWindow
+from services.gateway.monitoring.health.checks import find
+from services.gateway.monitoring.health.evidence import StepFigures
+from services.gateway.monitoring.health.keeping import restore_windows
+from services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor
+from services.gateway.monitoring.health.window import LOOKED_AT, HealthWindow
 from services.gateway.preflight import checks
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
+from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.health import GradingReport, SamplingReport
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
-from tests.unit.gateway.health import FIGURES, SAMPLES, facts
+from tests.unit.gateway.health import FIGURES, SAMPLES, evidence, facts, graded
 
 
 def report(groups: int, *, dead: int, session: str = "a", **fields: Any) -> GradingReport:
@@ -168,3 +173,99 @@ def test_a_step_that_is_trained_again_replaces_those_after_it() -> None:
         window.add_step(step, {"grad_norm": float(step)})
 
     assert [each.step for each in window.evidence(facts()).steps] == [1, 2]
+
+
+async def restarted(gateway: GatewayState, clock: ManualClock) -> tuple[GatewayState, Experiment]:
+    """Start another gateway on what this one has stored."""
+    assert isinstance(gateway.store, MemoryStore)
+    after = a_gateway(gateway.store, clock)
+    await after.repository.load()
+    await restore_windows(after.repository, after.measurements, after.store)
+    return after, after.repository.get("tiny-1")
+
+
+async def test_a_gateway_that_starts_again_goes_on_with_what_was_seen() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, step=3)
+    window, monitor = gateway.measurements.of(experiment).health, a_monitor(gateway, experiment, clock)
+    window.add_grading(report(200, dead=100, highest_reward=1.0, lowest_reward=0.0, last_error="why"))
+    window.add_sampling(SamplingReport(session="r", prompts=30, doubled_special=3, special_token="<s>"))
+    for step in range(1, 4):
+        window.add_step(step, FIGURES | {"time/step_seconds": 1.0})
+    clock.advance(STORE_SECONDS)
+    await monitor.look()
+
+    after, again = await restarted(gateway, clock)
+
+    found = after.measurements.of(again).health
+    expected = window.evidence(facts())
+    kept = [replace(step, values={name: step.values[name] for name in LOOKED_AT if name in step.values})
+            for step in expected.steps]  # fmt: skip
+    assert found.evidence(facts()) == replace(expected, steps=tuple(kept))
+    for each in (window, found):
+        each.add_grading(report(210, dead=110, highest_reward=1.0, lowest_reward=0.0))
+        each.add_sampling(SamplingReport(session="r", prompts=31, doubled_special=4))
+    assert found.evidence(facts()).graded == window.evidence(facts()).graded
+    assert found.evidence(facts()).sampled == window.evidence(facts()).sampled
+
+
+async def test_groups_of_before_a_restart_of_the_gateway_are_not_counted_as_groups_in_a_row() -> None:
+    clock, section = ManualClock(), {"max_groups_without_signal": 60}
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, spec=a_spec(health=section).model_dump(mode="json"))
+    window, monitor = gateway.measurements.of(experiment).health, a_monitor(gateway, experiment, clock)
+    for step in range(1, 4):  # It filters fifty groups for each step, and trains.
+        window.add_grading(report(58 * step, dead=50 * step))
+        window.add_step(step, FIGURES)
+    clock.advance(STORE_SECONDS)
+    await monitor.look()
+
+    after, again = await restarted(gateway, clock)
+    after.measurements.of(again).health.add_grading(report(58 * 3 + 20, dead=50 * 3 + 20))
+    await a_monitor(after, again, clock).look()
+
+    assert again.is_active
+    assert after.measurements.of(again).health.groups_without_signal == 20
+
+
+async def test_an_experiment_that_was_started_again_takes_over_its_sessions_alone() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    window = gateway.measurements.of(experiment).health
+    monitor = a_monitor(gateway, experiment, clock)
+    window.add_grading(report(100, dead=100))
+    clock.advance(STORE_SECONDS)
+    await monitor.look()
+    await gateway.repository.update(experiment, start_number=7)
+
+    after, again = await restarted(gateway, clock)
+    found = after.measurements.of(again).health
+    found.add_grading(report(110, dead=110))
+
+    assert found.groups_without_signal == 10
+    assert found.evidence(facts()).graded.groups == 10
+
+
+@pytest.mark.parametrize("without", ["", "correction/log_ppl_abs_diff"])
+def test_no_check_looks_at_a_figure_that_is_not_kept(without: str) -> None:
+    asked: set[str] = set()
+
+    class Recorded(dict[str, float]):
+        def __missing__(self, name: str) -> float:
+            return FIGURES.get(name, 0.0)
+
+        def __contains__(self, name: object) -> bool:
+            asked.add(str(name))
+            return name != without
+
+        def get(self, name: str, default: float = 0.0) -> float:  # type: ignore[override]
+            asked.add(name)
+            return FIGURES.get(name, default)
+
+    steps = tuple(StepFigures(number, Recorded()) for number in range(1, 7))
+    find(evidence(steps=steps, graded=graded(flat_groups=40)))
+
+    assert asked <= set(LOOKED_AT)
+    assert asked >= set(LOOKED_AT) - {"correction/log_ppl_abs_diff", "ratio/approx_kl"}

@@ -7,6 +7,7 @@ from typing import Final
 from services.gateway.events.log import EventLog
 from services.gateway.monitoring.health.checks import Found, find
 from services.gateway.monitoring.health.evidence import Facts
+from services.gateway.monitoring.health.keeping import store_window
 from services.gateway.monitoring.health.window import HealthWindow
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from shared.clock import Clock, rfc3339
@@ -18,6 +19,8 @@ from shared.schemas.health import HealthFinding, SampleExcerpt
 LOOK_SECONDS: Final = 1.0
 REFRESH_SECONDS: Final = 15.0
 """How old the figures of a finding may be that goes on: each change of a record is stored."""
+STORE_SECONDS: Final = 5.0
+"""How old what is stored of a window may be."""
 
 Fail = Callable[[str, str], Awaitable[None]]
 """Ends the experiment, given component and cause."""
@@ -55,7 +58,8 @@ class HealthMonitor:
         self._experiment = experiment
         self._repository = repository
         self._fail = fail
-        self._recorded_at = clock.monotonic()
+        self._recorded_at = self._stored_at = clock.monotonic()
+        self._stored_changes: int | None = None
         self._events = events
         self._clock = clock
         self._window = window
@@ -82,7 +86,14 @@ class HealthMonitor:
         if {each.check for each in now} != set(known) or (is_old and now != list(known.values())):
             self._recorded_at = self._clock.monotonic()
             await self._record(now, known)
+        await self._store()
         await self._hold_to_the_bound()
+
+    async def _store(self) -> None:
+        now, changes = self._clock.monotonic(), self._window.num_changes
+        if changes != self._stored_changes and now - self._stored_at >= STORE_SECONDS:
+            self._stored_at, self._stored_changes = now, changes
+            await store_window(self._experiment, self._repository, self._window)
 
     def _known(self) -> list[HealthFinding]:
         return [HealthFinding.model_validate(each) for each in self._experiment.record.health or ()]

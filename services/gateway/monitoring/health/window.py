@@ -1,9 +1,9 @@
-"""Gathers evidence from what services report. In memory: a restarted gateway begins with nothing."""
+"""Gathers evidence from what services report. ``keeping`` lets it outlive the gateway's process."""
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Final, TypeVar
+from dataclasses import asdict, fields
+from typing import Any, Final, TypeVar
 
 from services.gateway.monitoring.health.evidence import (
     Evidence,
@@ -18,6 +18,18 @@ from shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 MOST_STEPS: Final = 64
 MOST_REPORTS: Final = 256
 FLAT: Final = "groups/flat_fraction"
+LOOKED_AT: Final = (
+    "updates/in_step",
+    "updates/skipped",
+    "grad_norm",
+    "loss/total",
+    "lag/max",
+    "kl/mean",
+    "entropy",
+    "ratio/approx_kl",
+    "correction/log_ppl_abs_diff",
+)
+"""The figures of a step that checks look at: no others are kept for the gateway after this one."""
 
 Counts = TypeVar("Counts", Graded, Sampled)
 
@@ -33,9 +45,15 @@ def since(now: Counts, before: Counts) -> Counts:
 
 
 class HealthWindow:
-    """What was reported of one experiment since this process began, or since ``clear``."""
+    """What was reported of one experiment since it was started, or since ``clear``.
+
+    Attributes:
+        num_changes: how often what ``to_window`` describes has changed.
+        groups_without_signal: groups in a row that taught nothing.
+    """
 
     def __init__(self) -> None:
+        self.num_changes = 0
         self._grading_before: dict[str, Graded] = {}
         self._sampling_before: dict[str, Sampled] = {}
         self.clear()
@@ -56,6 +74,50 @@ class HealthWindow:
         self._special_token: str | None = None
         self._samples: tuple[SampleExcerpt, ...] = ()
         self.groups_without_signal = 0
+        self.num_changes += 1
+
+    def to_window(self) -> dict[str, Any]:
+        """Describe what was seen as JSON, for ``restore``."""
+        return {
+            "grading_before": {session: asdict(counts) for session, counts in self._grading_before.items()},
+            "sampling_before": {session: asdict(counts) for session, counts in self._sampling_before.items()},
+            "steps": [
+                [step.step, {name: step.values[name] for name in LOOKED_AT if name in step.values}]
+                for step in self._steps
+            ],
+            "graded": [asdict(counts) for counts in self._graded],
+            "graded_ever": asdict(self._graded_ever),
+            "sampled": [asdict(counts) for counts in self._sampled],
+            "last_reward": self._last_reward,
+            "highest_reward": self._highest_reward,
+            "lowest_reward": self._lowest_reward,
+            "last_error": self._last_error,
+            "special_token": self._special_token,
+            "samples": [sample.model_dump(mode="json") for sample in self._samples],
+            "groups_without_signal": self.groups_without_signal,
+        }
+
+    def restore(self, kept: Mapping[str, Any], *, is_same_start: bool) -> None:
+        """Go on where an earlier gateway was, before anything is recorded.
+
+        Args:
+            kept: as ``to_window`` described it; empty where nothing was kept.
+            is_same_start: the experiment was not started again since: else sessions alone are taken over, so that
+                those that go on are counted from there.
+        """
+        self._grading_before = {name: Graded(**counts) for name, counts in kept.get("grading_before", {}).items()}
+        self._sampling_before = {name: Sampled(**counts) for name, counts in kept.get("sampling_before", {}).items()}
+        if not kept or not is_same_start:
+            return
+        self._steps.extend(StepFigures(step, dict(values)) for step, values in kept["steps"])
+        self._graded.extend(Graded(**counts) for counts in kept["graded"])
+        self._graded_ever = Graded(**kept["graded_ever"])
+        self._sampled.extend(Sampled(**counts) for counts in kept["sampled"])
+        self._last_reward, self._last_error = kept["last_reward"], kept["last_error"]
+        self._highest_reward, self._lowest_reward = kept["highest_reward"], kept["lowest_reward"]
+        self._special_token = kept["special_token"]
+        self._samples = tuple(SampleExcerpt.model_validate(sample) for sample in kept["samples"])
+        self.groups_without_signal = kept["groups_without_signal"]
 
     def add_grading(self, report: GradingReport) -> None:
         """Record what a reward service has graded so far."""
@@ -64,6 +126,7 @@ class HealthWindow:
         self._grading_before[report.session] = now
         if not more.groups:
             return
+        self.num_changes += 1
         self._graded.append(more)
         self._graded_ever = plus(self._graded_ever, more)
         self.groups_without_signal += more.signalless_groups
@@ -79,6 +142,7 @@ class HealthWindow:
         more = since(now, self._sampling_before.get(report.session, Sampled()))
         self._sampling_before[report.session] = now
         if more.prompts:
+            self.num_changes += 1
             self._sampled.append(more)
             self._special_token = report.special_token
 
@@ -87,6 +151,7 @@ class HealthWindow:
         while self._steps and self._steps[-1].step >= step:
             self._steps.pop()
         self._steps.append(StepFigures(step, dict(values)))
+        self.num_changes += 1
         if values.get(FLAT, 0.0) < 1:
             self.groups_without_signal = 0
 

@@ -32,6 +32,7 @@ def build_parser() -> Parser:
     _add_kept(commands)
     _add_samples(commands)
     _add_files(commands)
+    _add_grader(commands)
     text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
     doctor = add_command(commands, "doctor", text, "doctor:doctor")
     doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
@@ -225,6 +226,19 @@ def _add_files(commands: "Commands") -> None:
     text = "Make a spec of a launch file of another system, and say what becomes of each parameter."
     imports = commands.add_parser("import", help=text, description=text)
     _add_imports(imports.add_subparsers(required=True, metavar="SYSTEM"))
+
+
+def _add_grader(commands: "Commands") -> None:
+    text = "Look whether a grader behind a URL does what a reward service asks of it."
+    grader = commands.add_parser("grader", help=text, description=text)
+    actions: Commands = grader.add_subparsers(required=True, metavar="ACTION")
+    text = "Send what training sends, and what must be refused; say what is wrong."
+    check = add_command(actions, "check", text, "grader:check")
+    check.add_argument("url", help="of the grader, as in the component's url")
+    check.add_argument("--dialect", choices=["flotilla", "openrlhf"], default="flotilla", help="(%(default)s)")
+    check.add_argument("--secret-env", metavar="NAME", help="environment variable with the signing secret")
+    check.add_argument("--timeout", type=parsing.seconds, default=60.0, help="seconds for one answer (%(default)s)")
+    add_json(check)
 
 
 def _add_imports(systems: "Commands") -> None:

@@ -138,12 +138,30 @@ def _is_url(text: str) -> str:
 GraderUrl = Annotated[str, AfterValidator(_is_url)]
 
 
+class GraderReplica(Config):
+    """One of several URLs of the same grader."""
+
+    url: GraderUrl
+    """Where samples are posted."""
+    weight: float = Field(1.0, gt=0)
+    """How often it is asked, relative to the others."""
+
+
 class RemoteConfig(ComponentConfig):
     """A grader behind a URL, in any language, operated by anybody."""
 
     kind: Literal["remote"] = "remote"
-    url: GraderUrl
+    url: GraderUrl | None = None
     """Where the samples are posted."""
+    urls: tuple[GraderReplica, ...] = ()
+    """Instead of ``url``: several servers of the same grader. Each request goes to one of them by weight; one that
+    fails is passed over to another."""
+    concurrency: int = Field(64, ge=1, le=1024)
+    """Requests that one reward service has with the grader at a time; further ones wait, outside of their deadline."""
+    breaker_failures: int = Field(5, ge=1)
+    """A URL that fails so often in a row is left alone for a while."""
+    breaker_seconds: float = Field(5.0, gt=0, le=60)
+    """For how long at first; it doubles up to a minute while the one request that tries it then fails, too."""
     dialect: Literal["flotilla", "openrlhf"] = "flotilla"
     """flotilla: the schema in ``shared/schemas/grading.py``; openrlhf: ``query``, ``prompts``, ``labels``, answered by
     ``rewards``."""
@@ -158,6 +176,20 @@ class RemoteConfig(ComponentConfig):
     allow_private: bool = False
     """Allow a URL that resolves to an address that is not public, if the operator of the reward service has named its
     network (``FLOTILLA_GRADER_NETWORKS``; loopback where nothing is set)."""
+
+    @model_validator(mode="after")
+    def _has_urls(self) -> Self:
+        if (self.url is None) == (not self.urls):
+            raise ValueError("a remote grader has either `url`, or several `urls`: give one of the two")
+        given = [each.url for each in self.urls]
+        if len(set(given)) < len(given):
+            raise ValueError("a URL is named twice in `urls`: give it once, with the sum of the weights")
+        return self
+
+    @property
+    def weighted_urls(self) -> tuple[tuple[str, float], ...]:
+        """Every URL with its weight."""
+        return tuple((each.url, each.weight) for each in self.urls) or ((self.url or "", 1.0),)
 
 
 Component = Annotated[

@@ -225,7 +225,7 @@ async def test_a_slow_attempt_is_given_up() -> None:
 
 
 async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.remote.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("services.reward.grader_call.MAX_ANSWER_BYTES", 100)
     verifier, _ = a_verifier(httpx.Response(200, text="x" * 101))
 
     found = await verifier.score(SAMPLES)

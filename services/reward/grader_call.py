@@ -1,0 +1,160 @@
+"""One request to one URL of a grader: address policy, signature, bounds, and what its answer means for a retry."""
+
+import json
+from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
+from typing import Final
+
+import httpx
+
+from services.reward.address_policy import Resolver, permitted_address, resolve
+from services.reward.reply import MAX_ANSWER_BYTES
+from shared.clock import Clock
+from shared.errors import GradingFailed
+from shared.security import signature
+from shared.settings import IPNetwork
+
+RETRIED_STATUSES: Final = {408, 425, 429, 500, 502, 503, 504}
+ASKS_FOR_PAUSE: Final = 429
+REASON_BYTES: Final = 4096
+REASON_LENGTH: Final = 300
+"""Of what a grader says about a refusal, what is kept."""
+
+
+class Retryable(GradingFailed):
+    """This attempt failed in a way that the next may not.
+
+    Args:
+        detail: what happened.
+        after_seconds: how long the grader asks to be left alone.
+        is_outage: whether it speaks against the URL: it did not answer, or not as a server that works.
+    """
+
+    def __init__(self, detail: str, after_seconds: float = 0.0, *, is_outage: bool = True) -> None:
+        super().__init__(detail)
+        self.after_seconds = after_seconds
+        self.is_outage = is_outage
+
+
+class GraderCall:
+    """Posts a body to a URL.
+
+    Args:
+        client: must not follow redirects nor use the environment's proxies; stays the caller's to close.
+        clock: for the signature's timestamp.
+        secret: signs the requests; None leaves them unsigned.
+        private: networks that are not public and may be asked.
+        resolver: how names are found.
+    """
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        clock: Clock,
+        secret: str | None = None,
+        *,
+        private: Sequence[IPNetwork] = (),
+        resolver: Resolver = resolve,
+    ) -> None:
+        self._client = client
+        self._clock = clock
+        self._secret = secret
+        self._private = private
+        self._resolver = resolver
+
+    async def post(self, url: str, body: bytes, name: str, *, may_be_later: bool = False) -> bytes | None:
+        """Send a request and return the body of a 200; None for a 202, where that is allowed.
+
+        Args:
+            url: of the grader.
+            body: JSON.
+            name: the request's id, the same at every attempt.
+            may_be_later: whether a callback was offered.
+
+        Raises:
+            Retryable: the next attempt may succeed.
+            GradingFailed: it will not.
+        """
+        try:
+            request = await self._request(url, body, name)
+            response = await self._client.send(request, stream=True)
+            try:
+                if await self._is_later(response, may_be_later):
+                    return None
+                content = bytearray()
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes")
+            finally:
+                await response.aclose()
+        except (httpx.HTTPError, OSError) as error:
+            raise Retryable(f"the grader does not answer: {error!r}"[:500]) from error
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise GradingFailed(f"the grader's URL cannot be used: {error}"[:500]) from error
+        return bytes(content)
+
+    async def _request(self, text: str, body: bytes, name: str) -> httpx.Request:
+        url = httpx.URL(text)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        host = url.raw_host.decode()
+        address = await permitted_address(host, port, private=self._private, resolver=self._resolver)
+        headers = {
+            "Host": url.netloc.decode(),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            "Idempotency-Key": name,
+        }
+        if self._secret is not None:
+            timestamp = str(int(self._clock.now()))
+            headers["X-Flotilla-Timestamp"] = timestamp
+            headers["X-Flotilla-Signature"] = f"sha256={signature(self._secret, timestamp, body)}"
+        return self._client.build_request(
+            "POST", url.copy_with(host=address), content=body, headers=headers, extensions={"sni_hostname": host}
+        )
+
+    async def _is_later(self, response: httpx.Response, may_be_later: bool) -> bool:
+        # Before a byte is read: what a few bytes unpack to is the grader's choice.
+        if response.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:
+            raise GradingFailed(f"the grader answered {response.status_code}, compressed, though it was asked not to")
+        if response.status_code == 200:
+            return False
+        if response.status_code == 202:
+            if may_be_later:
+                return True
+            raise GradingFailed("the grader answered 202 (later), but it was offered no callback")
+        reason = await _reason(response)
+        if response.status_code in RETRIED_STATUSES:
+            after = _retry_after(response.headers.get("Retry-After"), self._clock.now())
+            is_outage = response.status_code != ASKS_FOR_PAUSE
+            raise Retryable(f"the grader answered {response.status_code}{reason}", after, is_outage=is_outage)
+        raise GradingFailed(f"the grader refused the request with {response.status_code}{reason}")
+
+
+def _retry_after(header: str | None, now: float) -> float:
+    """Read ``Retry-After`` in seconds or as a date; 0 if it says nothing."""
+    if not header:
+        return 0.0
+    try:
+        seconds = float(header) if header.strip().isdigit() else parsedate_to_datetime(header).timestamp() - now
+    except (ValueError, TypeError, OverflowError, OSError):
+        return 0.0
+    return max(0.0, seconds)
+
+
+async def _reason(response: httpx.Response) -> str:
+    """What a grader says about its refusal: the usual fields of a JSON object, else the beginning of the text."""
+    content = b""
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > REASON_BYTES:
+            break
+    text = content[:REASON_BYTES].decode("utf-8", "replace")
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict):
+        text = next((str(answer[key]) for key in ("detail", "error", "message", "title") if answer.get(key)), text)
+    words = "".join(character if character.isprintable() else " " for character in text).split()
+    return f": {' '.join(words)}"[:REASON_LENGTH] if words else ""

@@ -177,7 +177,9 @@ class WarmStart:
             probability = self._step(batch, learning_rate * min(1.0, step / 20))
             recent.extend(probability[is_worked].tolist())
             rate = sum(recent) / len(recent) / settings.worked_share
-            report(f"phase 1, learning to work it out: step {step}, right {rate:.0%} of {settings.stop_pass_rate:.0%}")
+            report(
+                f"phase 1, learning to work it out: step {step}, right {rate:.0%}, until {settings.stop_pass_rate:.0%}"
+            )
         return step, rate
 
     def learn_to_guess(self, probe: Probe, report: Report) -> tuple[int, PassRate]:

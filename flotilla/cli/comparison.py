@@ -81,6 +81,24 @@ def _last_value(points: Points, at_most: int | None) -> float | None:
     return values[-1] if values else None
 
 
+def remarks(run: Progress, *, at_most: int | None) -> list[str]:
+    """Say what a reader must know of an experiment's values.
+
+    Args:
+        run: the experiment.
+        at_most: no value beyond this step is shown; None: all are.
+    """
+    found = []
+    if run.view.origin is not None:
+        origin = run.view.origin
+        begin = f"began from step {origin.step} of {origin.experiment_id}"
+        found.append(f"{begin}: tokens/trained counts those of before, too")
+    first = min((points[0][0] for points in run.series.values() if points), default=None)
+    if first is not None and at_most is not None and first > at_most:
+        found.append(f"has no value up to step {at_most}: its first is of step {first}")
+    return found
+
+
 def compare_specs(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """List the settings in which experiments differ.
 

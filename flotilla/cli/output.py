@@ -7,6 +7,7 @@ shortened, and paths are printed outside of tables.
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,13 @@ def new_console() -> Console:
     """A console that writes to standard output, without markup surprises."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(highlight=False, soft_wrap=True, width=width)
+
+
+def short_path(path: str | Path) -> str:
+    """Write a path as it can be typed here: below the working directory without what leads to it, else whole."""
+    whole = Path(path).absolute()
+    here = Path.cwd()
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) and whole != here else str(whole)
 
 
 def write_json(value: Any) -> None:

@@ -29,13 +29,16 @@ def write_plot(progress: Progress, path: Path) -> bool:
     if all(0 <= value <= 1 for _, _, value in [*rewards, *held_out]):
         axes.set(ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
-    if rewards or held_out:
-        axes.legend(loc="lower right")
+    lines = axes.get_lines()
     lengths = progress.series.get("completion_tokens/mean", [])
     if lengths:
         right = axes.twinx()
-        _draw(right, lengths, ":", color="grey", lw=0.8)
-        right.set_ylabel("completion tokens (dotted)")
+        _draw(right, lengths, ":", color="grey", lw=0.8, label="completion tokens (right)")
+        right.set_ylabel("completion tokens")
+        lines = [*lines, *right.get_lines()]
+    if lines:
+        # On one of the axes alone it would hide behind the other's lines, and lack them.
+        (right if lengths else axes).legend(handles=lines, loc="lower right")
     figure.savefig(path, dpi=120)
     return True
 
@@ -59,7 +62,7 @@ def write_comparison(runs: Mapping[str, Progress], path: Path) -> bool:
     for axes, title in zip(panels, titles, strict=True):
         axes.set(xlabel="step", title=title)
         axes.grid(alpha=0.3)
-    panels[0].legend()
+    figure.legend(handles=panels[0].get_lines(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
     return True
 

@@ -18,6 +18,8 @@ from shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoi
 PAGE = 1000
 SPEED_SECONDS = 60.0
 """Over which the speed is told."""
+REWARD_STEPS = 5
+"""Over which the training reward is told: single steps jump."""
 SHORTEST_SECONDS = 5.0
 """Before that much was seen, the rollouts' own figure of the moment is told."""
 
@@ -154,6 +156,12 @@ class Pace:
         return (now - self._since) / num_seen * (view.total_steps - view.step)
 
 
+def _recent_reward(progress: Progress) -> str:
+    """Write the mean training reward of the last steps, and of how many."""
+    value, count = progress.mean_of_last("reward/mean", REWARD_STEPS), len(progress.series.get("reward/mean", []))
+    return "-" if value is None else f"{value:.3f} (last {min(count, REWARD_STEPS)})"
+
+
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
     view, ledger = progress.view, progress.ledger
@@ -162,11 +170,12 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     waiting = ledger.get("waiting", {})
     queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
+    findings = [each for each in view.health if each.check not in problem]
     return (
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
-        f"reward {number(progress.mean_of_last('reward/mean', 5))} {told}"
+        f"reward {_recent_reward(progress)} {told}"
         f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
-        f"queues {queues} left {duration(left)}{problem}{one_line(view.health)}"
+        f"queues {queues} left {duration(left)}{problem}{one_line(findings)}"
     )
 
 
@@ -182,7 +191,7 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     waiting, claimed = ledger.get("waiting", {}), ledger.get("claimed", {})
     table.add_row(
         "reward",
-        number(progress.mean_of_last("reward/mean", 5)),
+        _recent_reward(progress),
         f"held-out {name}",
         shown,
         "completion",
@@ -201,7 +210,7 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
         "  ".join(f"{hop} {waiting.get(hop, 0)}+{claimed.get(hop, 0)}" for hop in ("tasks", "generated", "scored")),
         "groups",
         f"{ledger.get('issued', 0)} issued, {ledger.get('planned', 0)} planned, {ledger.get('trained', 0)} trained",
-        "time",
+        "followed for",
         f"{duration(elapsed)}, about {duration(left)} left",
     )
     bar = Table.grid(padding=(0, 1))

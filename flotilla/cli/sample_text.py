@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.text import Text
 
+from flotilla.cli.reasons import meaning_of
+
 MOST_CHARACTERS = 1500
 MOST_IN_A_LINE = 160
 LABEL_WIDTH = 11
@@ -27,8 +29,9 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
         ("label", sample["label"], ""),
         ("answer", sample.get("answer"), ""),
         ("components", _numbers(sample["components"]), ""),
+        ("metrics", _each(sample.get("metrics") or {}), ""),
         ("grader", sample["reason"], "yellow"),
-        ("group", f"{sample['kind']}: {sample['ended']}" if sample.get("ended") else None, "yellow"),
+        ("group", f"{sample['kind']}: {meaning_of(sample['ended'])}" if sample.get("ended") else None, "yellow"),
     ]
     for name, content, style in parts:
         if content is not None and content != "":
@@ -95,7 +98,11 @@ def _number(value: float | None) -> str:
 
 def _numbers(values: Mapping[str, float]) -> str:
     # One component alone is the reward, which the heading has.
-    return "  ".join(f"{name} {_number(value)}" for name, value in values.items()) if len(values) > 1 else ""
+    return _each(values) if len(values) > 1 else ""
+
+
+def _each(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
 def _start(text: str, most: int) -> str:

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.cli.health import finding_lines
-from flotilla.cli.progress import Progress, duration, number
+from flotilla.cli.output import short_path
+from flotilla.cli.progress import REWARD_STEPS, Progress, duration, number
+from flotilla.cli.reasons import ended_lines
 from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
 from shared.schemas.health import HealthFinding
@@ -24,8 +26,12 @@ def summarise(
     logs: Path | None,
     plot: Path | None,
     samples: Sequence[Mapping[str, Any]] = (),
+    run: Path | None = None,
 ) -> dict[str, Any]:
     """Collect what a run has come to.
+
+    Args:
+        run: directory of ``flotilla run``.
 
     Returns:
         What ``summary.json`` holds. Accuracies are None where nothing was evaluated or rewards are
@@ -38,12 +44,15 @@ def summarise(
     directory = Path(checkpoints[-1].path) if checkpoints else None
     return {
         "name": progress.view.name,
+        "run": str(run) if run else None,
         "experiment_id": progress.view.id,
         "status": progress.view.state.value,
         "problem": progress.view.problem.model_dump(mode="json") if progress.view.problem else None,
         "health": [finding.model_dump(mode="json") for finding in progress.view.health],
         "steps": progress.view.step,
         "policy_version": progress.view.policy_version,
+        "origin": progress.view.origin.model_dump(mode="json") if progress.view.origin else None,
+        "reward": progress.mean_of_last("reward/mean", REWARD_STEPS),
         "accuracy_before": accuracy[0][2] if accuracy else None,
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
         "accuracy": points if accuracy else [],
@@ -63,64 +72,70 @@ def summarise(
     }
 
 
-def lengths_of(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Write the lengths of what was filtered, dropped or failed for a person.
+def summary_table(summary: Mapping[str, Any], *, took: str) -> Table:
+    """Show a summary to a person.
 
-    Returns:
-        For each reason its name and its histogram, such as ``("dropped stale", "up to 256 tokens: 3, 512: 1")``:
-        groups by the sampled tokens of all their members.
+    Args:
+        took: whose time ``wall_seconds`` is.
     """
-    found = []
-    for kind, reasons in ledger.get("lengths", {}).items():
-        for reason, histogram in reasons.items():
-            (first, count), *others = histogram.items()
-            rest = "".join(f", {most}: {number}" for most, number in others)
-            found.append((f"{kind} {reason}", f"up to {first} tokens: {count}{rest}"))
-    return found
-
-
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Show a summary to a person."""
-    ledger = summary["ledger"]
-    ended = {kind: sum(ledger.get(kind, {}).values()) for kind in ("filtered", "dropped", "failed")}
-    table = Table(show_header=False, title=f"{summary['name']}: {summary['status']}", title_justify="left")
+    run = Path(summary["run"]).name if summary["run"] else summary["name"]
+    title = f"{run} ({summary['experiment_id']}): {summary['status']}"
+    table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    held_out = summary["held_out"]
-    values = [point["value"] for point in held_out["points"]]
-    form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
-    before, after = values[0] if values else None, values[-1] if len(values) > 1 else None
-    if values:
-        table.add_row(f"held-out {held_out['metric']}", f"{number(before, form)} -> {number(after, form)}")
-    table.add_row("steps", f"{summary['steps']}, policy version {summary['policy_version']}")
-    table.add_row("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained")
-    table.add_row("largest lag trained", f"{number(summary['max_lag_trained'], '.0f')} versions")
-    table.add_row("time", duration(summary["wall_seconds"]))
-    table.add_row(
-        "ledger",
-        f"{ledger.get('issued', 0)} groups issued = {ledger.get('trained', 0)} trained"
-        + "".join(f" + {count} {kind}" for kind, count in ended.items() if count)
-        + (f" + {ledger.get('planned', 0)} planned" if ledger.get("planned") else "")
-        + (f" + {ledger.get('outstanding', 0)} outstanding" if ledger.get("outstanding") else "")
-        + (" (balanced)" if ledger.get("balanced") else " (NOT balanced)"),
-    )
-    for what, histogram in lengths_of(ledger):
-        table.add_row(f"  {what}", f"groups of {histogram}")
-    for name, line in lines_of(summary["samples"]):
-        table.add_row(f"{name} answer", Text(line))
+    if summary["problem"]:
+        table.add_row("problem", Text(f"{summary['problem']['component']}: {summary['problem']['cause']}"))
     for finding in summary["health"]:
         table.add_row("health", Text("\n".join(finding_lines(HealthFinding.model_validate(finding)))))
-    if summary["problem"]:
-        table.add_row("problem", f"{summary['problem']['component']}: {summary['problem']['cause']}")
+    for name, text in [*_results(summary), (took, duration(summary["wall_seconds"])), *_ledger_lines(summary)]:
+        table.add_row(name, Text(text))
+    for name, line in lines_of(summary["samples"]):
+        table.add_row(f"{name} answer", Text(line))
     return table
 
 
-def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
+def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write what training has come to."""
+    held_out, origin = summary["held_out"], summary["origin"]
+    form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
+    values = [number(point["value"], form) for point in held_out["points"]]
+    rows = []
+    if values:
+        rows.append((f"held-out {held_out['metric']}", " -> ".join([values[0], *values[1:][-1:]])))
+    if summary["reward"] is not None:
+        is_filtered = any(summary["ledger"].get("filtered", {}).values())
+        without = ", of the groups that were not filtered" if is_filtered else ""
+        rows.append(("training reward", f"{summary['reward']:.3f}, mean of the last {REWARD_STEPS} steps{without}"))
+    begin = f"; from step {origin['step']} of {origin['experiment_id']}" if origin else ""
+    rows.append(("steps", f"{summary['steps']}, policy version {summary['policy_version']}{begin}"))
+    tokens = f"{summary['tokens_generated'] or 0} generated, {summary['tokens_trained'] or 0} trained"
+    rows.append(("tokens", f"{tokens} since step {origin['step']}" if origin else tokens))
+    if summary["max_lag_trained"] is not None:
+        lag = round(summary["max_lag_trained"])
+        rows.append(("largest lag trained", f"{lag} version{'' if lag == 1 else 's'}"))
+    return rows
+
+
+def _ledger_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write what became of all groups."""
+    ledger = summary["ledger"]
+    if not ledger:
+        return []
+    ended = {kind: sum(ledger.get(kind, {}).values()) for kind in ("filtered", "dropped", "failed")}
+    parts = {"trained": ledger.get("trained", 0), **{kind: count for kind, count in ended.items() if count}}
+    parts |= {kind: ledger[kind] for kind in ("planned", "outstanding") if ledger.get(kind)}
+    total = " + ".join(f"{count} {kind}" for kind, count in parts.items())
+    verdict = "balanced" if ledger.get("balanced") else "NOT balanced"
+    rows = [("ledger", f"{ledger.get('issued', 0)} groups issued = {total} ({verdict})")]
+    return rows + [(f"  {kind}", text) for kind, text in ended_lines(ledger)]
+
+
+def show_summary(console: Console, summary: Mapping[str, Any], *, took: str) -> None:
     """Show a summary to a person; paths are below the table, whole, so that they can be copied."""
-    console.print(summary_table(summary))
+    console.print(summary_table(summary, took=took))
     for name in ("checkpoint", "plot", "logs"):
         if summary[name]:
-            console.print(f"{name:<10} {summary[name]}", markup=False)
+            console.print(f"{name:<10} {short_path(summary[name])}", markup=False)
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:

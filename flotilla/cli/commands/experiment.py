@@ -11,7 +11,7 @@ from flotilla.cli.following import follow, follow_as_json
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
-from flotilla.cli.summary import lengths_of
+from flotilla.cli.reasons import histograms
 from flotilla.connection import find_experiment, open_client
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
@@ -63,6 +63,9 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
     if found.advice:
         console.print(f"advice     {found.advice}", markup=False)
+    if found.window_seconds == 0:
+        console.print("evidence   none: figures are those of the last minute at work", markup=False)
+        return 0
     table = Table("evidence", f"last {found.window_seconds:.0f} s", title_justify="left")
     for name, value in sorted(found.evidence.items()):
         table.add_row(name, f"{value:.3g}")
@@ -81,8 +84,8 @@ async def ledger(arguments: argparse.Namespace) -> int:
     for lane, counts in content.items():
         for key, value in counts.items():
             if key == "lengths":
-                for what, histogram in lengths_of(counts):
-                    rows.setdefault(f"lengths: {what}", {})[lane] = histogram
+                for kind, reason, histogram in histograms(counts):
+                    rows.setdefault(f"lengths: {kind} {reason}", {})[lane] = histogram
             elif isinstance(value, dict):
                 for inner, count in value.items():
                     rows.setdefault(f"{key}: {inner}", {})[lane] = str(count)

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.connection import find_experiment, is_active, list_experiments, open_client
@@ -82,7 +82,7 @@ async def delete(arguments: argparse.Namespace) -> int:
         return 0
     console = new_console()
     console.print(f"{view.id} is deleted, with its metrics and events", markup=False)
-    console.print(f"its directory stays: {view.directory}", markup=False)
+    console.print(f"its directory stays: {short_path(view.directory)}", markup=False)
     return 0
 
 
@@ -108,7 +108,7 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
     console.print(table_of(("step", "version", "held-out", "made", ""), cells, title=f"{view.name} ({view.id})"))
     for row in shown:
         if row["is_kept"] is not False:
-            console.print(f"step {row['step']:<6} {row['path']}", markup=False)
+            console.print(f"step {row['step']:<6} {short_path(row['path'])}", markup=False)
     if len(shown) < len(rows):
         console.print(f"{len(rows) - len(shown)} older ones were removed (checkpoint.keep); --all lists them")
     return 0

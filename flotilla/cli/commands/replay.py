@@ -83,7 +83,7 @@ def _print(found: "Replayed", rows: "list[TokenRow]", directory: Path) -> None:
         each for each in found.figures if each.name in SHOWN or each.name.startswith("grad_norm") or each.difference > 0
     ]
     cells = [[each.name, f"{each.recorded:.9g}", f"{each.now:.9g}", f"{each.difference:.1e}"] for each in shown]
-    console.print(table_of(("figure", "recorded", "now", "difference"), cells))
+    console.print(table_of(("figure", "recorded", "computed again", "difference"), cells))
     others = len(found.figures) - len(shown)
     verdict = "equal within 1e-06" if found.is_equal else "NOT equal within 1e-06: other software, threads or settings?"
     console.print(f"{verdict} ({others} more figures are the same to the last bit)", markup=False)
@@ -91,13 +91,29 @@ def _print(found: "Replayed", rows: "list[TokenRow]", directory: Path) -> None:
         console.print(_token_table(rows))
 
 
+def _four_digits(value: float | None) -> str:
+    """Write a figure; one that rounds to nothing has no sign."""
+    return "-" if value is None else f"{value:.4f}" if abs(value) >= 5e-5 else "0.0000"
+
+
 def _token_table(rows: "list[TokenRow]") -> Table:
-    names = ("at", "token", "version", "lag", "log-prob then", "now", "ratio", "advantage", "weight", "why")
+    names = (
+        "at",
+        "token",
+        "version",
+        "lag",
+        "log-prob sampled",
+        "log-prob trained",
+        "ratio",
+        "advantage",
+        "weight",
+        "why",
+    )
     table = Table(*names, title="sampled tokens; log-probabilities in nats", title_justify="left")
     for row in rows:
         colour = "dim" if not row.advantage else "green" if row.advantage > 0 else "red"
         numbers = (row.sampled, row.now, row.ratio, row.advantage, row.weight)
         cells = [str(row.position), repr(row.text), str(row.version), str(row.lag)]
-        cells += ["-" if value is None else f"{value:.4f}" for value in numbers]
+        cells += [_four_digits(value) for value in numbers]
         table.add_row(*map(Text, cells), Text(row.why, style="yellow" if row.is_clipped else colour))
     return table

@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flotilla.cli.comparison import USUAL, compare_metrics, compare_specs
-from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.comparison import USUAL, compare_metrics, compare_specs, remarks
+from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
 from flotilla.cli.reading import read_checkpoints
@@ -45,7 +45,7 @@ async def report(arguments: argparse.Namespace) -> int:
         write_json(summary)
         return 0
     console = new_console()
-    show_summary(console, summary)
+    show_summary(console, summary, took=_took(progress.view))
     if plot is not None and not is_drawn:
         console.print(NO_MATPLOTLIB, markup=False)
     return 0
@@ -73,9 +73,9 @@ async def compare(arguments: argparse.Namespace) -> int:
         document = {"experiments": experiments, "metrics": metrics, "spec": settings}
         write_json(document | {"plot": str(plot) if is_drawn else None})
         return 0
-    _show(runs, metrics, settings)
+    _show(runs, metrics, settings, at_most=arguments.step)
     if plot is not None:
-        new_console().print(f"plot       {plot}" if is_drawn else NO_MATPLOTLIB, markup=False)
+        new_console().print(f"plot       {short_path(plot)}" if is_drawn else NO_MATPLOTLIB, markup=False)
     return 0
 
 
@@ -89,7 +89,11 @@ def _facts(view: ExperimentView) -> dict[str, Any]:
 
 
 def _show(
-    runs: Sequence[Progress], metrics: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+    runs: Sequence[Progress],
+    metrics: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+    *,
+    at_most: int | None,
 ) -> None:
     console = new_console()
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
@@ -97,6 +101,8 @@ def _show(
         view = run.view
         step = f"step {view.step}/{view.total_steps}, version {view.policy_version}"
         console.print(f"{letter}  {view.id}  {view.state}, {step}", markup=False)
+        for remark in remarks(run, at_most=at_most):
+            console.print(f"   {remark}", markup=False)
     rows = [
         (each["name"], "last" if each["step"] is None else str(each["step"]), *map(_number, each["values"]))
         for each in metrics
@@ -128,6 +134,11 @@ def _plot_path(arguments: argparse.Namespace, usual: str) -> Path | None:
             raise InvalidRequest(f"the plot cannot be written: there is no directory {path.parent}")
         return path
     return None if arguments.json else Path(usual)
+
+
+def _took(view: ExperimentView) -> str:
+    """Name the time that ``_seconds`` gives."""
+    return "creation to end" if view.state.is_final else "since creation"
 
 
 def _seconds(view: ExperimentView) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
-from flotilla.cli.output import new_console
+from flotilla.cli.output import new_console, short_path
 from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
@@ -40,7 +40,7 @@ async def run(arguments: argparse.Namespace) -> int:
     check_engine(launch.spec, os.environ)
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
-    console.print(f"run        {path}")
+    console.print(f"run        {short_path(path)}")
     try:
         return await _run(arguments, launch, directory)
     except asyncio.CancelledError:
@@ -75,7 +75,7 @@ async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: Run
         log_level=arguments.log_level,
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
-        console.print(f"gateway    {fleet.gateway_url}   (logs in {options.data / 'logs'})")
+        console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")
         async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
             try:
                 progress = await _train(fleet, client, launch, directory, arguments)
@@ -125,10 +125,11 @@ async def _report(progress: Progress, client: GatewayClient, path: Path, wall_se
         logs=logs,
         plot=made,
         samples=await read_last(client, progress),
+        run=path,
     )
     console = new_console()
-    show_summary(console, summary)
-    console.print(f"samples    flotilla show {path} --worst", markup=False)
+    show_summary(console, summary, took="this command took")
+    console.print(f"samples    flotilla show {short_path(path)}", markup=False)
     try:
         write_summary(summary, path / "summary.json")
     except OSError as error:

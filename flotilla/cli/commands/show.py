@@ -19,10 +19,13 @@ async def show(arguments: argparse.Namespace) -> int:
     """Show samples of an experiment."""
     query = query_of(arguments)
     directory = experiment_directory(arguments)
-    if directory is not None:
-        items, unread = await asyncio.to_thread(_from_files, directory, query, arguments.limit)
-    else:
-        items, unread = await _from_gateway(arguments, query)
+    items, unread = await _find(arguments, directory, query)
+    is_usual = arguments.kind is None and query.pop("kind", None) is not None
+    if not items and is_usual and not arguments.json:
+        # Where no step was made, what was filtered or failed tells why.
+        items, unread = await _find(arguments, directory, query)
+        if items:
+            print("nothing was trained that is like that; what else is kept:\n")
     from flotilla.cli.output import new_console, write_json
     from flotilla.cli.sample_text import describe
 
@@ -33,10 +36,20 @@ async def show(arguments: argparse.Namespace) -> int:
     for item in items:
         console.print(describe(item, is_whole=arguments.full))
     if not items:
-        console.print("no sample is like that: `flotilla show` without options shows the newest step's")
+        console.print(
+            "no sample is like that: --step, --kind, --problem, --group and --failed choose; without them any is shown"
+        )
     if unread:
         console.print(f"{unread} files are not in the index yet: ask again in a moment for what may be in them")
     return 0
+
+
+async def _find(
+    arguments: argparse.Namespace, directory: Path | None, query: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
+    if directory is not None:
+        return await asyncio.to_thread(_from_files, directory, query, arguments.limit)
+    return await _from_gateway(arguments, query)
 
 
 def query_of(arguments: argparse.Namespace) -> dict[str, Any]:

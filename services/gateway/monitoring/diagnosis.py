@@ -8,6 +8,10 @@ from shared.schemas.publication import PublicationPhase
 from shared.schemas.service import ServiceKind, WorkState
 from shared.streams.ledger import Ledger
 
+JUST_WAIT_START = "loading torch and the model may take a minute, just wait"
+JUST_WAIT_ANSWERS = "long answers take as long, just wait, or see `flotilla logs rollout`"
+"""What a healthy fleet may be seen doing, too, is said with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -74,10 +78,10 @@ def diagnose(situation: Situation) -> tuple[str, str]:
 def _not_started(situation: Situation) -> tuple[str, str]:
     for service in situation.services:
         if service.state is not WorkState.RUNNING:
-            return service.kind.value, f"{service.service_id} is {service.state} and not yet running"
+            return service.kind.value, f"{service.service_id} is {service.state} and not yet running; {JUST_WAIT_START}"
     starting = next((s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < 0), None)
     if starting is not None:
-        return "rollout", f"{starting.service_id} has not loaded its engine"
+        return "rollout", f"{starting.service_id} has not loaded its engine; {JUST_WAIT_START}"
     return "gateway", "every service runs, but the experiment does not"
 
 
@@ -90,7 +94,7 @@ def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str]:
     if ledger.waiting.generated:
         return "reward", f"{ledger.waiting.generated} generated groups wait and none is claimed"
     if ledger.claimed.tasks:
-        return "rollout", f"{ledger.claimed.tasks} tasks are claimed and none is finished"
+        return "rollout", f"{ledger.claimed.tasks} tasks are claimed and none is finished; {JUST_WAIT_ANSWERS}"
     if ledger.waiting.tasks:
         behind = [s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < situation.policy_version]
         if behind:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,7 +99,7 @@ async def test_rewards_that_are_no_accuracy_are_not_called_one() -> None:
     )
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
     console = Console(width=100, file=io.StringIO())
-    console.print(summary_table(summary))
+    console.print(summary_table(summary, took="this command took"))
 
     assert "held-out reward 3.500" in live_line(progress, elapsed=1, left=None)
     assert (summary["accuracy_before"], summary["accuracy_after"], summary["accuracy"]) == (None, None, [])
@@ -162,18 +163,63 @@ async def test_a_summary_holds_before_and_after() -> None:
     assert summary["checkpoint"] is None
 
 
-async def test_a_summary_says_how_long_the_dropped_were() -> None:
+def shown_to_a_person(progress: Progress, **more: Any) -> list[str]:
+    """Lay a summary out as a terminal shows it, without the frame."""
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None, **more)
+    console = Console(width=200, file=io.StringIO())
+    console.print(summary_table(summary, took="this command took"))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return [" ".join(line.strip("│ ").split()) for line in lines]
+
+
+async def test_a_summary_says_why_groups_were_not_trained_and_how_long_they_were() -> None:
     progress = await refreshed([])
-    progress.ledger = {"lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"timeout": {"0": 2}}}}
-    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
-    console = Console(width=100, file=io.StringIO())
+    progress.ledger = {
+        "dropped": {"stale": 4},
+        "failed": {"unheard_of": 2},
+        "lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"unheard_of": {"0": 2}}},
+    }
 
-    console.print(summary_table(summary))
+    lines = shown_to_a_person(progress)
 
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "dropped stale" in shown
-    assert "up to 256 tokens: 3, 512: 1" in shown
-    assert "up to 0 tokens: 2" in shown
+    stale = "older than asynchrony.max_lag (stale); groups by sampled tokens: 3 up to 256, 1 up to 512"
+    assert f"dropped │ 4: {stale}" in lines
+    assert "failed │ 2: unheard_of; groups by sampled tokens: 2 up to 0" in lines
+
+
+async def test_a_summary_of_a_run_that_failed_begins_with_why_and_shows_nothing_that_is_not_there() -> None:
+    progress = await refreshed([point("evaluation/accuracy", 0, 0.0)])
+    progress.view = a_view(problem={"component": "reward", "cause": "no answer", "at": "2026-01-01T00:00:00Z"})
+
+    lines = shown_to_a_person(progress, run=Path("runs/other"))
+
+    assert lines[0] == "other (trial-1): running"
+    assert lines[2] == "problem │ reward: no answer"
+    assert "held-out accuracy │ 0.0%" in lines
+    assert not any("lag" in line or line.endswith(("-", "- versions")) for line in lines)
+
+
+async def test_a_summary_says_what_its_reward_is_the_mean_of() -> None:
+    progress = await refreshed([point("reward/mean", step, step / 10) for step in range(1, 8)])
+    progress.ledger = {"filtered": {"zero_spread": 3}, "trained": 4, "issued": 7, "balanced": True}
+    progress.series["lag/max"] = [(1, 1, 1.0)]
+
+    lines = shown_to_a_person(progress)
+
+    assert "training reward │ 0.500, mean of the last 5 steps, of the groups that were not filtered" in lines
+    assert "largest lag trained │ 1 version" in lines
+    assert "filtered │ 3: all answers had the same reward, which teaches nothing (zero_spread)" in lines
+
+
+async def test_a_line_says_a_finding_once_that_ended_the_experiment() -> None:
+    progress = await refreshed([])
+    finding = {"check": "no_signal", "component": "reward", "since_step": 0, "at": "", "seen": "flat", "advice": "x"}
+    problem = {"component": "reward", "cause": "9 groups: no_signal, flat", "at": "2026-01-01T00:00:00Z"}
+    progress.view = a_view(health=(finding,))
+    assert live_line(progress, 1, None).count("no_signal") == 1
+
+    progress.view = a_view(health=(finding,), problem=problem)
+    assert live_line(progress, 1, None).count("no_signal") == 1
 
 
 async def test_one_evaluation_is_no_improvement() -> None:

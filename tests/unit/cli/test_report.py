@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flotilla.cli.__main__ import main
-from flotilla.cli.comparison import common_step, compare_metrics, compare_specs
+from flotilla.cli.comparison import common_step, compare_metrics, compare_specs, remarks
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.progress import Progress
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -51,6 +51,16 @@ def test_series_without_a_common_step_are_shown_by_their_last_values() -> None:
         {"name": "reward/mean", "step": None, "values": [0.1, 0.4, None]}
     ]
     assert common_step([], None) is None
+
+
+def test_a_fork_says_that_it_began_later_and_whose_tokens_it_counts() -> None:
+    origin = {"experiment_id": "one-1", "step": 20, "version": 20, "path": "/x", "first_group_id": 9}
+    fork = a_run(reward_mean=[(21, 0.1)])
+    fork.view = a_view(origin=origin)
+
+    assert remarks(a_run(reward_mean=[(1, 0.1)]), at_most=5) == []
+    assert remarks(fork, at_most=None) == ["began from step 20 of one-1: tokens/trained counts those of before, too"]
+    assert remarks(fork, at_most=5)[1] == "has no value up to step 5: its first is of step 21"
 
 
 def test_specs_differ_where_a_setting_differs_or_is_missing() -> None:

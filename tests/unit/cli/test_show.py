@@ -13,7 +13,8 @@ from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.right_and_wrong import lines_of
 from flotilla.cli.sample_text import describe
 from shared.config.samples import SamplesConfig
-from shared.samples.folder import SampleFolder
+from shared.samples.folder import SampleFolder, ended_name
+from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
 from shared.schemas.experiment import ExperimentState
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_reference import views
@@ -34,6 +35,7 @@ SAMPLE: dict[str, Any] = {
     "status": "scored",
     "reward": 0.0,
     "components": {"exact": 0.0, "length": -0.5},
+    "metrics": {"custom/characters": 8.0, "custom/share": 0.25},
     "reason": "41 is not 42",
     "ended": None,
     "finish_reason": "stop",
@@ -70,8 +72,30 @@ def test_a_sample_says_what_was_asked_written_and_come_to() -> None:
         "  label      42",
         "  answer     41",
         "  components exact 0  length -0.500",
+        "  metrics    custom/characters 8  custom/share 0.250",
         "  grader     41 is not 42",
     ]
+
+
+def test_why_a_group_was_not_trained_is_said_in_words() -> None:
+    lines = describe(SAMPLE | {"kind": "filtered", "ended": "zero_spread"}).plain.splitlines()
+
+    assert lines[-1] == "  group      filtered: all answers had the same reward, which teaches nothing (zero_spread)"
+
+
+def test_where_no_step_was_made_what_was_filtered_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = tmp_path / "experiments" / "tiny-aa11"
+    experiment.mkdir(parents=True)
+    step = a_step(1, num_groups=1, rewards=(0.0, 0.0))
+    filtered = [KeptGroup(each.group, SampleKind.FILTERED, "zero_spread") for each in step.groups]
+    SampleFolder(experiment, SamplesConfig()).write(SampleFile(ended_name(0, "reward", 1), filtered, None, 0))
+
+    assert main(["show", str(tmp_path)]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("nothing was trained that is like that; what else is kept:")
+    assert "filtered" in said
+    assert shown(capsys, str(tmp_path)) == []
 
 
 def test_a_long_text_is_shortened_unless_it_is_wanted_whole() -> None:

@@ -38,7 +38,11 @@ def test_a_missing_kind_is_named_first(kind: Kind) -> None:
         (Ledger(waiting=hops(scored=4)), "trainer", "4 scored groups are ready"),
         (Ledger(waiting=hops(generated=64)), "reward", "64 generated groups wait and none is claimed"),
         (Ledger(claimed=hops(generated=2)), "reward", "2 generated groups are claimed and none is scored"),
-        (Ledger(claimed=hops(tasks=5)), "rollout", "5 tasks are claimed and none is finished"),
+        (
+            Ledger(claimed=hops(tasks=5)),
+            "rollout",
+            "5 tasks are claimed and none is finished; long answers take as long, just wait",
+        ),
         (Ledger(waiting=hops(tasks=5)), "rollout", "5 tasks wait and none is claimed"),
         (Ledger(outstanding=0, consumed_since_publication=8), "trainer", "nothing is published"),
         (Ledger(), "gateway", "could be issued"),
@@ -74,7 +78,10 @@ def test_a_service_that_does_not_start_is_named() -> None:
 
     found = diagnose(replace(WELL, state=ExperimentState.STARTING, services=loading))
 
-    assert found == ("trainer", "trainer-1 is starting and not yet running")
+    assert found[0] == "trainer"
+    assert found[1].startswith(
+        "trainer-1 is starting and not yet running; loading torch and the model may take a minute"
+    )
 
 
 def test_an_open_publication_and_a_final_evaluation_are_named() -> None:

@@ -1,0 +1,56 @@
+"""What the ledger's reasons mean, for people: why a group was filtered, dropped or failed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+REASONS: Mapping[str, str] = {
+    "abstained": "too few answers have a reward: graders abstained",
+    "all_abstained": "no answer has a reward: graders abstained",
+    "all_masked": "no answer is left to train on: reward.sample_mask",
+    "experiment_ended": "under way when the experiment ended",
+    "grading_error": "no answer could be graded",
+    "mean_in_range": "the mean reward is outside of reward.group_filter's range",
+    "nothing_sampled": "no token was sampled",
+    "prompt_too_long": "the prompt is too long",
+    "rollout_timeout": "sampling took longer than its limit",
+    "spread_above": "the rewards differ too little for reward.group_filter",
+    "stale": "older than asynchrony.max_lag",
+    "too_few_scored": "too few answers could be graded",
+    "zero_spread": "all answers had the same reward, which teaches nothing",
+}
+
+
+def meaning_of(reason: str) -> str:
+    """Explain a reason; one that is not known is given as it is."""
+    return f"{REASONS[reason]} ({reason})" if reason in REASONS else reason
+
+
+def ended_lines(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write what was filtered, dropped or failed: how many groups, why, and how long they were.
+
+    Returns:
+        For each kind and reason, such as ``("dropped", "4: older than asynchrony.max_lag (stale); by sampled tokens:
+        ...")``.
+    """
+    lengths = {(kind, reason): histogram for kind, reason, histogram in histograms(ledger)}
+    found = []
+    for kind in ("filtered", "dropped", "failed"):
+        for reason, count in ledger.get(kind, {}).items():
+            if count:
+                histogram = lengths.get((kind, reason))
+                tail = f"; {histogram}" if histogram else ""
+                found.append((kind, f"{count}: {meaning_of(reason)}{tail}"))
+    return found
+
+
+def histograms(ledger: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Write the lengths of what was filtered, dropped or failed.
+
+    Returns:
+        For each its kind, its reason and its histogram: groups by the sampled tokens of all their members.
+    """
+    return [
+        (kind, reason, "groups by sampled tokens: " + ", ".join(f"{n} up to {most}" for most, n in histogram.items()))
+        for kind, reasons in ledger.get("lengths", {}).items()
+        for reason, histogram in reasons.items()
+    ]

@@ -131,7 +131,7 @@ class Ablation:
         self._spec = _spec(prepared / "model", setting, steps, seed)
         self._learner = Learner(self._spec, load_model(prepared / "model", dtype="float32", device=torch.device("cpu")))
         self._engine = TorchEngine(EngineSettings(str(prepared / "model"), slots=128, context_tokens=128))
-        self._images = ImagePool(self._learner.flat)
+        self._images = ImagePool(self._learner.weights)
         self._renderer = ChatRenderer.from_directory(str(prepared / "model"))
         self._verifier = NumericVerifier(NumericConfig())
         self._train = Problems.read(prepared / "train.jsonl", self._renderer)

@@ -4,16 +4,14 @@ Copying parameter by parameter at publication costs more than the transfer itsel
 flat buffers from the start; the parameter objects stay, so optimizers made before or after work alike.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from shared.weights.checkpoint_names import pieces_of
 from shared.weights.image import WeightImage
-from shared.weights.layout import ImageLayout
-from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire, safetensors_name
+from shared.weights.named_weights import NamedWeights, distinct
+from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire
 
 
 class FlatParameters:
@@ -23,7 +21,7 @@ class FlatParameters:
     that ``save_pretrained`` keeps. Buffers are not parameters: they do not train and do not travel.
 
     Args:
-        module: on one device, its parameters plain tensors (gather sharded ones with ``write_tensors`` instead).
+        module: on one device, its parameters plain tensors (``ShardedParameters`` is for sharded ones).
         wire_dtype: floating-point dtype that snapshots are cast to, such as bfloat16; None keeps each dtype.
 
     Raises:
@@ -31,27 +29,14 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module, *, wire_dtype: torch.dtype | None = None) -> None:
-        groups = _distinct(module)
-        _check(groups)
-        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
-        for name, tied in groups.items():
-            by_dtype[tied[0].dtype].append(name)
+        _check(distinct(module))
+        named = NamedWeights.of(module, wire_dtype)
         self.buffers: dict[torch.dtype, Tensor] = {
-            dtype: _flatten([groups[name] for name in names]) for dtype, names in by_dtype.items()
+            dtype: _flatten([named.groups[name] for name in names]) for dtype, names in named.by_dtype.items()
         }
         self._wire_dtype = wire_dtype
-        pieces = {
-            dtype: pieces_of(module, {name: tuple(groups[name][0].shape) for name in names})
-            for dtype, names in by_dtype.items()
-        }
-        self._first = {dtype: of_dtype[0].name for dtype, of_dtype in pieces.items()}
-        self.layout = ImageLayout.of(
-            {
-                piece.name: (piece.shape, safetensors_name(on_wire(dtype, wire_dtype)))
-                for dtype, of_dtype in pieces.items()
-                for piece in of_dtype
-            }
-        )
+        self._first = named.first
+        self.layout = named.layout
 
     @property
     def num_parameters(self) -> int:
@@ -59,12 +44,23 @@ class FlatParameters:
         return sum(buffer.numel() for buffer in self.buffers.values())
 
     @torch.no_grad()
-    def as_published(self) -> dict[torch.dtype, Tensor]:
-        """Copy the weights as receivers have them after a publication, in the dtypes of this module."""
+    def copies(self, *, as_published: bool) -> dict[str, Tensor]:
+        """Copy the weights, by dtype: as they are, or as receivers have them after a publication."""
+        wire_dtype = self._wire_dtype if as_published else None
         return {
-            dtype: buffer.to(on_wire(dtype, self._wire_dtype), copy=True).to(dtype)
+            str(dtype).removeprefix("torch."): buffer.to(on_wire(dtype, wire_dtype), copy=True).to(dtype)
             for dtype, buffer in self.buffers.items()
         }
+
+    @torch.no_grad()
+    def fill(self, copies: Mapping[str, Tensor]) -> None:
+        """Put copies back, in place."""
+        for name, copied in copies.items():
+            self.buffers[getattr(torch, name)].copy_(copied)
+
+    def from_runs(self, runs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy what a file holds by dtype."""
+        return {name: run.to(self.buffers[getattr(torch, name)].device).clone() for name, run in runs.items()}
 
     @torch.no_grad()
     def snapshot_into(self, image: WeightImage) -> None:
@@ -100,38 +96,6 @@ class FlatParameters:
             spec = specs[self._first[dtype]]
             pairs.append((buffer, flat_view(image.mapped, spec.dtype, spec.start, buffer.numel())))
         return pairs
-
-
-def _distinct(module: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Group parameters that are one memory under the name that the checkpoint gives it, in the module's order."""
-    dropped = _dropped_names(module)
-    names: dict[object, str] = {}
-    groups: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        key = _memory(parameter)
-        if key not in names:
-            names[key] = name
-            groups[name] = [parameter]
-            continue
-        kept = names[key]
-        if all(parameter is not other for other in groups[kept]):
-            groups[kept].append(parameter)
-        if kept in dropped and name not in dropped:
-            names[key] = name
-            groups[name] = groups.pop(kept)
-    return groups
-
-
-def _memory(parameter: nn.Parameter) -> object:
-    if parameter.device.type == "meta" or parameter.numel() == 0:
-        return id(parameter)
-    return (parameter.data_ptr(), parameter.dtype, tuple(parameter.shape), parameter.stride())
-
-
-def _dropped_names(module: nn.Module) -> frozenset[str]:
-    """Name the tied weights that transformers leaves out of a checkpoint."""
-    tied: Mapping[str, str] | None = getattr(module, "all_tied_weights_keys", None)
-    return frozenset(tied or ())
 
 
 def _check(groups: Mapping[str, list[nn.Parameter]]) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from services.trainer.algorithms.sequences import PackedSequences
 from services.trainer.data.batch import TrainingBatch
-from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input, lay_out
+from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
+from services.trainer.data.split import renumbered, split_layouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,7 @@ class MicroBatch:
         tokens: [T'] int64, their span tokens in the batch, sequence by sequence.
         sequences: [T'] layout of those tokens, sequences numbered within the micro-batch.
         sampled: [N] int64, where in [T'] the labels of ``inputs`` stand; None if every token is one.
+        is_empty: whether it is of nobody's sequences: a pass that is made because other ranks make one.
     """
 
     layout: MicroLayout
@@ -31,6 +33,7 @@ class MicroBatch:
     tokens: Tensor
     sequences: PackedSequences
     sampled: Tensor | None
+    is_empty: bool = False
 
     def spread(self, of_labels: Tensor) -> Tensor:
         """Put values of the labels [N] where their tokens stand [T'], 0 elsewhere; differentiable."""
@@ -46,6 +49,8 @@ def make_micro_batches(
     max_tokens: int,
     packing: Packing,
     device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> list[MicroBatch]:
     """Cut some sequences of a batch into micro-batches; those without a sampled token need no forward pass.
 
@@ -55,17 +60,23 @@ def make_micro_batches(
         max_tokens: bound on the positions of one forward pass.
         packing: how rows are filled.
         device: where inputs go.
+        rank, num_ranks: whose share is wanted; every rank gets as many micro-batches, some of them empty.
     """
     spans = batch.span_lengths
     chosen = [number for number in members if spans[number]]
     lengths = [len(batch.token_ids[number]) for number in chosen]
-    layouts = lay_out(lengths, max_tokens=max_tokens, packing=packing)
-    return list(_filled(batch, [_renumbered(layout, chosen) for layout in layouts], device))
+    shares = split_layouts(lengths, num_ranks, max_tokens=max_tokens, packing=packing)
+    made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device))
+    return made + [_empty(device)] * (max(map(len, shares)) - len(made))
 
 
-def _renumbered(layout: MicroLayout, chosen: Sequence[int]) -> MicroLayout:
-    rows = tuple(tuple(chosen[number] for number in row) for row in layout.rows)
-    return MicroLayout(rows, layout.width, layout.is_packed)
+def _empty(device: torch.device) -> MicroBatch:
+    """Make a pass over two tokens of no sequence."""
+    layout = MicroLayout((), 2, is_packed=False)
+    ids, nothing = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64, device=device)
+    inputs = ModelInput(ids, torch.arange(2)[None], None, torch.zeros(1, dtype=torch.int64), ids[0, :1])
+    sequences = PackedSequences(nothing, nothing.bool(), 0)
+    return MicroBatch(layout, inputs.to(device), nothing, nothing, sequences, None, is_empty=True)
 
 
 def _filled(batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device) -> Iterator[MicroBatch]:

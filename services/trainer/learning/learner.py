@@ -5,8 +5,9 @@ A step's groups are split in order into K mini-batches, each of which makes one 
 groups of the step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
-from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
+from services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective, selected_tokens
 from services.trainer.algorithms.resampling import redraw
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
@@ -28,11 +29,13 @@ from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
 from shared.weights.flat_parameters import FlatParameters
+from shared.weights.sharded_parameters import ShardedParameters
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
 """Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
@@ -60,33 +63,52 @@ class Learner:
         spec: the experiment.
         loaded: the policy.
         reference: the policy that the KL is measured from; needed if the spec has a KL.
+        ranks: that train together; each is given the same weights, calls the same methods and returns the same.
 
     Raises:
         ModelError: packing was asked for and the model cannot be packed.
     """
 
-    def __init__(self, spec: ExperimentSpec, loaded: LoadedModel, reference: LoadedModel | None = None) -> None:
-        self.spec = spec
-        self.loaded = loaded
-        wire_dtype = spec.asynchrony.publication.wire_dtype
-        self.flat = FlatParameters(loaded.model, wire_dtype=getattr(torch, wire_dtype) if wire_dtype else None)
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        loaded: LoadedModel,
+        reference: LoadedModel | None = None,
+        *,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self.spec, self.loaded, self.ranks = spec, loaded, ranks
+        # Of this process; before anything is sharded, because the policy is probed.
         self.policy = Policy(loaded.model, temperature=spec.rollout.sampling.temperature)
         self.device = self.policy.device
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         self._reference = None
         if reference is not None:
             self._reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
+            if ranks.is_several:
+                self._reference.shard(ranks)
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
-        self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
         self.critic: Critic | None = None
         if spec.algorithm.needs_critic:
             self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
+        wire_dtype = spec.asynchrony.publication.wire_dtype
+        self.weights = self._lay_out(getattr(torch, wire_dtype) if wire_dtype else None)
+        self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
-            self.versions = VersionedWeights(self.flat)
+            self.versions = VersionedWeights(self.weights)
             self.versions.keep(0, 0)
+
+    def _lay_out(self, wire_dtype: torch.dtype | None) -> FlatParameters | ShardedParameters:
+        model = self.loaded.model
+        if not self.ranks.is_several:
+            return FlatParameters(model, wire_dtype=wire_dtype)
+        self.policy.shard(self.ranks)
+        if self.critic is not None:
+            self.critic.shard(self.ranks)
+        return ShardedParameters(model, is_leader=self.ranks.is_leader, wire_dtype=wire_dtype)
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step.
@@ -110,11 +132,14 @@ class Learner:
             for members, micro_batches in mini_batches:
                 denominators_at = slice(members.start, members.stop)
                 if self.critic is not None:
-                    tallies.append(_teach_critic(self.critic, ordered, micro_batches))
+                    tallies.append(_teach_critic(self.critic, ordered, micro_batches, self.ranks))
                 if self.critic is None or step > self.critic.config.warmup_steps:
-                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, trace))
+                    note = None if trace is None else partial(trace.note, ordered, update=len(results))
+                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
                 results.append(self.optimizer.update())
-        metrics = combine(tallies)
+        metrics = self.ranks.combine(combine(tallies))
+        if trace is not None:
+            trace.collect(self.ranks)
         self._adapt_kl(metrics, batch.num_sequences)
         summary = summarise(metrics) | summarise(advantage_metrics)
         values = algorithm_names(mean_of_updates(summary, len(results)))
@@ -162,7 +187,9 @@ class Learner:
         reference = None
         if self._reference is not None:
             reference, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
-        values = None if self.critic is None else self.critic.evaluate(batch.rollout_log_probs, micro_batches)
+        values = None
+        if self.critic is not None:
+            values = self.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, micro_batches))
         found = self._advantages(batch, old, reference, squares, values)
         if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
             observed = float(found.observed_kl)
@@ -227,6 +254,8 @@ class Learner:
             max_tokens=self.spec.optimisation.micro_batch_tokens,
             packing=self._packing,
             device=self.device,
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.size,
         )
 
     @torch.no_grad()
@@ -238,10 +267,12 @@ class Learner:
         squares = torch.zeros_like(log_probs) if with_squares else None
         for micro in micro_batches:
             found = policy.statistics(micro.inputs, with_entropy=False, with_sum_pi_squared=with_squares)
+            if micro.is_empty:
+                continue
             log_probs[micro.tokens] = micro.spread(found.log_probs)
             if squares is not None and found.sum_pi_squared is not None:
                 squares[micro.tokens] = micro.spread(found.sum_pi_squared)
-        return log_probs, squares
+        return self.ranks.sum(log_probs), squares if squares is None else self.ranks.sum(squares)
 
     def _evaluate_at_versions(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute log-probs [T] of each token under the version that sampled it."""
@@ -250,7 +281,9 @@ class Learner:
         mask = batch.sequences.response_mask
         for version in torch.unique(batch.versions[mask]).tolist():
             is_of_version = mask & (batch.versions == version)
-            holders = [micro for micro in micro_batches if bool(is_of_version[micro.tokens].any())]
+            # Every rank makes as many passes as the others: which are needed is known of its own only.
+            is_needed = [self.ranks.is_several or bool(is_of_version[micro.tokens].any()) for micro in micro_batches]
+            holders = [micro for micro, wanted in zip(micro_batches, is_needed, strict=True) if wanted]
             with self.versions.using(version):
                 found, _ = self._evaluate(self.policy, batch, holders, with_squares=False)
             log_probs = torch.where(is_of_version, found, log_probs)
@@ -262,7 +295,7 @@ class Learner:
         members: slice,
         micro_batches: Sequence[MicroBatch],
         generator: torch.Generator,
-        trace: TokenTrace | None,
+        note: Callable[[MicroBatch, TokenFigures], None] | None,
     ) -> Metrics:
         """Leave the gradient of one mini-batch on the parameters."""
         batch, config = prepared.batch, self.spec.algorithm
@@ -281,6 +314,10 @@ class Learner:
         for micro in micro_batches:
             found = self.policy.statistics(micro.inputs, with_entropy=True)
             assert found.entropy is not None
+            if micro.is_empty:
+                torch.autograd.backward(found.log_probs.sum() * 0)
+                self.optimizer.collect()
+                continue
             objective = policy_objective(
                 config,
                 log_probs=micro.spread(found.log_probs),
@@ -299,11 +336,13 @@ class Learner:
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,
             )
-            torch.autograd.backward(objective.loss)
+            # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
+            size = self.ranks.size
+            torch.autograd.backward(objective.loss if size == 1 else objective.loss * size)
             self.optimizer.collect()
             tallies.append(objective.metrics)
-            if trace is not None and objective.tokens is not None:
-                trace.note(prepared, micro, objective.tokens)
+            if note is not None and objective.tokens is not None:
+                note(micro, objective.tokens)
         # Without an advantage nothing is computed, because the loss and its gradient are exactly 0: that is a figure.
         return combine(tallies) or {name: once(torch.zeros(())) for name in ("loss", "policy_loss")}
 
@@ -315,13 +354,17 @@ class Learner:
             )
 
 
-def _teach_critic(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
+def _teach_critic(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Metrics:
     """Make the critic's update of one mini-batch."""
     assert prepared.values is not None and prepared.returns is not None
     if not micro_batches:
         return {}
-    denominators = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
-    tallies = [critic.accumulate(micro, prepared.values, prepared.returns, denominators) for micro in micro_batches]
+    own = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
+    denominators = own if not ranks.is_several else Denominators.from_tensor(ranks.sum(own.as_tensor()))
+    tallies = [
+        critic.accumulate(micro, prepared.values, prepared.returns, denominators, num_ranks=ranks.size)
+        for micro in micro_batches
+    ]
     critic.update()
     return combine(tallies)
 

@@ -11,6 +11,7 @@ from services.trainer.algorithms.objective import TokenFigures
 from services.trainer.data.batch import scored_trajectories
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.learning.prepared import Prepared
+from services.trainer.parallel.ranks import Ranks
 from shared.samples.kinds import TrainedTokens
 from shared.schemas.trajectory import Group, Trajectory
 
@@ -28,13 +29,25 @@ class TokenTrace:
         self._prepared = prepared
         nothing = torch.full_like(prepared.old_log_probs, torch.nan)
         self._log_probs, self._weights, self._clipped = nothing, nothing.clone(), nothing.clone()
+        self._update = torch.full_like(nothing, -1.0)
 
-    def note(self, prepared: Prepared, micro: MicroBatch, figures: TokenFigures) -> None:
-        """Record what a micro-batch of ``prepared`` gave."""
+    def note(self, prepared: Prepared, micro: MicroBatch, figures: TokenFigures, update: int) -> None:
+        """Record what a micro-batch of ``prepared`` gave in an update, counted over the step."""
         tokens = micro.tokens if prepared.origin is None else prepared.origin[micro.tokens]
         self._log_probs[tokens] = figures.log_probs
         self._weights[tokens] = figures.weights
         self._clipped[tokens] = figures.clipped.float()
+        self._update[tokens] = update
+
+    def collect(self, ranks: Ranks) -> None:
+        """Add what the other ranks found of each token; the last update's counts, whoever made it."""
+        if not ranks.is_several:
+            return
+        last = ranks.largest(self._update)
+        is_mine = (self._update == last) & (self._update >= 0)
+        for name in ("_log_probs", "_weights", "_clipped"):
+            found = ranks.sum(torch.where(is_mine, getattr(self, name), 0.0))
+            setattr(self, name, torch.where(last >= 0, found, torch.nan))
 
     def arrays(self) -> "TracedStep":
         """Take the figures off the device."""

@@ -17,9 +17,12 @@ from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from services.trainer.parallel.fsdp import shard
+from services.trainer.parallel.ranks import Ranks
 from shared.config.algorithm import ValueLossConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
+from shared.weights.parts import localized
 
 HEAD = "value_head."
 MOMENTS = ("count", "mean", "variance")
@@ -52,7 +55,14 @@ class Critic:
         if config.learning_rate is not None:
             optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
         self.moments = ReturnMoments.none()
+        self._optimisation, self._total_updates = optimisation, total_updates
         self.optimizer = PolicyOptimizer(self._named_parameters(), optimisation, total_updates)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Divide weights and gradients among ranks; before anything is trained or loaded."""
+        shard(self._body, ranks)
+        shard(self._head, ranks)
+        self.optimizer = PolicyOptimizer(self._named_parameters(), self._optimisation, self._total_updates)
 
     def values(self, inputs: ModelInput) -> Tensor:
         """Predict the value of the state before each label: [N] float32, with gradient, whitened if the config says."""
@@ -69,7 +79,9 @@ class Critic:
         """Estimate the values of a whole batch: [T] like the given tensor, 0 where nothing was sampled."""
         found = torch.zeros_like(like)
         for micro in micro_batches:
-            found[micro.tokens] = micro.spread(self.moments.restore(self.values(micro.inputs)))
+            values = self.values(micro.inputs)
+            if not micro.is_empty:
+                found[micro.tokens] = micro.spread(self.moments.restore(values))
         return found
 
     def observe(self, returns: Tensor, response_mask: Tensor) -> None:
@@ -77,7 +89,9 @@ class Critic:
         if self.config.whiten_returns:
             self.moments = self.moments.updated(returns, response_mask)
 
-    def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, denominators: Denominators) -> Metrics:
+    def accumulate(
+        self, micro: MicroBatch, old_values: Tensor, returns: Tensor, denominators: Denominators, *, num_ranks: int
+    ) -> Metrics:
         """Leave one micro-batch's gradient on the parameters.
 
         Args:
@@ -85,10 +99,16 @@ class Critic:
             old_values: [T] of the whole batch, before the step.
             returns: [T] of the whole batch.
             denominators: of the mini-batch.
+            num_ranks: that share the mini-batch, whose gradients are averaged.
         """
+        values = self.values(micro.inputs)
+        if micro.is_empty:
+            torch.autograd.backward(values.sum() * 0)
+            self.optimizer.collect()
+            return {}
         objective = value_objective(
             self.config,
-            value_preds=micro.spread(self.values(micro.inputs)),
+            value_preds=micro.spread(values),
             old_values=self.moments.whiten(old_values[micro.tokens]),
             returns=self.moments.whiten(returns[micro.tokens]),
             response_mask=micro.sequences.response_mask,
@@ -96,7 +116,7 @@ class Critic:
             denominators=denominators,
             num_sequences=micro.sequences.count,
         )
-        torch.autograd.backward(objective.loss)
+        torch.autograd.backward(objective.loss if num_ranks == 1 else objective.loss * num_ranks)
         self.optimizer.collect()
         return objective.metrics
 
@@ -122,7 +142,7 @@ class Critic:
             raise ModelError("the checkpoint's critic is of another model")
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(weights[name])
+                parameter.copy_(localized(weights[name], parameter))
         self.moments = ReturnMoments(*(tensors[f"moments/{name}"] for name in MOMENTS))
         rest = {name: value for name, value in tensors.items() if not name.startswith(("weight/", "moments/"))}
         self.optimizer.load(rest, updates)

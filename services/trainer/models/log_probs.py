@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
 from services.trainer.data.packing import ModelInput, Packing
+from services.trainer.parallel.fsdp import shard
+from services.trainer.parallel.ranks import Ranks
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -39,27 +42,41 @@ class Policy:
         if not self.has_plain_head:
             log.info("logits are more than a product with the output embedding: they are computed whole")
 
+    def shard(self, ranks: Ranks) -> None:
+        """Divide the weights among ranks. What computes with them from here on gathers them first."""
+        shard(self.model, ranks)
+        # Only the model's own ``forward`` would gather what belongs to no layer: embedding, last norm, head.
+        self.model.token_figures = self._figures
+        register_fsdp_forward_method(self.model, "token_figures")
+
     def statistics(
         self, inputs: ModelInput, *, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> TokenStatistics:
         """Compute log-probs, and the entropy if wanted, of the labels: [N] each, in their order."""
+        compute = getattr(self.model, "token_figures", self._figures)
+        return TokenStatistics(*compute(inputs, with_entropy, with_sum_pi_squared))
+
+    def _figures(self, inputs: ModelInput, with_entropy: bool, with_squares: bool) -> tuple[Tensor | None, ...]:
+        # A tuple, whose tensors FSDP finds: it gathers weights for their backward pass.
         arguments = {"input_ids": inputs.token_ids, "use_cache": False}
         if inputs.attention_mask is not None:
             arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
         if not self.has_plain_head:
             logits = self.model(**arguments).logits
             chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
-            return statistics_from_logits(chosen, inputs.labels, self.temperature)
-        hidden = self.base(**arguments).last_hidden_state
-        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
-        return log_probs_and_entropy(
-            chosen,
-            self.model.get_output_embeddings().weight,
-            inputs.labels,
-            self.temperature,
-            with_entropy=with_entropy,
-            with_sum_pi_squared=with_sum_pi_squared,
-        )
+            found = statistics_from_logits(chosen, inputs.labels, self.temperature)
+        else:
+            hidden = self.base(**arguments).last_hidden_state
+            chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+            found = log_probs_and_entropy(
+                chosen,
+                self.model.get_output_embeddings().weight,
+                inputs.labels,
+                self.temperature,
+                with_entropy=with_entropy,
+                with_sum_pi_squared=with_squares,
+            )
+        return found.log_probs, found.entropy, found.sum_pi_squared
 
     def resolve_packing(self, wanted: Packing) -> Packing:
         """Return how rows may be filled.

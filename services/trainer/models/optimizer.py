@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
+from shared.weights.parts import localized
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class PolicyOptimizer:
         rate = learning_rate_at(self.updates, self._total_updates, self._config)
         limit = self._config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self._masters.values(), math.inf if limit is None else limit)
-        grad_norm = float(norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             for group in self._adam.param_groups:
@@ -140,12 +142,12 @@ class PolicyOptimizer:
                 raise ModelError(f"the checkpoint's optimiser state of {name} has another shape than the model")
             if found:
                 self._adam.state[master] = {
-                    key: value.to(device="cpu" if key == "step" else master.device).clone()
+                    key: value.to("cpu").clone() if key == "step" else localized(value, master)
                     for key, value in found.items()
                 }
             if f"master/{name}" in tensors and master is not self._parameters[name]:
                 with torch.no_grad():
-                    master.copy_(tensors[f"master/{name}"])
+                    master.copy_(localized(tensors[f"master/{name}"], master))
         expected = {f"{key}/{name}" for name in self._masters for key in (*_ADAM_STATE, "master")}
         unknown = sorted(set(tensors) - expected)
         if unknown:

@@ -6,21 +6,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shared.weights.flat_parameters import FlatParameters
+from shared.weights.parameters import Parameters
+from shared.weights.parts import Part
+from shared.weights.sharded_parameters import ShardedParameters
 
 _PREFIX = "version"
 
 
 class VersionedWeights:
-    """Copies of the flat weights, one for each version that a trained token may have.
+    """Copies of the weights, one for each version that a trained token may have.
 
     Args:
-        flat: the model's weights.
+        weights: the model's.
     """
 
-    def __init__(self, flat: FlatParameters) -> None:
-        self._flat = flat
-        self._kept: dict[int, dict[torch.dtype, Tensor]] = {}
+    def __init__(self, weights: Parameters) -> None:
+        self._weights = weights
+        self._kept: dict[int, dict[str, Tensor]] = {}
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -32,8 +34,7 @@ class VersionedWeights:
 
         Version 0 is never published: every engine starts with the weights of the model's directory.
         """
-        copied = self._flat.as_published() if version else {d: b.clone() for d, b in self._flat.buffers.items()}
-        self._kept[version] = copied
+        self._kept[version] = self._weights.copies(as_published=bool(version))
         for old in [each for each in self._kept if each < oldest]:
             del self._kept[old]
 
@@ -45,30 +46,35 @@ class VersionedWeights:
             KeyError: the version is not kept.
         """
         chosen = self._kept[version]
-        present = {dtype: buffer.clone() for dtype, buffer in self._flat.buffers.items()}
+        present = self._weights.copies(as_published=False)
         try:
-            self._fill(chosen)
+            self._weights.fill(chosen)
             yield
         finally:
-            self._fill(present)
+            self._weights.fill(present)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the copies as named tensors."""
+        """Return the copies that one rank has whole as named tensors: one run of elements per version and dtype."""
         return {
-            f"{_PREFIX}/{version}/{str(dtype).removeprefix('torch.')}": buffer
-            for version, buffers in self._kept.items()
-            for dtype, buffer in buffers.items()
+            f"{_PREFIX}/{version}/{dtype}": run for version, runs in self._kept.items() for dtype, run in runs.items()
         }
+
+    def parts(self) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[Part]]:
+        """Return the same names with shape and dtype, and this rank's parts of them."""
+        assert isinstance(self._weights, ShardedParameters)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        parts: list[Part] = []
+        for version, copies in self._kept.items():
+            prefix = f"{_PREFIX}/{version}"
+            for dtype, count in self._weights.run_lengths().items():
+                shapes[f"{prefix}/{str(dtype).removeprefix('torch.')}"] = ((count,), dtype)
+            parts += self._weights.run_parts(copies, prefix)
+        return shapes, parts
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what ``state`` returned, in place of what was kept."""
-        self._kept = {}
+        runs: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             _, version, dtype = name.split("/")
-            device = self._flat.buffers[getattr(torch, dtype)].device
-            self._kept.setdefault(int(version), {})[getattr(torch, dtype)] = tensor.to(device).clone()
-
-    @torch.no_grad()
-    def _fill(self, buffers: Mapping[torch.dtype, Tensor]) -> None:
-        for dtype, buffer in buffers.items():
-            self._flat.buffers[dtype].copy_(buffer)
+            runs.setdefault(int(version), {})[dtype] = tensor
+        self._kept = {version: self._weights.from_runs(of_version) for version, of_version in runs.items()}

@@ -7,13 +7,14 @@ its file is withdrawn, and its memory is free when the last reader lets go.
 import logging
 import time
 from pathlib import Path
+from typing import Protocol
 
 from shared.config.publication import DeltaConfig
 from shared.errors import Conflict
 from shared.schemas.publication import DeltaManifest, Manifest
 from shared.weights.delta import changed_blocks, patch_bytes, write_patch
-from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
+from shared.weights.layout import ImageLayout
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,26 @@ PATIENCE_SECONDS = 1.0
 PAUSE_SECONDS = 0.02
 
 
+class Snapshots(Protocol):
+    """Weights that can be copied into an image."""
+
+    @property
+    def layout(self) -> ImageLayout:
+        """Of the image."""
+
+    def snapshot_into(self, image: WeightImage) -> None:
+        """Write header and weights; blocks.
+
+        Raises:
+            Conflict: the image is still being read.
+        """
+
+
 class ImagePool:
     """A few images of one layout, used in turn. An image that somebody still reads is not touched.
 
     Args:
-        flat: the weights that are copied.
+        weights: what is copied.
         directory: where images lie; None chooses shared memory where there is room.
         slice_bytes: size of one broadcast.
         delta: whether and how patches are made; None makes none.
@@ -35,13 +51,13 @@ class ImagePool:
 
     def __init__(
         self,
-        flat: FlatParameters,
+        weights: Snapshots,
         *,
         directory: Path | None = None,
         slice_bytes: int = DEFAULT_SLICE_BYTES,
         delta: DeltaConfig | None = None,
     ) -> None:
-        self._flat = flat
+        self._weights = weights
         self._delta = delta
         self._base: tuple[WeightImage, str] | None = None
         self.patch: WeightImage | None = None
@@ -69,7 +85,7 @@ class ImagePool:
                 if not self._is_kept(image) and self._write(image):
                     return image.path
             if len(self._images) < MAX_IMAGES:
-                self._images.append(WeightImage.create(self._flat.layout.image_bytes, directory=self._directory))
+                self._images.append(WeightImage.create(self._weights.layout.image_bytes, directory=self._directory))
                 continue
             if time.monotonic() > end:
                 self._withdraw_oldest()
@@ -156,7 +172,7 @@ class ImagePool:
 
     def _write(self, image: WeightImage) -> bool:
         try:
-            self._flat.snapshot_into(image)
+            self._weights.snapshot_into(image)
         except Conflict:
             return False
         self._newest = image

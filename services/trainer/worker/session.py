@@ -30,6 +30,7 @@ from shared.config.spec import ExperimentSpec
 from shared.model_hub import fetched
 from shared.schemas.service import Failure
 from shared.streams.plane import DataPlane
+from shared.weights.flat_parameters import FlatParameters
 from shared.weights.transport import WeightSender
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,10 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             recorder.forget(after_step=progress.step, lost=line.lost)
             recorder.keep_spec(spec.model_dump_json())
         how = spec.asynchrony.publication
-        images = ImagePool(learner.flat, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
+        assert isinstance(learner.weights, FlatParameters)
+        images = ImagePool(
+            learner.weights, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta
+        )
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
         source = GroupSource(

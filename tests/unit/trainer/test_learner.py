@@ -81,7 +81,7 @@ def test_only_the_largest_and_smallest_rewards_are_trained_where_these_are_drawn
     whole_other, _ = trained(other, {"advantage": {"kind": "reinforce"}})
 
     def weights(learner: Learner) -> torch.Tensor:
-        return learner.flat.buffers[torch.float32]
+        return learner.weights.copies(as_published=False)["float32"]
 
     assert torch.equal(weights(first), weights(second))
     assert not torch.equal(weights(first), weights(seeded)), "another seed draws others"
@@ -99,9 +99,12 @@ def test_a_shuffled_pass_trains_the_same_samples_in_other_mini_batches() -> None
     again, _ = trained(groups, {}, shuffle=True, epochs_per_step=2)
     ordered, _ = trained(groups, {}, epochs_per_step=2)
 
-    name = torch.float32
-    assert torch.equal(learner.flat.buffers[name], again.flat.buffers[name])
-    assert not torch.equal(learner.flat.buffers[name], ordered.flat.buffers[name])
+    assert torch.equal(
+        learner.weights.copies(as_published=False)["float32"], again.weights.copies(as_published=False)["float32"]
+    )
+    assert not torch.equal(
+        learner.weights.copies(as_published=False)["float32"], ordered.weights.copies(as_published=False)["float32"]
+    )
     assert mixed["loss/policy"] != losses["loss/policy"], "means over other mini-batches"
     assert mixed["ratio/approx_kl"] == pytest.approx(losses["ratio/approx_kl"], rel=1e-4), "of the same tokens"
 
@@ -123,15 +126,17 @@ def test_groups_without_a_difference_leave_only_momentum() -> None:
     learner = Learner(spec, LoadedModel(a_model(), Path()))
     flat = a_group([1.0, 1.0, 1.0, 1.0])
 
-    before = learner.flat.buffers[torch.float32].clone()
+    before = learner.weights.copies(as_published=False)["float32"].clone()
     learner.train([flat], 1)
-    unmoved = learner.flat.buffers[torch.float32].clone()
+    unmoved = learner.weights.copies(as_published=False)["float32"].clone()
     learner.train([a_group([0.0, 1.0, 1.0, 0.0], 1)], 2)
-    moved = learner.flat.buffers[torch.float32].clone()
+    moved = learner.weights.copies(as_published=False)["float32"].clone()
     result = learner.train([flat], 3)
 
     assert torch.equal(before, unmoved)
-    assert not torch.equal(moved, learner.flat.buffers[torch.float32]), "as a loop that computes its zeros would do"
+    assert not torch.equal(moved, learner.weights.copies(as_published=False)["float32"]), (
+        "as a loop that computes its zeros would do"
+    )
     assert result.updates[0].grad_norm == 0
 
 
@@ -158,12 +163,12 @@ def test_recompute_at_version_uses_the_weights_that_sampled() -> None:
     for each in (learner, recomputed):
         each.train([a_group([0.0, 1.0, 0.5, 0.0])], 1)
     learner.keep_version(1, 0)
-    weights = learner.flat.buffers[torch.float32].clone()
+    weights = learner.weights.copies(as_published=False)["float32"].clone()
 
     under_version_0 = learner.train([old], 2).metrics
     fresh = recomputed.train([old], 2).metrics
 
-    assert not torch.equal(weights, learner.flat.buffers[torch.float32])
+    assert not torch.equal(weights, learner.weights.copies(as_published=False)["float32"])
     assert fresh["ratio/approx_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(under_version_0["ratio/approx_kl"]) > 1e-4
     assert learner.versions is not None

@@ -181,9 +181,9 @@ def test_modules_that_cannot_be_flat_are_refused(module: nn.Module, message: str
 def test_weights_as_published_are_those_that_a_receiver_loads() -> None:
     flat = FlatParameters(nn.Linear(8, 8), wire_dtype=torch.bfloat16)
 
-    published = flat.as_published()
+    published = flat.copies(as_published=True)["float32"]
 
-    (dtype, buffer) = next(iter(flat.buffers.items()))
-    assert published[dtype].dtype is dtype
-    assert torch.equal(published[dtype], buffer.to(torch.bfloat16).to(dtype))
-    assert not torch.equal(published[dtype], buffer)
+    buffer = flat.buffers[torch.float32]
+    assert published.dtype is torch.float32
+    assert torch.equal(published, buffer.to(torch.bfloat16).to(torch.float32))
+    assert not torch.equal(published, buffer)

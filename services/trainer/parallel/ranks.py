@@ -1,0 +1,149 @@
+"""The ranks of a training job, and the few collectives that a step needs beside those of sharded weights.
+
+One rank has no process group, and everything here gives back what it is given: that path does not change a bit.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from services.trainer.algorithms.metrics import Metrics, Tally, combine
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """What a process is in its job.
+
+    Attributes:
+        rank, size: of this process, and of the job.
+        mesh: axes ``replicate`` and ``shard``, whose product is the job; None for one rank.
+        device: where collectives take their tensors.
+    """
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank keeps the loop, the planner, the publisher and the checkpoints."""
+        return self.rank == 0
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the weights are sharded."""
+        return self.mesh is not None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up the ranks' tensors of one shape; every rank gets the same bits."""
+        if self.mesh is not None:
+            dist.all_reduce(values)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Take the largest of the ranks' values, element by element."""
+        if self.mesh is not None:
+            values = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def combine(self, metrics: Metrics) -> Metrics:
+        """Add up the tallies of all ranks, in the order of the ranks."""
+        if self.mesh is None:
+            return metrics
+        mine = json.dumps({name: [float(tally.total), float(tally.count)] for name, tally in metrics.items()})
+        return combine(_tallies(json.loads(each)) for each in self.gather(mine.encode()))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in their order."""
+        if self.mesh is None:
+            return [payload]
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(payload)], device=self.device))
+        longest = max(int(length) for length in lengths)
+        mine = torch.zeros(max(1, longest), dtype=torch.uint8, device=self.device)
+        mine[: len(payload)] = _tensor(payload).to(self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine)
+        return [_bytes(each[: int(length)]) for each, length in zip(found, lengths, strict=True)]
+
+    def broadcast(self, payload: bytes | None, length: int) -> bytes:
+        """Return the leader's bytes on every rank; the others know their length, and pass None."""
+        if self.mesh is None:
+            assert payload is not None
+            return payload
+        empty = torch.empty(length, dtype=torch.uint8, device=self.device)
+        values = empty if payload is None else _tensor(payload).to(self.device)
+        if length:
+            dist.broadcast(values, src=0)
+        return _bytes(values)
+
+
+ONE_RANK = Ranks()
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How many ranks each axis has.
+
+    Attributes:
+        replicate: copies of the sharded weights (HSDP); 1 for plain FSDP.
+        shard: ranks that a copy is divided among.
+    """
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self.replicate * self.shard
+
+
+@contextmanager
+def joined(shape: MeshShape, device: torch.device, *, timeout_seconds: float) -> Iterator[Ranks]:
+    """Join the job that ``torch.distributed.run`` started this process in.
+
+    Args:
+        shape: of the mesh.
+        device: of this rank.
+        timeout_seconds: a collective that takes longer ends this process' part with an error.
+
+    Raises:
+        ValueError: the job has another size than the mesh.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        size = dist.get_world_size()
+        if size != shape.size:
+            raise ValueError(f"the job has {size} ranks, the mesh {shape.size}")
+        mesh = init_device_mesh(device.type, (shape.replicate, shape.shard), mesh_dim_names=(REPLICATE, SHARD))
+        yield Ranks(dist.get_rank(), size, mesh, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tallies(found: Mapping[str, list[float]]) -> Metrics:
+    return {
+        name: Tally(torch.tensor(total, dtype=torch.float32), torch.tensor(count, dtype=torch.float32))
+        for name, (total, count) in found.items()
+    }
+
+
+def _tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.cpu().numpy().tobytes()

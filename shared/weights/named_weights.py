@@ -1,0 +1,83 @@
+"""What a module's weights are called in its checkpoint, and where each of them lies in an image."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shared.weights.checkpoint_names import pieces_of
+from shared.weights.layout import ImageLayout
+from shared.weights.tensors import on_wire, safetensors_name
+
+
+@dataclass(frozen=True, eq=False)
+class NamedWeights:
+    """The parameters of a module, each once, and the image that they make.
+
+    Attributes:
+        groups: by the name of the module that the checkpoint keeps, all parameters that are this memory.
+        by_dtype: those names, by dtype in memory, in the module's order.
+        first: by dtype in memory, the checkpoint's tensor that its run of bytes in the image begins with.
+        layout: of the image; weights of one dtype in memory follow one another there in the order of ``by_dtype``.
+    """
+
+    groups: Mapping[str, list[nn.Parameter]]
+    by_dtype: Mapping[torch.dtype, list[str]]
+    first: Mapping[torch.dtype, str]
+    layout: ImageLayout
+
+    @classmethod
+    def of(cls, module: nn.Module, wire_dtype: torch.dtype | None) -> Self:
+        """Find them, and lay out an image in ``wire_dtype`` (None keeps each dtype)."""
+        groups = distinct(module)
+        by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
+        for name, tied in groups.items():
+            by_dtype[tied[0].dtype].append(name)
+        pieces = {
+            dtype: pieces_of(module, {name: tuple(groups[name][0].shape) for name in names})
+            for dtype, names in by_dtype.items()
+        }
+        layout = ImageLayout.of(
+            {
+                piece.name: (piece.shape, safetensors_name(on_wire(dtype, wire_dtype)))
+                for dtype, of_dtype in pieces.items()
+                for piece in of_dtype
+            }
+        )
+        return cls(groups, by_dtype, {dtype: of_dtype[0].name for dtype, of_dtype in pieces.items()}, layout)
+
+
+def distinct(module: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Group parameters that are one memory under the name that the checkpoint gives it, in the module's order."""
+    dropped = _dropped_names(module)
+    names: dict[object, str] = {}
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = _memory(parameter)
+        if key not in names:
+            names[key] = name
+            groups[name] = [parameter]
+            continue
+        kept = names[key]
+        if all(parameter is not other for other in groups[kept]):
+            groups[kept].append(parameter)
+        if kept in dropped and name not in dropped:
+            names[key] = name
+            groups[name] = groups.pop(kept)
+    return groups
+
+
+def _memory(parameter: nn.Parameter) -> object:
+    if isinstance(parameter, DTensor) or parameter.device.type == "meta" or parameter.numel() == 0:
+        return id(parameter)
+    return (parameter.data_ptr(), parameter.dtype, tuple(parameter.shape), parameter.stride())
+
+
+def _dropped_names(module: nn.Module) -> frozenset[str]:
+    """Name the tied weights that transformers leaves out of a checkpoint."""
+    tied: Mapping[str, str] | None = getattr(module, "all_tied_weights_keys", None)
+    return frozenset(tied or ())

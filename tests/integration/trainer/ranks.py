@@ -1,0 +1,65 @@
+"""A job of a few processes on this machine, each of which calls one function; what they return comes back."""
+
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from services.trainer.parallel.ranks import MeshShape, Ranks, joined
+
+Work = Callable[[Ranks, Any], Any]
+DEADLINE_SECONDS = 240.0
+
+
+def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1) -> list[Any]:
+    """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback."""
+    shape = MeshShape(shard=shard, replicate=replicate)
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = [
+        context.Process(target=_rank, args=(rank, shape, port, work, argument, results)) for rank in range(shape.size)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    try:
+        while len(found) < shape.size:
+            rank, value, failure = results.get(timeout=DEADLINE_SECONDS)
+            assert failure is None, f"rank {rank}: {failure}"
+            found[rank] = value
+    except queue.Empty:
+        raise AssertionError(f"ranks {sorted(set(range(shape.size)) - set(found))} do not end") from None
+    finally:
+        for process in processes:
+            process.join(timeout=10 if len(found) == shape.size else 0)
+            process.kill()
+            process.join()
+    return [found[rank] for rank in range(shape.size)]
+
+
+def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment_of(rank, shape.size, port)
+    try:
+        with joined(shape, torch.device("cpu"), timeout_seconds=60) as ranks:
+            results.put((rank, work(ranks, argument), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def environment_of(rank: int, size: int, port: int) -> Mapping[str, str]:
+    """Return what ``torch.distributed.run`` tells a rank."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }

@@ -23,7 +23,7 @@ from shared.faults.sites import Site
 from shared.retry import DATA_PLANE, retry
 from shared.samples.kinds import SampleKind
 from shared.samples.recorder import KeepsEnded, NothingKept
-from shared.schemas.grading import Grade, GradingMessage, GradingSample
+from shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.holding import holding
 from shared.streams.hop import Claim, Hop, Resolution
@@ -63,6 +63,12 @@ def grading_samples(group: Group) -> list[GradingSample]:
             label=group.task.label,
             data_source=group.task.data_source,
             metadata=dict(group.task.metadata),
+            turns=tuple(
+                GradingTurn(observation=turn.observation, response=turn.text, reward=turn.reward)
+                for turn in trajectory.turns
+            ),
+            finish_reason=trajectory.finish_reason.value,
+            measured=dict(trajectory.metrics),
         )
         for index, trajectory in enumerate(group.trajectories)
     ]
@@ -89,7 +95,7 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Col
                 components=_bounded(grade.components, kept),
                 reason=grade.reason,
                 timings={**trajectory.timings, "grading_seconds": seconds},
-                metrics=_bounded(grade.metrics, kept),
+                metrics={**trajectory.metrics, **_bounded(grade.metrics, kept)},
                 answer=None if grade.answer is None else grade.answer[:LONGEST_ANSWER],
             )
         )
@@ -104,8 +110,15 @@ def _bounded(values: Mapping[str, float], kept: Collection[str]) -> dict[str, fl
 
 
 def is_gradable(trajectory: Trajectory) -> bool:
-    """Whether the policy finished it: an aborted one says nothing about the policy."""
-    return trajectory.finish_reason is not FinishReason.ABORTED
+    """Whether the policy finished it: an aborted one, or one whose episode failed, says nothing about the policy."""
+    return trajectory.finish_reason is not FinishReason.ABORTED and trajectory.status is not GradeStatus.ERROR
+
+
+def ungraded(trajectory: Trajectory) -> Grade:
+    """Make the grade of a trajectory that is not gradable."""
+    if trajectory.status is GradeStatus.ERROR:
+        return Grade.error(trajectory.reason or "the episode failed")
+    return Grade.abstained("the completion was aborted")
 
 
 def used_names(config: RewardConfig) -> frozenset[str]:
@@ -120,7 +133,8 @@ def why_filtered(group: Group, config: RewardConfig) -> str | None:
     rewards = group.rewards()
     metric = None if config.group_filter is None else config.group_filter.metric
     if metric is not None:
-        rewards = [t.metrics.get(metric, t.reward) for t in group.trajectories if t.reward is not None]
+        scored = [t for t in group.trajectories if t.reward is not None and not t.is_baseline]
+        rewards = [t.metrics.get(metric, t.reward or 0.0) for t in scored]
     if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
         return "zero_spread"
     if config.group_filter is not None and not keeps(rewards, config.group_filter):
@@ -262,7 +276,7 @@ class RewardConsumer:
         started = time.perf_counter()
         samples = grading_samples(group)
         wanted = [index for index, trajectory in enumerate(group.trajectories) if is_gradable(trajectory)]
-        grades = [Grade.abstained("the completion was aborted") for _ in samples]
+        grades = [ungraded(trajectory) for trajectory in group.trajectories]
         if wanted:
             if (faults := armed()) is not None:
                 await faults.reach(Site.REWARD_SCORE)

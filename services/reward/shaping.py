@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from services.reward.normalisation import RunningMoments, normalise
 from shared.config.shaping import LengthRewardConfig, OverlongConfig, RepetitionConfig, ShapingConfig, TruncatedConfig
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from shared.schemas.trajectory import GradeStatus, Group
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def shaped_group(group: Group, config: ShapingConfig) -> Group:
     answers = []
     for index in scored:
         trajectory = group.trajectories[index]
-        is_truncated = trajectory.finish_reason is FinishReason.LENGTH
+        is_truncated = trajectory.finish_reason.is_truncation
         reward = trajectory.reward
         assert reward is not None
         answers.append(Graded(reward, trajectory.num_sampled, is_truncated, text=trajectory.text))

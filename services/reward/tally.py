@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 LABEL_WORDS = ("label",)
 """What an error says that a label made: the verifiers' own words."""
@@ -49,7 +49,7 @@ class GradingTally:
 
     def _add_sample(self, trajectory: Trajectory) -> None:
         self._count("samples")
-        self._count("truncated", trajectory.finish_reason is FinishReason.LENGTH)
+        self._count("truncated", trajectory.finish_reason.is_truncation)
         self._count("empty", not trajectory.text.strip())
         self._count("answered", trajectory.answer is not None)
         if trajectory.status is GradeStatus.ERROR:

@@ -116,6 +116,7 @@ class SessionOpener:
             train=training,
             evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
             prompt=PromptLimit.of(spec),
+            greedy_baseline=spec.algorithm.advantage.kind == "remax",
         )
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())

@@ -212,7 +212,8 @@ class GpgConfig(_Estimator):
 
 
 class RemaxConfig(_Estimator):
-    """Reward-to-go less the reward of a greedy answer to the same prompt (Li et al. 2024)."""
+    """Reward-to-go less the reward of a greedy answer to the same prompt (Li et al. 2024), which is sampled besides
+    the group and not trained."""
 
     kind: Literal["remax"] = "remax"
 
@@ -231,7 +232,7 @@ class TokenBaselineConfig(_Estimator):
 
 
 class _Agentic(_Estimator):
-    """Estimators over steps of an environment, where each step is a sequence."""
+    """Estimators over steps of an environment, where each turn is a step; one completion alone is one step."""
 
     gamma: float = Field(0.95, gt=0, le=1)
     """Discount per environment step."""
@@ -274,10 +275,10 @@ AdvantageConfig = Annotated[
     | ReinforceBaselineConfig
     | OpoConfig
     | GpgConfig
-    | TokenBaselineConfig,
+    | TokenBaselineConfig
+    | RemaxConfig
+    | GigpoConfig
+    | StepReinforceConfig,
     Field(discriminator="kind"),
 ]
 """The estimator, chosen by ``kind``."""
-
-AnyAdvantageConfig = AdvantageConfig | RemaxConfig | GigpoConfig | StepReinforceConfig
-"""With those whose inputs no service makes: they are there for who calls the functions, not in a spec."""

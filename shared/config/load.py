@@ -33,12 +33,6 @@ PLAIN = {
     "list_type": "must be a list",
 }
 """Types of problem that pydantic tells of in Python's words."""
-NOT_MADE = {
-    "remax": "greedy answers beside the sampled ones, which rollouts do not make: use rloo",
-    "gigpo": "the states of an environment's steps, which single turns do not have: use grpo",
-    "step_reinforce": "the states of an environment's steps, which single turns do not have: use reinforce",
-}
-"""Estimators that people know and that a spec does not offer: what they need, and the way out."""
 SECTION = "a section with keys of its own is wanted here"
 SECTION_WANTED = frozenset({"model_type", "model_attributes_type"})
 BRANCH = re.compile(r"[a-z-]+\[.*\]$", re.DOTALL)
@@ -244,8 +238,6 @@ def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"at least {item['ctx']['min_length']} of these must be given, {item['ctx']['actual_length']} are"
     if item["type"] in PLAIN:
         return PLAIN[item["type"]]
-    if item["type"] == "union_tag_invalid" and item["ctx"]["tag"] in NOT_MADE:
-        return f"{item['ctx']['tag']} needs {NOT_MADE[item['ctx']['tag']]}"
     if item["type"] != "union_tag_not_found":
         return str(item["msg"]).removeprefix("Value error, ")
     tag = str(item["ctx"]["discriminator"]).strip("'")

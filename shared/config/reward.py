@@ -122,6 +122,12 @@ class VerlDefaultConfig(ComponentConfig):
     """Grade programs (codecontests, apps, codeforces, taco), which needs a sandbox. False: they are refused."""
 
 
+class EnvironmentRewardConfig(ComponentConfig):
+    """What the environment gave: the sum of its rewards over the turns of the episode."""
+
+    kind: Literal["environment"] = "environment"
+
+
 def _is_url(text: str) -> str:
     try:
         url = httpx.URL(text)
@@ -193,7 +199,14 @@ class RemoteConfig(ComponentConfig):
 
 
 Component = Annotated[
-    ExactConfig | NumericConfig | MathConfig | CustomConfig | CodeConfig | VerlDefaultConfig | RemoteConfig,
+    ExactConfig
+    | NumericConfig
+    | MathConfig
+    | CustomConfig
+    | CodeConfig
+    | VerlDefaultConfig
+    | EnvironmentRewardConfig
+    | RemoteConfig,
     Field(discriminator="kind"),
 ]
 

@@ -17,7 +17,7 @@ from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
-from shared.config.reward import CodeConfig, RewardConfig, VerlDefaultConfig
+from shared.config.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
 from shared.config.samples import SamplesConfig
 from shared.config.tracking import TrackingConfig
@@ -54,6 +54,11 @@ class ExperimentSpec(Config):
             component.runs_code if isinstance(component, VerlDefaultConfig) else isinstance(component, CodeConfig)
             for component in self.reward.components
         )
+
+    @property
+    def environment_weight(self) -> float:
+        """Factor of the environment's own rewards in the reward; 0 where they are not part of it."""
+        return sum(each.weight for each in self.reward.components if isinstance(each, EnvironmentRewardConfig))
 
     @property
     def groups_per_step(self) -> int:

@@ -48,7 +48,7 @@ _TEXTS = (
     "num_sampled",
 )
 _MAPS = ("components", "metrics", "timings")
-_READ = ("place", *_TEXTS, *_MAPS, "messages", "versions", "lags", "advantages")
+_READ = ("place", *_TEXTS, *_MAPS, "messages", "turns", "is_baseline", "versions", "lags", "advantages")
 
 
 def read_page(
@@ -107,6 +107,8 @@ def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> SampleView
         **{name: row.get(name) for name in _TEXTS},
         **{name: dict(row.get(name) or ()) for name in _MAPS},
         messages=tuple({"role": role, "content": content} for role, content in json.loads(row["messages"])),
+        is_baseline=bool(row.get("is_baseline")),
+        turns=tuple(json.loads(row.get("turns") or "[]")),
         oldest_version=min(row["versions"]),
         newest_version=max(row["versions"]),
         lag=max(row["lags"]) if row["lags"] else None,

@@ -15,6 +15,7 @@ import numpy as np
 from shared.samples.kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
 from shared.schemas.task import Message, Task
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.schemas.turns import Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,6 +112,8 @@ def _of_trajectories() -> list[tuple[str, pa.DataType, Callable[[Trajectory], An
         ("metrics", numbers, lambda t: list(t.metrics.items())),
         ("num_sampled", pa.int32(), lambda t: t.num_sampled),
         ("resumed_tokens", pa.int32(), lambda t: t.resumed_tokens),
+        ("turns", pa.string(), lambda t: _json([turn.to_wire() for turn in t.turns]) if t.turns else None),
+        ("is_baseline", pa.bool_(), lambda t: t.is_baseline),
     ]
 
 
@@ -197,6 +200,9 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         timings=dict(row["timings"]),
         metrics=dict(row.get("metrics") or ()),
         resumed_tokens=row["resumed_tokens"],
+        # Files that were written before there were turns have neither.
+        turns=tuple(Turn.from_wire(turn) for turn in json.loads(row.get("turns") or "[]")),
+        is_baseline=row.get("is_baseline") or False,
     )
 
 

@@ -34,6 +34,17 @@ class GradingMessage(TolerantWire):
     content: Text
 
 
+class GradingTurn(TolerantWire):
+    """One turn of an episode."""
+
+    observation: Text
+    """What the policy was shown since its last turn: an observation, tool results; empty in the first turn."""
+    response: Text
+    """What the policy sampled, decoded."""
+    reward: FiniteFloat | None = None
+    """What the environment gave for it; null where nothing did."""
+
+
 class GradingSample(TolerantWire):
     """One answer to be graded, with all that a grader may need to know about it."""
 
@@ -44,13 +55,19 @@ class GradingSample(TolerantWire):
     messages: tuple[GradingMessage, ...] = ()
     """The chat prompt that ``prompt`` was rendered from; empty if the task was not a chat."""
     response: Text
-    """What the policy sampled, decoded."""
+    """What the policy sampled, decoded; of several turns the last."""
     label: Text | None = None
     """What to compare with, if the dataset has it."""
     data_source: str | None = None
     """Name of the dataset the task came from, if it has one."""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     """Further columns of the dataset's row, unchanged."""
+    turns: tuple[GradingTurn, ...] = ()
+    """The turns of an episode; empty where there is one prompt and one completion."""
+    finish_reason: str | None = None
+    """Why the answer or the episode ended: stop, length, turns, tokens. Null: the sender does not say."""
+    measured: dict[Text, FiniteFloat] = Field(default_factory=dict)
+    """What the environment measured, such as ``environment/success``."""
 
 
 class Grade(TolerantWire):

@@ -68,6 +68,10 @@ class SampleView(Wire):
     ended: str | None
     """Why the group was filtered or dropped, or failed."""
     num_sampled: int
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """Of an episode, one after the other: ``observation``, ``text``, ``reward``, ``finish_reason``, positions."""
+    is_baseline: bool = False
+    """It was answered greedily for the others to be compared with, and is not trained."""
     oldest_version: int
     """That sampled a token."""
     newest_version: int

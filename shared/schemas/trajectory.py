@@ -14,19 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.schemas.task import Task
+from shared.schemas.turns import FinishReason as FinishReason
+from shared.schemas.turns import Turn, check_turns
 
 GROUP_SCHEMA = 2
 
 NO_VERSION = -1
 """In place of a policy version: no policy sampled the tokens, such as those of an answer that people wrote."""
-
-
-class FinishReason(StrEnum):
-    """Why sampling of a trajectory ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
 
 
 class GradeStatus(StrEnum):
@@ -49,12 +43,14 @@ class Trajectory:
         versions: run-length ``(start, version)`` over token positions, first start 0, starts increasing.
             The prompt has the version of the first sampled token. ``NO_VERSION`` where no policy sampled.
         finish_reason: why it ended.
-        text: the completion decoded for graders and people; never re-tokenised.
+        text: the completion decoded for graders and people, of several turns the last; never re-tokenised.
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.
         metrics: what graders measured besides the reward, by ``COMPONENT/METRIC``.
         answer: what a grader took for the answer in the text; None if it found none, or does not say.
         timings: durations in seconds by name (``generation_seconds``, ``grading_seconds``).
         resumed_tokens: sampled tokens that came from an earlier rollout, which handed the task over.
+        turns: of an episode, one after the other; empty where there is one prompt and one completion.
+        is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -71,6 +67,8 @@ class Trajectory:
     resumed_tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    turns: tuple[Turn, ...] = ()
+    is_baseline: bool = False
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -82,6 +80,8 @@ class Trajectory:
         # Counting takes half as long as ``all``, which matters for short answers: every hop makes each of them again.
         if np.count_nonzero(np.isfinite(self.log_probs)) != length:
             raise ValueError("log_probs must be finite")
+        if self.turns:
+            check_turns(self.turns, length)
 
     @property
     def num_sampled(self) -> int:
@@ -135,6 +135,8 @@ class Trajectory:
             self.resumed_tokens,
             self.metrics if metrics is None else metrics,
             answer,
+            self.turns,
+            self.is_baseline,
         )
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
@@ -149,11 +151,13 @@ class Trajectory:
             and self.finish_reason is other.finish_reason
             and self.text == other.text
             and self.resumed_tokens == other.resumed_tokens
+            and self.turns == other.turns
+            and self.is_baseline == other.is_baseline
         )
 
     def sampled_to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of all but the grade, for msgpack; arrays as little-endian bytes, not copied."""
-        return {
+        wire = {
             "token_ids": _buffer(self.token_ids, _INT32),
             "loss_mask": _buffer(self.loss_mask, _UINT8),
             "log_probs": _buffer(self.log_probs, _FLOAT32),
@@ -162,6 +166,12 @@ class Trajectory:
             "text": self.text,
             "resumed_tokens": self.resumed_tokens,
         }
+        # One prompt and one completion are the same bytes as before there were turns.
+        if self.turns:
+            wire["turns"] = [turn.to_wire() for turn in self.turns]
+        if self.is_baseline:
+            wire["is_baseline"] = True
+        return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of what a grader may set, for msgpack."""
@@ -199,6 +209,8 @@ class Trajectory:
             # Nor was one that was graded before these were kept given any.
             wire.get("metrics", {}),
             wire.get("answer"),
+            tuple([Turn.from_wire(turn) for turn in wire.get("turns", ())]),
+            wire.get("is_baseline", False),
         )
         received.__post_init__()
         return received
@@ -251,8 +263,8 @@ class Group:
         return min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)
 
     def rewards(self) -> list[float]:
-        """List the rewards of the scored trajectories."""
-        return [t.reward for t in self.trajectories if t.reward is not None]
+        """List the rewards of the scored trajectories, a baseline's left out."""
+        return [t.reward for t in self.trajectories if t.reward is not None and not t.is_baseline]
 
     def has_body_of(self, other: "Group") -> bool:
         """Tell, without reading an array, whether all but the grades is surely the other's.

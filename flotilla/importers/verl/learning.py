@@ -26,7 +26,6 @@ TEST = re.compile(r"(?:token|seq_(?P<reduce>sum|mean|max(?!_k1)))_(?P<statistic>
 ALWAYS_BY_SEQUENCE = frozenset({"sapo", "geo_mean"})
 """Losses that verl averages by sequence, whatever loss_agg_mode says."""
 NOT_OFFERED = {
-    "remax": "needs greedy answers beside the sampled ones, which the rollouts do not make: use rloo",
     "gdpo": "needs a reward per key, which the adapter of a reward function does not pass on: use grpo",
 }
 
@@ -56,6 +55,7 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", _raw),
     "opo": ("opo", _raw),
     "gpg": ("gpg", _raw),
+    "remax": ("remax", lambda s: {}),
     "optimal_token_baseline": ("optimal_token_baseline", lambda s: {"positions": "all"}),
     "tir_optimal_token_baseline": ("optimal_token_baseline", lambda s: {"positions": "sampled"}),
 }

@@ -11,6 +11,7 @@ from services.reward.remote import RemoteVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.custom import CustomVerifier
+from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
@@ -19,6 +20,7 @@ from shared.config.reward import (
     CodeConfig,
     Component,
     CustomConfig,
+    EnvironmentRewardConfig,
     ExactConfig,
     MathConfig,
     NumericConfig,
@@ -76,6 +78,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case VerlDefaultConfig():
             code = _code(CodeConfig(max_cases=CODE_CASES), surroundings) if config.runs_code else None
             return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
+        case EnvironmentRewardConfig():
+            return EnvironmentVerifier()
         case RemoteConfig():
             secret = _secret(config, surroundings)
             networks = surroundings.grader_networks

@@ -3,6 +3,7 @@
 A group that was handed over goes on from what it has: finished members stay, the others are resumed.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.episodes.rendering import Renderer
-from services.rollout.episodes.resumption import begun, rule_of
+from services.rollout.episodes.resumption import Begun, begun, rule_of
 from services.rollout.episodes.special_tokens import SamplingTally
 from shared.config.rollout import SamplingConfig
 from shared.errors import FlotillaError
@@ -27,15 +28,41 @@ GENERATION_SECONDS = "generation_seconds"
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How a turn is sampled, in training and in evaluation, and how long its prompt may be."""
+    """How a turn is sampled, in training and in evaluation, and how long its prompt may be.
+
+    ``greedy_baseline``: whether each training task is answered greedily once more than its group size says.
+    """
 
     train: SamplingConfig
     evaluation: SamplingConfig
     prompt: PromptLimit = field(default_factory=PromptLimit)
+    greedy_baseline: bool = False
+
+    def has_baseline(self, task: Task) -> bool:
+        """Whether a greedy answer belongs to the task's group."""
+        return self.greedy_baseline and task.pinned_version is None
+
+    def sampling_of(self, task: Task) -> SamplingConfig:
+        """Choose what the spec says of a task's turns."""
+        return self.train if task.pinned_version is None else self.evaluation
+
+    def parameters(self, task: Task, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParameters:
+        """Say to the engine how a task's turns are sampled."""
+        sampling = self.sampling_of(task)
+        return SamplingParameters(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            greedy=greedy or task.greedy,
+            stop_token_ids=() if sampling.ignore_eos else stop_token_ids,
+            stop=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
+        )
 
 
 class SingleTurnEpisodes:
-    """Answers a task with ``group_size`` completions of its prompt.
+    """Answers a task with ``group_size`` completions of its prompt, and a greedy one where a baseline is wanted.
 
     Args:
         turns: how they are sampled.
@@ -75,21 +102,12 @@ class SingleTurnEpisodes:
         """
         started = time.perf_counter()
         prompt_ids = self._turns.prompt.fit(self._renderer.prompt_ids(task.messages))
-        sampling = self._parameters(task)
-        rule = rule_of(task, self._resume)
-        had = begun(task, partials, prompt_ids, rule, serving, sampling.max_new_tokens)
-        wanted = [index for index in range(task.group_size) if index not in had.finished]
+        num_members = task.group_size + self._turns.has_baseline(task)
+        max_new_tokens = self._turns.sampling_of(task).max_new_tokens
+        had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, max_new_tokens)
+        wanted = [index for index in range(num_members) if index not in had.finished]
         request_id = f"{'e' if task.pinned_version is not None else 't'}{task.group_id}-{delivery}"
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            seeds=tuple(sample_seed(task.seed, index) for index in wanted),
-            sampling=sampling,
-            holds_weights=task.pinned_version is not None,
-            prefixes=tuple(had.prefixes.get(index) for index in wanted) if had.prefixes else (),
-            resume=rule,
-        )
-        completions = await self._generate(request) if wanted else ()
+        completions = await self._complete(task, request_id, prompt_ids, had, wanted)
         if task.pinned_version is None:
             self._tally.add_prompt(prompt_ids)
             for completion in completions:
@@ -99,8 +117,9 @@ class SingleTurnEpisodes:
         for index, completion in zip(wanted, completions, strict=True):
             before = partials[index] if partials and completion.num_resumed else None
             spent = seconds + (before.timings.get(GENERATION_SECONDS, 0.0) if before is not None else 0.0)
-            members[index] = self._trajectory(prompt_ids, completion, spent)
-        trajectories = tuple(members[index] for index in range(task.group_size))
+            made = self._trajectory(prompt_ids, completion, spent)
+            members[index] = made if index < task.group_size else replace(made, is_baseline=True)
+        trajectories = tuple(members[index] for index in range(num_members))
         return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
 
     async def interrupt(self) -> None:
@@ -110,25 +129,33 @@ class SingleTurnEpisodes:
             for request_id in list(self._in_flight):
                 await self._engine.abort(request_id)
 
+    async def _complete(
+        self, task: Task, request_id: str, prompt_ids: tuple[int, ...], had: Begun, wanted: Sequence[int]
+    ) -> Sequence[Completion]:
+        """Sample the wanted members; the one behind the group, if any, is answered greedily."""
+        parts = []
+        for greedy in (False, True):
+            members = [index for index in wanted if (index >= task.group_size) is greedy]
+            if not members:
+                continue
+            request = GenerationRequest(
+                request_id=request_id + ("-greedy" if greedy else ""),
+                prompt_ids=prompt_ids,
+                seeds=tuple(sample_seed(task.seed, index) for index in members),
+                sampling=self._turns.parameters(task, self._renderer.stop_token_ids, greedy=greedy),
+                holds_weights=task.pinned_version is not None,
+                prefixes=tuple(had.prefixes.get(index) for index in members) if had.prefixes else (),
+                resume=rule_of(task, self._resume),
+            )
+            parts.append(self._generate(request))
+        return [completion for part in await asyncio.gather(*parts) for completion in part]
+
     async def _generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self._in_flight.add(request.request_id)
         try:
             return await self._engine.generate(request)
         finally:
             self._in_flight.discard(request.request_id)
-
-    def _parameters(self, task: Task) -> SamplingParameters:
-        sampling = self._turns.train if task.pinned_version is None else self._turns.evaluation
-        return SamplingParameters(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            greedy=task.greedy,
-            stop_token_ids=() if sampling.ignore_eos else self._renderer.stop_token_ids,
-            stop=sampling.stop,
-            ignore_eos=sampling.ignore_eos,
-        )
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:
         num_prompt, num_sampled = len(prompt_ids), completion.token_ids.shape[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.trainer.algorithms.sequences import PackedSequences
 from shared.errors import DataError
 from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from shared.schemas.turns import Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,8 @@ class TrainingBatch:
         positions: [T] int64, position of each token of the spans within its sequence.
         rollout_log_probs: [T] float32 nats, under the version that sampled the token; 0 where not sampled.
         versions: [T] int64, that version.
+        turns: per sequence, its turns; empty for one prompt and one completion.
+        baselines: [S] float32, reward of the group's greedy answer; None where no group has one.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -44,6 +47,8 @@ class TrainingBatch:
     positions: Tensor
     rollout_log_probs: Tensor
     versions: Tensor
+    turns: tuple[tuple[Turn, ...], ...]
+    baselines: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -91,6 +96,8 @@ class TrainingBatch:
             positions=self.positions[tokens],
             rollout_log_probs=self.rollout_log_probs[tokens],
             versions=self.versions[tokens],
+            turns=tuple(self.turns[number] for number in numbers),
+            baselines=None if self.baselines is None else self.baselines[members],
         )
         return made, tokens
 
@@ -112,12 +119,21 @@ class TrainingBatch:
             self.positions.to(device),
             self.rollout_log_probs.to(device),
             self.versions.to(device),
+            self.turns,
+            None if self.baselines is None else self.baselines.to(device),
         )
 
 
 def scored_trajectories(group: Group) -> tuple[Trajectory, ...]:
-    """List the members that have a reward: an abstention or a failed grade is not a sample of reward 0."""
-    return tuple(t for t in group.trajectories if t.status is GradeStatus.SCORED and t.reward is not None)
+    """List the members to train: an abstention or a failed grade is not a sample of reward 0, a baseline is none."""
+    return tuple(
+        t for t in group.trajectories if t.status is GradeStatus.SCORED and t.reward is not None and not t.is_baseline
+    )
+
+
+def baseline_of(group: Group) -> float | None:
+    """Return the reward of the group's greedy answer; None without one that has a reward."""
+    return next((t.reward for t in group.trajectories if t.is_baseline), None)
 
 
 def check_group(group: Group, vocabulary: int) -> None:
@@ -144,6 +160,7 @@ def make_batch(groups: Sequence[Group]) -> TrainingBatch:
     if not members:
         raise ValueError("a batch needs at least one scored trajectory")
     trajectories = [trajectory for _, _, trajectory in members]
+    baselines = [baseline_of(group) for _, group, _ in members]
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
     spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
@@ -161,6 +178,8 @@ def make_batch(groups: Sequence[Group]) -> TrainingBatch:
         positions=torch.from_numpy(np.concatenate([np.arange(start, t.token_ids.shape[0]) for t, start in cuts])),
         rollout_log_probs=torch.where(mask, log_probs, 0.0),
         versions=torch.from_numpy(np.concatenate([t.token_versions()[start:] for t, start in cuts])),
+        turns=tuple(t.turns for t in trajectories),
+        baselines=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.data.batch import check_group, scored_trajectories
+from services.trainer.data.batch import baseline_of, check_group, scored_trajectories
 from services.trainer.data.group_metrics import Totals
 from shared.errors import Conflict, DataError
 from shared.lineage import VersionLine
@@ -37,12 +37,14 @@ class Requirements:
         min_scored: members with a reward; 2 where members are compared with each other.
         components: names that every reward must be made of.
         max_lag: versions that a token may be older than the one being trained.
+        needs_baseline: whether its greedy answer must have a reward.
     """
 
     vocabulary: int
     min_scored: int
     components: tuple[str, ...]
     max_lag: int
+    needs_baseline: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +266,8 @@ def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, 
         return Resolution.FAILED, "too_few_scored", detail
     if not any(t.num_sampled for t in scored):
         return Resolution.FILTERED, "nothing_sampled", "no trajectory has a sampled token"
+    if requirements.needs_baseline and baseline_of(group) is None:
+        return Resolution.FAILED, "no_baseline", "the greedy answer has no reward"
     missing = [name for name in requirements.components if any(name not in t.components for t in scored)]
     if missing:
         return Resolution.FAILED, "missing_component", f"rewards lack the component {missing[0]}"

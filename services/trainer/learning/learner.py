@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
+from services.trainer.algorithms.advantages import Advantages, compute_advantages
 from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
@@ -21,8 +21,9 @@ from services.trainer.algorithms.objective import TokenFigures, denominators_of,
 from services.trainer.algorithms.resampling import redraw
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
+from services.trainer.learning.advantage_inputs import advantage_inputs
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from services.trainer.learning.prepared import Prepared, component_scores, step_weights
+from services.trainer.learning.prepared import Prepared, step_weights
 from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
@@ -30,7 +31,6 @@ from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
@@ -213,18 +213,14 @@ class Learner:
         correction = config.resolved_correction
         if squares is not None and correction is not None and correction.weight is not None:
             weights = importance_weights(old - batch.rollout_log_probs, batch.sequences, correction.weight)
-        inputs = AdvantageInputs(
-            sequences=batch.sequences,
-            scores=batch.rewards,
-            group_index=batch.group_index,
+        inputs = advantage_inputs(
+            self.spec,
+            batch,
             values=values,
             old_log_probs=old,
             ref_log_probs=reference,
             sum_pi_squared=squares,
             importance_weights=weights,
-            component_scores=component_scores(batch, config.advantage)
-            if isinstance(config.advantage, GdpoConfig)
-            else None,
         )
         kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
         return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=self.kl_coefficient if kl else None)

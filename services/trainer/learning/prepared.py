@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.trainer.algorithms.sample_weights import sequence_weights
 from services.trainer.data.batch import TrainingBatch, scored_trajectories
-from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.errors import DataError
 from shared.schemas.trajectory import Group
@@ -70,12 +69,3 @@ def _difficulty(group: Group, column: str) -> float:
             f"{group.task.group_id}: it must be a number"
         )
     return float(found)
-
-
-def component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:
-    """Lay out the named reward components: [S, K]."""
-    missing = {name for name in config.components for found in batch.components if name not in found}
-    if missing:
-        raise DataError(f"algorithm.advantage.components names {sorted(missing)[0]}, which the rewards do not have")
-    rows = [[found[name] for name in config.components] for found in batch.components]
-    return torch.tensor(rows, dtype=torch.float32, device=batch.rewards.device)

@@ -167,6 +167,7 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
         min_scored=2 if compares else 1,
         components=advantage.components if isinstance(advantage, GdpoConfig) else (),
         max_lag=spec.asynchrony.resolved_max_lag,
+        needs_baseline=advantage.kind == "remax",
     )
 
 

@@ -25,7 +25,7 @@ from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gr
 from tests.goldens.case import Case, NotOffered
 
 
-def estimator_config(options: dict[str, Any]) -> adv.AnyAdvantageConfig:
+def estimator_config(options: dict[str, Any]) -> adv.AdvantageConfig:
     """Translate ``advantage_estimator``, gamma, lambda and ``no_advantage_std_norm``."""
     whiten = adv.WhitenConfig(centre_only=True)
     if not options.get("no_std_norm", False):

@@ -30,7 +30,7 @@ from tests.goldens.compare import AtMost
 WHITENED = adv.WhitenConfig(variance="unbiased", floor="add", epsilon=1e-8)
 
 
-def estimator(config: adv.AnyAdvantageConfig) -> Any:
+def estimator(config: adv.AdvantageConfig) -> Any:
     """An estimator without options of its own."""
     return lambda case: _advantages(case, config)
 
@@ -90,7 +90,7 @@ def gdpo(case: Case) -> dict[str, Any]:
     return _advantages(case, config)
 
 
-def _advantages(case: Case, config: adv.AnyAdvantageConfig) -> dict[str, Any]:
+def _advantages(case: Case, config: adv.AdvantageConfig) -> dict[str, Any]:
     rows, given = Rows.of(case), case.inputs
     components = given.get("component_scores")
     stacked = None if components is None else torch.stack(list(components.values()), 1)

@@ -116,9 +116,6 @@ def test_keys_that_are_merged_in_may_be_replaced() -> None:
     ("override", "words"),
     [
         ("algorithm.resampling={}", "kind is missing, which says what this is: pow, max_min, max_random"),
-        ("algorithm.advantage={kind: remax}", "algorithm.advantage: remax needs greedy answers"),
-        ("algorithm.advantage={kind: gigpo}", "use grpo"),
-        ("algorithm.advantage={kind: step_reinforce}", "use reinforce"),
         ("reward.shaping.normalisation={mean: batch}", "reward.shaping.normalisation.mean: Input should be 'group'"),
         ("reward.components=[{}]", "kind is missing, which says what this is: exact, "),
         ("optimisation=3", "a section with keys of its own is wanted here"),

@@ -64,3 +64,26 @@ async def test_an_evaluation_without_settings_samples_as_training_does() -> None
     )
 
     assert evaluated.sampling == trained.sampling
+
+
+async def test_a_baseline_is_answered_greedily_beside_the_group_in_training_alone() -> None:
+    engine = Recording()
+    await engine.start()
+    sampling = SamplingConfig(max_new_tokens=3)
+    episodes = SingleTurnEpisodes(engine, Letters(), Turns(sampling, sampling, greedy_baseline=True), UNMIXED)
+
+    trained = await episodes.run(a_task(0, group_size=2))
+    again = await episodes.run(a_task(0, group_size=2), trained.trajectories)
+    evaluated = await episodes.run(a_task(1, group_size=2, pinned_version=0))
+    await engine.close()
+
+    assert [member.is_baseline for member in trained.trajectories] == [False, False, True]
+    assert [(request.sampling.greedy, len(request.seeds)) for request in engine.requests] == [
+        (False, 2),
+        (True, 1),
+        (False, 2),
+    ]
+    assert [member.token_ids.tolist() for member in again.trajectories] == [
+        member.token_ids.tolist() for member in trained.trajectories
+    ], "finished members are kept, the baseline too"
+    assert [member.is_baseline for member in evaluated.trajectories] == [False, False]

@@ -17,9 +17,15 @@ from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
 from shared.samples.recorder import MOST_WAITING, SampleRecorder
 from shared.samples.table import facts_of, to_groups, to_table
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from shared.schemas.turns import Turn
 from shared.streams.intervals import IntervalSet
 from shared.testing.builders import a_group, a_task, a_trajectory
 from tests.unit.samples.builders import a_step, trained_tokens
+
+TWO_TURNS = (
+    Turn(0, 3, 4, FinishReason.STOP, "left", reward=-0.1, state=2**62),
+    Turn(4, 6, 8, FinishReason.LENGTH, "up", "a wall\n", reward=None),
+)
 
 
 def assert_same(found: KeptGroup, expected: KeptGroup) -> None:
@@ -41,16 +47,19 @@ def assert_same(found: KeptGroup, expected: KeptGroup) -> None:
 
 
 def test_a_file_gives_back_the_very_same_groups(tmp_path: Path) -> None:
-    task = a_task(7, row=3, group_size=3, metadata={"difficulty": 0.25, "tags": ["ä"]}, data_source="math", seed=2**62)
+    task = a_task(7, row=3, group_size=4, metadata={"difficulty": 0.25, "tags": ["ä"]}, data_source="math", seed=2**62)
     members = (
         a_trajectory(reward=0.1 + 0.2, versions=((0, 3), (5, 4)), text="zwölf\n", timings={"generation_seconds": 0.5}),
         a_trajectory(finish_reason=FinishReason.LENGTH).graded(GradeStatus.ERROR, None, reason="timed out"),
         a_trajectory(sampled_tokens=0).graded(
             GradeStatus.SCORED, 0.0, components={"length": -1.0}, metrics={"exact/x": 2.0}
         ),
+        a_trajectory(turns=TWO_TURNS, is_baseline=True, finish_reason=FinishReason.TURNS).graded(
+            GradeStatus.SCORED, 0.0
+        ),
     )
     first = KeptGroup(
-        Group(task, members, "the prompt"), SampleKind.TRAINED, None, [trained_tokens(members[0]), None, None]
+        Group(task, members, "the prompt"), SampleKind.TRAINED, None, [trained_tokens(members[0]), None, None, None]
     )
     second = KeptGroup(a_group(9, rewards=[0.0, 0.0]), SampleKind.FILTERED, "zero_spread")
     file = SampleFile(
@@ -65,7 +74,7 @@ def test_a_file_gives_back_the_very_same_groups(tmp_path: Path) -> None:
     assert_same(found[1], second)
     facts = facts_of(table.schema.metadata)
     assert (facts["step"], facts["version"], facts["metrics"]) == (12, 4, {"loss/total": 0.1})
-    assert table.column("reward").to_pylist() == [0.1 + 0.2, None, 0.0, 0.0, 0.0]
+    assert table.column("reward").to_pylist() == [0.1 + 0.2, None, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_file_of_another_schema_is_refused() -> None:

@@ -19,7 +19,7 @@ from services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
 from services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
 from services.trainer.algorithms.sequences import PackedSequences, suffix_sum
 from shared.config import advantage as configs
-from shared.config.advantage import AnyAdvantageConfig
+from shared.config.advantage import AdvantageConfig
 from shared.config.algorithm import KlRewardConfig
 
 Value = TypeVar("Value")
@@ -34,6 +34,7 @@ class AdvantageInputs:
         scores: [S] rewards.
         group_index: [S] group ids, in any order.
         token_rewards: [T] rewards per token; absent, each score sits on its sequence's last sampled token.
+        turn_rewards: [T] parts of the scores that were earned before the end: they move there from the last token.
         values: [T] of the critic (gae).
         old_log_probs: [T] nats (KL in the reward, optimal token baseline).
         ref_log_probs: [T] nats (KL in the reward).
@@ -48,6 +49,7 @@ class AdvantageInputs:
     scores: Tensor
     group_index: Tensor | None = None
     token_rewards: Tensor | None = None
+    turn_rewards: Tensor | None = None
     values: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -76,7 +78,7 @@ class Advantages:
 
 
 def compute_advantages(
-    config: AnyAdvantageConfig,
+    config: AdvantageConfig,
     inputs: AdvantageInputs,
     *,
     kl: KlRewardConfig | None = None,
@@ -127,7 +129,7 @@ def _token_kl(kl: KlRewardConfig, inputs: AdvantageInputs) -> tuple[Tensor, Tens
 
 
 def _estimate(
-    config: AnyAdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str
+    config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str
 ) -> tuple[Tensor, Tensor | None]:
     match config:
         case configs.GaeConfig():
@@ -169,7 +171,7 @@ def _estimate(
             return _outcome(config, inputs, charge, order), None
 
 
-def _outcome(config: AnyAdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
+def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
     """Compare whole sequences, then give each token its sequence's advantage."""
     sequences, scores = inputs.sequences, inputs.scores.float()
     if inputs.token_rewards is not None:
@@ -184,7 +186,7 @@ def _outcome(config: AnyAdvantageConfig, inputs: AdvantageInputs, charge: Tensor
     return suffix_sum(rewards, sequences) * sequences.response_mask
 
 
-def _compare(config: AnyAdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
     group_index = _given(inputs.group_index, "group_index")
     members = Groups.of(group_index)
     match config:
@@ -230,7 +232,7 @@ def _compare(config: AnyAdvantageConfig, scores: Tensor, inputs: AdvantageInputs
             raise AssertionError(f"{config.kind} is not an estimator of whole sequences")
 
 
-def _bounded(scores: Tensor, config: AnyAdvantageConfig) -> Tensor:
+def _bounded(scores: Tensor, config: AdvantageConfig) -> Tensor:
     return scores if config.score_clip is None else scores.clamp(*config.score_clip)
 
 
@@ -251,7 +253,10 @@ def _less_batch_mean(
 
 def _token_rewards(inputs: AdvantageInputs, scores: Tensor, charge: Tensor | None) -> Tensor:
     rewards = inputs.token_rewards
-    if rewards is None:
+    if rewards is None and inputs.turn_rewards is not None:
+        rest = scores.float() - inputs.sequences.sum(inputs.turn_rewards)
+        rewards = returns.rewards_at_last_token(rest, inputs.sequences) + inputs.turn_rewards
+    elif rewards is None:
         rewards = returns.rewards_at_last_token(scores, inputs.sequences)
     return rewards if charge is None else rewards - charge
 

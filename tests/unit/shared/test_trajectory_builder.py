@@ -1,0 +1,121 @@
+"""A trajectory of many turns is only appended to, and one turn of it is what a single turn is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.errors import RenderMismatch
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from shared.schemas.turns import FinishReason, Turn
+from shared.streams.codec import decode_group, encode_body, encode_grades
+from shared.testing.builders import a_task, a_trajectory
+from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+
+
+def sampled(
+    builder: TrajectoryBuilder, *tokens: int, version: int = 0, reason: FinishReason = FinishReason.STOP
+) -> None:
+    ids = np.array(tokens, np.int32)
+    builder.sample(ids, -ids.astype(np.float32) / 10, ((0, version),), reason, text=" ".join(map(str, tokens)))
+
+
+def three_turns(tally: RenderTally | None = None) -> TrajectoryBuilder:
+    builder = TrajectoryBuilder(tally)
+    builder.show([1, 2, 3])
+    sampled(builder, 4, 5, version=6)
+    builder.reward(0.5)
+    builder.show([7], "seven", state=70)
+    sampled(builder, 8, version=6)
+    builder.show([9, 10], "nine ten")
+    sampled(builder, 11, 12, version=7, reason=FinishReason.LENGTH)
+    builder.reward(-1.0)
+    return builder
+
+
+def test_tokens_masks_versions_and_turns_are_where_they_were_made() -> None:
+    made = three_turns().build(FinishReason.TURNS)
+
+    assert made.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
+    assert np.flatnonzero(made.loss_mask).tolist() == [3, 4, 6, 9, 10]
+    assert made.log_probs.tolist() == pytest.approx([0, 0, 0, -0.4, -0.5, 0, -0.8, 0, 0, -1.1, -1.2])
+    assert made.versions == ((0, 6), (9, 7))
+    assert made.sampled_versions().tolist() == [6, 6, 6, 7, 7]
+    assert made.turns == (
+        Turn(0, 3, 5, FinishReason.STOP, "4 5", reward=0.5),
+        Turn(5, 6, 7, FinishReason.STOP, "8", "seven", state=70),
+        Turn(7, 9, 11, FinishReason.LENGTH, "11 12", "nine ten", reward=-1.0),
+    )
+    assert made.text == "11 12"
+    assert made.finish_reason.is_truncation
+
+
+def test_what_nobody_answered_is_left_out() -> None:
+    builder = three_turns()
+    builder.show([13, 14], "never answered")
+
+    assert (
+        builder.build(FinishReason.TURNS).token_ids.tolist()
+        == three_turns().build(FinishReason.TURNS).token_ids.tolist()
+    )
+
+
+def test_a_render_that_changes_recorded_tokens_is_refused_and_counted() -> None:
+    tally = RenderTally()
+    builder = three_turns(tally)
+    recorded = builder.token_ids
+
+    builder.extend_to((*recorded, 20, 21), "more")
+    with pytest.raises(RenderMismatch, match="position 4 of 13"):
+        builder.extend_to((*recorded[:4], 99, *recorded[5:], 20, 21, 22))
+    with pytest.raises(RenderMismatch, match="position 5 of 13"):
+        builder.extend_to(recorded[:5])
+
+    assert builder.token_ids == (*recorded, 20, 21)
+    assert (tally.appended, tally.refused) == (4, 2)
+
+
+def test_a_completion_needs_something_that_was_shown() -> None:
+    builder = three_turns()
+
+    with pytest.raises(ValueError, match="shown before"):
+        sampled(builder, 1)
+
+
+def test_going_on_behind_a_turn_gives_the_same_trajectory() -> None:
+    whole = three_turns().build(FinishReason.TURNS)
+
+    builder = TrajectoryBuilder.continuing(whole, 2)
+    builder.show([9, 10], "nine ten")
+    sampled(builder, 11, 12, version=7, reason=FinishReason.LENGTH)
+    builder.reward(-1.0)
+    again = builder.build(FinishReason.TURNS)
+
+    assert again.to_wire() == whole.to_wire()
+
+
+def test_turns_survive_every_hop_and_a_grade() -> None:
+    made = three_turns().build(FinishReason.TURNS)
+    group = Group(a_task(group_size=1), (made.graded(GradeStatus.SCORED, 1.0),))
+
+    (back,) = decode_group(encode_body(group), encode_grades(group)).trajectories
+
+    assert back.turns == made.turns
+    assert back.finish_reason is FinishReason.TURNS
+
+
+def test_a_single_turn_is_on_the_wire_as_it_was_before_there_were_turns() -> None:
+    single = a_trajectory()
+
+    assert set(single.sampled_to_wire()) == {
+        *("token_ids", "loss_mask", "log_probs", "versions", "finish_reason", "text", "resumed_tokens"),
+    }
+    assert Trajectory.from_wire(single.to_wire()).turns == ()
+
+
+@pytest.mark.parametrize("cut", [Turn(0, 0, 11, FinishReason.STOP), Turn(0, 3, 10, FinishReason.STOP)])
+def test_turns_that_do_not_cover_the_tokens_are_refused(cut: Turn) -> None:
+    made = three_turns().build(FinishReason.TURNS)
+
+    with pytest.raises(ValueError, match="turn"):
+        replace(made, turns=(cut,))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from services.trainer.algorithms.advantages import Advantages, compute_advantages
 from services.trainer.data.batch import make_batch
@@ -118,9 +119,9 @@ def test_an_estimator_trains_whole_and_cut_steps_alike(kind: str) -> None:
             optimisation={"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1.0, **layout},
         )
         learner = Learner(spec, LoadedModel(a_model(), Path()))
-        before = learner.flat.buffers[torch.float32].clone()
+        before = parameters_to_vector(learner.loaded.model.parameters()).detach().clone()
         learner.train(groups, 1)
-        weights.append(learner.flat.buffers[torch.float32])
+        weights.append(parameters_to_vector(learner.loaded.model.parameters()).detach())
         assert not torch.equal(before, weights[-1])
 
     torch.testing.assert_close(weights[0], weights[1], atol=1e-5, rtol=0)

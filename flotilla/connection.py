@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import psutil
 
@@ -65,6 +67,25 @@ def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+class Source(Protocol):
+    """A gateway, or what one left."""
+
+    base_url: str
+
+    async def __aenter__(self) -> Self:
+        """Open it."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+
+    async def call(
+        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, deadline_seconds: float = 10.0
+    ) -> Any:
+        """Call a route and return its decoded answer."""
+
+
 def open_client(
     url: str | None, data: Path, *, token: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> GatewayClient:
@@ -95,7 +116,7 @@ def open_client(
     return GatewayClient(url, token)
 
 
-async def list_experiments(client: GatewayClient) -> list[ExperimentView]:
+async def list_experiments(client: Source) -> list[ExperimentView]:
     """List all experiments, oldest first."""
     found: list[ExperimentView] = []
     after: str | None = None
@@ -107,7 +128,7 @@ async def list_experiments(client: GatewayClient) -> list[ExperimentView]:
             return found
 
 
-async def find_experiment(client: GatewayClient, reference: str | None, *, is_unique: bool = False) -> ExperimentView:
+async def find_experiment(client: Source, reference: str | None, *, is_unique: bool = False) -> ExperimentView:
     """Find the experiment that is meant; see ``choose_experiment``."""
     return choose_experiment(await list_experiments(client), reference, is_unique=is_unique)
 

@@ -180,18 +180,18 @@ def _add_kept(commands: "Commands") -> None:
     add_experiment(delete, is_needed=True)
     text = "List an experiment's checkpoints: where they are, which is newest, which is best."
     checkpoints = add_command(commands, "checkpoints", text, "listing:checkpoints")
-    add_experiment(checkpoints)
+    add_experiment(checkpoints, or_directory=True)
     checkpoints.add_argument("--all", action="store_true", help="list those that were removed, too")
     for parser in (ls, delete, checkpoints):
         add_json(parser)
         add_gateway(parser)
     text = "Show what an experiment has come to, and plot it."
     report = add_command(commands, "report", text, "report:report")
-    add_experiment(report)
+    add_experiment(report, or_directory=True)
     report.add_argument("--plot", metavar="FILE", help="PNG to write (default: ID.png here; with --json none)")
     text = "Show experiments side by side: metrics at equal steps, differences of their specs, a plot."
     compare = add_command(commands, "compare", text, "report:compare")
-    add_experiment(compare, is_needed=True)
+    add_experiment(compare, is_needed=True, or_directory=True)
     compare.add_argument("others", nargs="+", metavar="EXPERIMENT", help="one or more to compare it with")
     compare.add_argument("--metric", action="append", metavar="NAME", help="series such as 'loss/*' (may be repeated)")
     compare.add_argument("--step", type=parsing.at_least_zero, help="not beyond this step (default: the last of all)")

@@ -85,9 +85,11 @@ def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def add_experiment(parser: argparse.ArgumentParser, *, is_needed: bool = False) -> None:
+def add_experiment(parser: argparse.ArgumentParser, *, is_needed: bool = False, or_directory: bool = False) -> None:
     """Add the experiment that is meant: ``arguments.experiment``."""
     text = "id, its beginning, or name"
+    if or_directory:
+        text += "; or a directory, such as runs/NAME"
     if is_needed:
         parser.add_argument("experiment", help=text)
     else:

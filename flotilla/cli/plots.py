@@ -68,6 +68,7 @@ def write_comparison(runs: Mapping[str, Progress], path: Path) -> bool:
 
 
 def _draw(axes: Any, points: Points, style: str, **options: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)  # there is no half of a step
     axes.plot([step for step, _, _ in points], [value for _, _, value in points], style, **options)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.cli.health import finding_lines, one_line
-from shared.client import GatewayClient
+from flotilla.connection import Source
 from shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
 
 PAGE = 1000
@@ -95,7 +95,7 @@ class Progress:
         while now - self._sampled[0][0] > SPEED_SECONDS:
             self._sampled.popleft()
 
-    async def refresh(self, client: GatewayClient) -> None:
+    async def refresh(self, client: Source) -> None:
         """Read what is new."""
         path = f"/v1/experiments/{self.view.id}"
         self.view = ExperimentView.model_validate(await client.call("GET", path))

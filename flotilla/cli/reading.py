@@ -1,12 +1,12 @@
 """Lists of an experiment, read to their end."""
 
-from shared.client import GatewayClient
+from flotilla.connection import Source
 from shared.schemas.experiment import CheckpointView, ExperimentView, Page
 
 PAGE = 1000
 
 
-async def read_checkpoints(client: GatewayClient, view: ExperimentView) -> list[CheckpointView]:
+async def read_checkpoints(client: Source, view: ExperimentView) -> list[CheckpointView]:
     """Read all checkpoints of an experiment, by step."""
     found: list[CheckpointView] = []
     after: str | None = None

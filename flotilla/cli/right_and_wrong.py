@@ -5,13 +5,13 @@ from typing import Any
 
 from flotilla.cli.progress import Progress
 from flotilla.cli.sample_text import in_a_line
-from shared.client import GatewayClient
+from flotilla.connection import Source
 from shared.errors import FlotillaError
 
 SECONDS = 5.0
 
 
-async def read_right_and_wrong(client: GatewayClient, experiment_id: str, step: int, kind: str) -> list[dict[str, Any]]:
+async def read_right_and_wrong(client: Source, experiment_id: str, step: int, kind: str) -> list[dict[str, Any]]:
     """Read the best and the worst sample of a step; one where both have the same reward, none where none is kept."""
     found: list[dict[str, Any]] = []
     for order in ("best", "worst"):
@@ -25,7 +25,7 @@ async def read_right_and_wrong(client: GatewayClient, experiment_id: str, step: 
     return found
 
 
-async def read_last(client: GatewayClient, progress: Progress) -> list[dict[str, Any]]:
+async def read_last(client: Source, progress: Progress) -> list[dict[str, Any]]:
     """Read those of the last evaluation; of the last step where nothing was evaluated."""
     evaluated = progress.held_out.points
     step, kind = (evaluated[-1][0], "evaluation") if evaluated else (progress.view.step, "trained")

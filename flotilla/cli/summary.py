@@ -108,8 +108,9 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("training reward", f"{summary['reward']:.3f}, mean of the last {REWARD_STEPS} steps{without}"))
     begin = f"; from step {origin['step']} of {origin['experiment_id']}" if origin else ""
     rows.append(("steps", f"{summary['steps']}, policy version {summary['policy_version']}{begin}"))
-    tokens = f"{summary['tokens_generated'] or 0} generated, {summary['tokens_trained'] or 0} trained"
-    rows.append(("tokens", f"{tokens} since step {origin['step']}" if origin else tokens))
+    tokens = f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained"
+    if summary["tokens_generated"] is not None:
+        rows.append(("tokens", f"{tokens} since step {origin['step']}" if origin else tokens))
     if summary["max_lag_trained"] is not None:
         lag = round(summary["max_lag_trained"])
         rows.append(("largest lag trained", f"{lag} version{'' if lag == 1 else 's'}"))

@@ -9,8 +9,8 @@ from typing import Any
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number
 from flotilla.cli.reading import PAGE, read_checkpoints
-from flotilla.connection import find_experiment, is_active, list_experiments, open_client
-from shared.client import GatewayClient
+from flotilla.cli.stored import open_source
+from flotilla.connection import Source, find_experiment, is_active, list_experiments, open_client
 from shared.schemas.experiment import CheckpointView, ExperimentView, Page
 
 COLUMNS = ("id", "name", "state", "step", "version", "created", "problem")
@@ -88,8 +88,9 @@ async def delete(arguments: argparse.Namespace) -> int:
 
 async def checkpoints(arguments: argparse.Namespace) -> int:
     """List the checkpoints of an experiment: where they are, and which is newest and best."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
-        view = await find_experiment(client, arguments.experiment)
+    source, reference = open_source(arguments.gateway, Path(arguments.data), arguments.experiment)
+    async with source as client:
+        view = await find_experiment(client, reference)
         found = await read_checkpoints(client, view)
         evaluations = await read_evaluations(client, view)
     rows = describe_checkpoints(found, evaluations, Path(view.directory))
@@ -119,7 +120,7 @@ def _marks(row: Mapping[str, Any]) -> str:
     return ", ".join([*words, *(["removed"] if row["is_kept"] is False else [])])
 
 
-async def read_evaluations(client: GatewayClient, view: ExperimentView) -> dict[int, float]:
+async def read_evaluations(client: Source, view: ExperimentView) -> dict[int, float]:
     """Read what held-out problems came to, by policy version: the mean reward of all scored answers."""
     query = {"names": "evaluation/reward_mean", "limit": PAGE}
     answer = await client.call("GET", f"/v1/experiments/{view.id}/metrics", params=query, deadline_seconds=30)

@@ -13,29 +13,31 @@ from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
 from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
+from flotilla.cli.stored import StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
-from flotilla.connection import FleetInfo, choose_experiment, list_experiments, open_client
-from shared.client import GatewayClient
+from flotilla.connection import FleetInfo, Source, find_experiment
 from shared.errors import InvalidRequest, Unavailable
 from shared.schemas.experiment import ExperimentView
 
+NO_FLEET = "its fleet does not run now: no ledger, and nothing goes on"
 NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'flotilla[plot]')"
 
 
 async def report(arguments: argparse.Namespace) -> int:
     """Print the summary of an experiment, at work or ended, and plot it to a file."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
-        (view,) = await _find(client, [arguments.experiment])
-        progress = Progress(view)
+    source, reference = open_source(arguments.gateway, Path(arguments.data), arguments.experiment)
+    async with source as client:
+        progress = Progress(await find_experiment(client, reference))
         await progress.refresh(client)
-        checkpoints = await read_checkpoints(client, view)
+        checkpoints = await read_checkpoints(client, progress.view)
+        is_stored = isinstance(client, StoredExperiments)
         logs = _logs_of(client, Path(arguments.data))
         samples = await read_last(client, progress)
-    plot = _plot_path(arguments, f"{view.id}.png")
+    plot = _plot_path(arguments, f"{progress.view.id}.png")
     is_drawn = plot is not None and write_plot(progress, plot)
     summary = summarise(
         progress,
-        wall_seconds=_seconds(progress.view),
+        wall_seconds=_seconds(progress.view, is_stored=is_stored),
         checkpoints=checkpoints,
         logs=logs,
         plot=plot if is_drawn else None,
@@ -45,7 +47,9 @@ async def report(arguments: argparse.Namespace) -> int:
         write_json(summary)
         return 0
     console = new_console()
-    show_summary(console, summary, took=_took(progress.view))
+    show_summary(console, summary, took=_took(progress.view, is_stored=is_stored))
+    if is_stored and not progress.view.state.is_final:
+        console.print(NO_FLEET, markup=False)
     if plot is not None and not is_drawn:
         console.print(NO_MATPLOTLIB, markup=False)
     return 0
@@ -57,13 +61,14 @@ async def compare(arguments: argparse.Namespace) -> int:
     Raises:
         InvalidRequest: the same experiment was named twice.
     """
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
-        views = await _find(client, [arguments.experiment, *arguments.others])
-        if len({view.id for view in views}) < len(views):
-            raise InvalidRequest(f"name different experiments: {', '.join(view.id for view in views)}")
-        runs = [Progress(view) for view in views]
-        for run in runs:
-            await run.refresh(client)
+    runs: list[Progress] = []
+    for named in (arguments.experiment, *arguments.others):
+        source, reference = open_source(arguments.gateway, Path(arguments.data), named)
+        async with source as client:
+            runs.append(Progress(await find_experiment(client, reference)))
+            await runs[-1].refresh(client)
+    if len({run.view.id for run in runs}) < len(runs):
+        raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
     metrics = compare_metrics(runs, arguments.metric or USUAL, step=arguments.step)
     settings = compare_specs([run.view.spec for run in runs])
     plot = _plot_path(arguments, "compare.png")
@@ -77,11 +82,6 @@ async def compare(arguments: argparse.Namespace) -> int:
     if plot is not None:
         new_console().print(f"plot       {short_path(plot)}" if is_drawn else NO_MATPLOTLIB, markup=False)
     return 0
-
-
-async def _find(client: GatewayClient, references: Sequence[str | None]) -> list[ExperimentView]:
-    views = await list_experiments(client)
-    return [choose_experiment(views, reference) for reference in references]
 
 
 def _facts(view: ExperimentView) -> dict[str, Any]:
@@ -136,19 +136,21 @@ def _plot_path(arguments: argparse.Namespace, usual: str) -> Path | None:
     return None if arguments.json else Path(usual)
 
 
-def _took(view: ExperimentView) -> str:
+def _took(view: ExperimentView, *, is_stored: bool) -> str:
     """Name the time that ``_seconds`` gives."""
-    return "creation to end" if view.state.is_final else "since creation"
+    return "creation to end" if view.state.is_final else "creation to last word" if is_stored else "since creation"
 
 
-def _seconds(view: ExperimentView) -> float:
-    """How long an experiment has been there, until its end."""
+def _seconds(view: ExperimentView, *, is_stored: bool) -> float:
+    """How long an experiment has been there, until its end, or the last that was stored of it."""
     begin, end = (datetime.fromisoformat(text).timestamp() for text in (view.created_at, view.updated_at))
-    return (end if view.state.is_final else time.time()) - begin
+    return (end if view.state.is_final or is_stored else time.time()) - begin
 
 
-def _logs_of(client: GatewayClient, data: Path) -> Path | None:
+def _logs_of(client: Source, data: Path) -> Path | None:
     """Where the processes of the fleet that was asked keep their logs, if that is here."""
+    if isinstance(client, StoredExperiments):
+        return client.data / "logs"
     try:
         info = FleetInfo.read(data)
     except Unavailable:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flotilla.cli.sample_files import READ_SECONDS, read_files
 from shared.errors import NotFound, Unavailable
 
-SECONDS = 30.0
 LARGEST_PAGE = 200
 
 
@@ -48,7 +48,7 @@ async def _find(
     arguments: argparse.Namespace, directory: Path | None, query: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], int]:
     if directory is not None:
-        return await asyncio.to_thread(_from_files, directory, query, arguments.limit)
+        return await asyncio.to_thread(read_files, directory, query, arguments.limit)
     return await _from_gateway(arguments, query)
 
 
@@ -113,32 +113,8 @@ async def _from_gateway(arguments: argparse.Namespace, query: Mapping[str, Any])
         path, items, after = f"/v1/experiments/{view.id}/samples", list[dict[str, Any]](), None
         while True:
             params = {**query, "limit": min(arguments.limit - len(items), LARGEST_PAGE), "after": after}
-            page = await client.call("GET", path, params=params, deadline_seconds=SECONDS)
+            page = await client.call("GET", path, params=params, deadline_seconds=READ_SECONDS)
             items += page["items"]
             after = page["next"]
             if after is None or len(items) >= arguments.limit:
                 return items, page["num_unread"]
-
-
-def _from_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
-    from shared.samples.index import SampleIndex
-    from shared.samples.reading import read_page
-    from shared.schemas.samples import SampleQuery
-
-    renamed = {"kind": "kinds", "failed": "is_failure"}
-    wanted = {renamed.get(name, name): value for name, value in query.items() if name != "tokens"}
-    if "kinds" in wanted:
-        wanted["kinds"] = wanted["kinds"].split(",")
-    index = SampleIndex(directory)
-    try:
-        page = read_page(
-            index,
-            SampleQuery.model_validate(wanted),
-            limit=limit,
-            after=None,
-            with_tokens="tokens" in query,
-            seconds=SECONDS,
-        )
-    finally:
-        index.close()
-    return [item.model_dump(mode="json") for item in page.items], page.num_unread

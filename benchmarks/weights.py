@@ -33,6 +33,7 @@ from fastapi import FastAPI
 from benchmarks.weight_pause import Pause, measure_pause
 from services.rollout.weights.staged_images import StagedImages
 from shared.config.publication import DeltaConfig
+from shared.credentials import Credentials
 from shared.schemas.publication import Manifest
 from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch
 from shared.weights.endpoint_client import EndpointClient
@@ -134,7 +135,7 @@ class Actions:
             return await asyncio.to_thread(image.checksum)
 
     async def pull(self, url: str, token: str) -> None:
-        (await WeightPuller(token)(url, 1, None, DEADLINE_SECONDS)).unlink()
+        (await WeightPuller(Credentials(token))(url, 1, None, DEADLINE_SECONDS)).unlink()
 
 
 def raw_broadcast(rank: int, world_size: int, port: int, num_bytes: int) -> Callable[[], None]:
@@ -282,7 +283,7 @@ async def pull(
     images.publish(1, source.path, manifest.checksum)
     token = secrets.token_urlsafe()
     app = FastAPI()
-    app.include_router(weights_router(images, token))
+    app.include_router(weights_router(images, Credentials(token)))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listening]))

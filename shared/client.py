@@ -9,15 +9,16 @@ import functools
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
+from shared.access import RENEWED_TOKEN
 from shared.clock import Clock, SystemClock
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, error_for_code
+from shared.errors import DeadlineExceeded, FlotillaError, TokenExpired, Unauthorized, Unavailable, error_for_code
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.retry import retry
@@ -45,7 +46,12 @@ def problem_to_error(status: int, body: bytes) -> FlotillaError:
 
 
 class GatewayClient:
-    """Calls one gateway. Use it as an async context manager, or ``close`` it."""
+    """Calls one gateway. Use it as an async context manager, or ``close`` it.
+
+    Attributes:
+        token: what it was made with.
+        on_renewal: called with each pass that takes the token's place.
+    """
 
     def __init__(
         self,
@@ -56,6 +62,9 @@ class GatewayClient:
         clock: Clock | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
+        self.token = token
+        self.on_renewal: Callable[[str], None] | None = None
+        self._pass: str | None = None
         self._clock = clock or SystemClock()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
@@ -75,6 +84,19 @@ class GatewayClient:
         """Close the connections."""
         await self._http.aclose()
 
+    @property
+    def shown_token(self) -> str | None:
+        """What it shows now: its pass, else its token."""
+        return self._pass or self.token
+
+    def adopt(self, token: str) -> None:
+        """Show a pass from now on; that one has expired is then waited for, since another will come."""
+        if token != self._pass:
+            self._pass = token
+            self._http.headers["Authorization"] = f"Bearer {token}"
+            if self.on_renewal is not None:
+                self.on_renewal(token)
+
     async def call(
         self,
         method: str,
@@ -82,6 +104,7 @@ class GatewayClient:
         *,
         body: Any = None,
         params: Mapping[str, Any] | None = None,
+        token: str | None = None,
         deadline_seconds: float = 10.0,
         attempt_seconds: float | None = None,
     ) -> Any:
@@ -93,6 +116,7 @@ class GatewayClient:
             body: a pydantic model, or anything that JSON can hold; or a function that makes one for each attempt, for
                 what may have changed while the server could not be reached.
             params: query parameters; those that are None are left out.
+            token: shown this time, in place of the usual one.
             deadline_seconds: time for all attempts together.
             attempt_seconds: time for one attempt; by default what remains.
 
@@ -102,6 +126,8 @@ class GatewayClient:
             DeadlineExceeded: the server did not answer within the deadline.
         """
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
         if method == "POST":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         query = {key: value for key, value in (params or {}).items() if value is not None}
@@ -193,9 +219,15 @@ class GatewayClient:
             raise DeadlineExceeded(f"{method} {self.base_url}{path} did not answer in {budget:.1f} s") from error
         except httpx.TransportError as error:
             raise Unavailable(f"cannot reach {self.base_url}: {error or type(error).__name__}") from error
+        renewed = response.headers.get(RENEWED_TOKEN)
+        if renewed is not None:
+            self.adopt(renewed)
         if response.is_success:
             return response.json() if response.content else None
-        raise problem_to_error(response.status_code, response.content)
+        problem = problem_to_error(response.status_code, response.content)
+        if isinstance(problem, Unauthorized) and self._pass is not None and "Authorization" not in headers:
+            raise TokenExpired(problem.detail)
+        raise problem
 
 
 def _encode(body: Any) -> bytes | None:

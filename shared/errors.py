@@ -8,12 +8,14 @@
     ├── NotFound                     404  not_found
     ├── MethodNotAllowed             405  method_not_allowed
     ├── Unauthorized                 401  unauthorized
+    ├── Forbidden                    403  forbidden
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
     │   ├── IdempotencyMismatch      409  idempotency_mismatch
     │   ├── RequestInFlight          409  request_in_flight
     │   └── StalePolicyVersion       409  stale_policy_version
     ├── Unavailable                  503  unavailable           (retryable)
+    │   └── TokenExpired             503  token_expired         (retryable)
     ├── DeadlineExceeded             504  deadline_exceeded     (retryable)
     ├── ClaimLost                    409  claim_lost
     ├── DataError                    422  data_error
@@ -95,6 +97,12 @@ class Unauthorized(FlotillaError):
     code, title, status = "unauthorized", "Not authorised", 401
 
 
+class Forbidden(FlotillaError):
+    """The token is known, but is not for this; the detail names the scope that is."""
+
+    code, title, status = "forbidden", "The token is not for this", 403
+
+
 class Conflict(FlotillaError):
     """The request contradicts the present state."""
 
@@ -129,6 +137,12 @@ class Unavailable(FlotillaError):
     """A component that is needed does not answer now."""
 
     code, title, status, retryable = "unavailable", "Temporarily unavailable", 503, True
+
+
+class TokenExpired(Unavailable):
+    """The pass of this service has expired while the gateway could not be reached; it gets another by registering."""
+
+    code, title = "token_expired", "The service's pass has expired"
 
 
 class DeadlineExceeded(FlotillaError):

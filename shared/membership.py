@@ -11,12 +11,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shared.client import GatewayClient
-from shared.errors import FlotillaError, NotFound, Unauthorized
+from shared.credentials import Credentials
+from shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
 from shared.schemas.service import DesiredState, ObservedState, Registered, Registration
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 10.0
+CALL_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
 
@@ -24,11 +26,15 @@ LEAVE_SECONDS = 2.0
 class Membership:
     """Keeps one service registered and hands each new desired state to ``apply``.
 
+    Attributes:
+        call_seconds: how much longer than its wait a call may take, with all its repetitions.
+
     Args:
         client: the gateway.
         registration: how the service presents itself.
         observe: gives the present observation; ``acknowledged`` is filled in here.
         apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
+        credentials: told what the gateway says of tokens, if the service calls others or is called.
     """
 
     def __init__(
@@ -38,13 +44,16 @@ class Membership:
         observe: Callable[[], ObservedState],
         apply: Callable[[DesiredState], Awaitable[None]],
         *,
+        credentials: Credentials | None = None,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._client = client
         self._registration = registration
         self._observe = observe
         self._apply = apply
+        self._credentials = credentials
         self._poll_seconds = poll_seconds
+        self.call_seconds = CALL_SECONDS
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
         self._acknowledged: str | None = None
@@ -74,14 +83,15 @@ class Membership:
                 await call(called_as)
                 pause = 0.1
                 continue
-            except NotFound:
+            except (NotFound, TokenExpired) as error:
                 # The other call may have registered again already.
                 if called_as == self.service_id:
-                    log.info("the gateway does not know this service, it registers again")
+                    log.info("the service registers again", extra={"cause": error.detail})
                     self.service_id = None
                     self._acknowledged = None
-            except Unauthorized:
-                log.error("the gateway refuses this service's token", extra={"gateway": self._client.base_url})  # noqa: TRY400
+            except (Unauthorized, Forbidden) as error:
+                facts = {"gateway": self._client.base_url, "cause": error.detail}
+                log.error("the gateway refuses this service's token", extra=facts)  # noqa: TRY400
             except FlotillaError as error:
                 log.debug("gateway is unavailable", extra={"error": repr(error)})
             self.is_connected = False
@@ -92,9 +102,20 @@ class Membership:
         async with self._applying:
             if self.service_id is None:
                 answer = await self._client.call(
-                    "POST", "/v1/services", body=self._registration, deadline_seconds=5.0, attempt_seconds=2.0
+                    "POST",
+                    "/v1/services",
+                    body=self._registration,
+                    # With what it was given at its start: a pass may have expired, and does not register.
+                    token=self._client.token,
+                    deadline_seconds=5.0,
+                    attempt_seconds=2.0,
                 )
-                self.service_id = Registered.model_validate(answer).service_id
+                registered = Registered.model_validate(answer)
+                if registered.token is not None:
+                    self._client.adopt(registered.token)
+                if self._credentials is not None:
+                    self._credentials.take(registered)
+                self.service_id = registered.service_id
                 log.info("service is registered", extra={"service_id": self.service_id})
             return self.service_id
 
@@ -121,7 +142,7 @@ class Membership:
             f"/v1/services/{service_id}/status",
             body=observe,
             params={"wait": wait_seconds},
-            deadline_seconds=wait_seconds + 5.0,
+            deadline_seconds=wait_seconds + self.call_seconds,
         )
         self.is_connected = True
         desired = DesiredState.model_validate(answer)

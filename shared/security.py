@@ -27,6 +27,11 @@ def is_same_secret(given: str | None, expected: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), expected.encode())
 
 
+def digest_of(token: str) -> str:
+    """Return what is stored of a token: its SHA-256, hexadecimal. Tokens are random, so it needs no salt."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 def bearer_of(header: str | None) -> str | None:
     """Take the token out of an ``Authorization`` header; None if there is none."""
     scheme, _, token = (header or "").partition(" ")

@@ -101,7 +101,7 @@ def create_service_app(title: str, open_state: OpenState) -> FastAPI:
             app.state.service = state.service
             yield {"state": state}
 
-    app = FastAPI(title=title, lifespan=lifespan)
+    app = FastAPI(title=title, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_problem_handlers(app)
     add_health_routes(app, why_not_ready=_why_not_ready, gauges=_gauges)
     return app

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from flotilla.cli.parsing import Commands
 
 STATES = ("draft", "starting", "running", "paused", "stopping", "stopped", "completed", "failed")
+SCOPES = ("operator", "service", "agent", "grader", "reader")
+KINDS = ("rollout", "reward", "sandbox", "trainer")
 DATA_HELP = (
     "also open the model's directory, tokenizer, graders and data as the start of an experiment does: tells rows, "
     "columns, and the first prompt as the model is given it. Downloads remote data, and runs the code of a custom "
@@ -31,6 +33,7 @@ def build_parser() -> Parser:
     _add_experiments(commands)
     _add_kept(commands)
     _add_samples(commands)
+    _add_tokens(commands)
     _add_files(commands)
     _add_grader(commands)
     text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
@@ -206,6 +209,26 @@ def _add_kept(commands: "Commands") -> None:
     logs.add_argument("--level", choices=LEVELS, default="debug", help="least severe level (%(default)s: all)")
     logs.add_argument("--data", default=DEFAULT_DATA, help="data directory, of a run: runs/NAME/fleet (%(default)s)")
     add_json(logs, "print each line as a JSON object")
+
+
+def _add_tokens(commands: "Commands") -> None:
+    text = "Make, list and revoke tokens: who else may use a fleet, and for what."
+    token = commands.add_parser("token", help=text, description=text)
+    actions: Commands = token.add_subparsers(required=True, metavar="ACTION")
+    create = add_command(actions, "create", "Make a token, and print it once.", "token:create")
+    create.add_argument("name", help="name of the token, in audit records and to revoke it by")
+    create.add_argument("--scope", choices=SCOPES, default="reader", help="what it may do (%(default)s)")
+    create.add_argument("--kind", choices=KINDS, help="of service, with --scope service (default: any)")
+    create.add_argument("--experiment", metavar="ID", help="the only experiment that it may touch")
+    create.add_argument(
+        "--expires", type=parsing.life, default="90d", help="after 30m, 12h, 90d, or never (default: 90d)"
+    )
+    listing = add_command(actions, "list", "List the tokens that were made.", "token:list_tokens")
+    revoke = add_command(actions, "revoke", "Revoke a token: its next request is refused.", "token:revoke")
+    revoke.add_argument("token", help="its name or id")
+    for parser in (create, listing, revoke):
+        add_json(parser)
+        add_gateway(parser)
 
 
 def _add_files(commands: "Commands") -> None:

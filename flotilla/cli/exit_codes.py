@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from shared.errors import Conflict, FlotillaError, NotFound, Unauthorized
+from shared.errors import Conflict, FlotillaError, Forbidden, NotFound, Unauthorized
 
 
 class ExitCode(IntEnum):
@@ -18,7 +18,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 4
     """No fleet runs there, or its gateway does not answer; the same may succeed later."""
     REFUSED = 5
-    """The token is missing or wrong, the state does not allow it, or a name means several experiments."""
+    """The token is missing, wrong or not for this, the state does not allow it, or a name means several experiments."""
     INTERRUPTED = 130
     """By Ctrl-C or SIGTERM."""
 
@@ -27,6 +27,6 @@ def exit_code_of(error: FlotillaError) -> ExitCode:
     """Choose the code that an error ends a command with."""
     if isinstance(error, NotFound):
         return ExitCode.NOT_FOUND
-    if isinstance(error, Unauthorized | Conflict):
+    if isinstance(error, Unauthorized | Forbidden | Conflict):
         return ExitCode.REFUSED
     return ExitCode.UNREACHABLE if error.retryable else ExitCode.FAILED

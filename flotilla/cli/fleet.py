@@ -24,10 +24,12 @@ from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
+from shared.access import PassKey
 from shared.client import GatewayClient
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
 from shared.processes import end_family, python_module
+from shared.schemas.service import ServiceKind
 from shared.security import new_token, write_secret
 from shared.settings import allows_volatile_redis
 from shared.streams.redis.connection import check_server
@@ -187,10 +189,12 @@ class LocalFleet:
             ("reward", self.options.num_rewards),
             ("sandbox", self.options.num_sandboxes),
         ):
+            # Each knows no more of the fleet than it needs to register as what it is.
+            own = environment | {"FLOTILLA_TOKEN": PassKey(self._token).joining(ServiceKind(kind))}
             for number in range(count):
                 name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
                 is_optional, may_leave = kind == "sandbox", kind == "rollout"
-                self._add(name, f"services.{kind}", environment, is_optional=is_optional, may_leave=may_leave)
+                self._add(name, f"services.{kind}", own, is_optional=is_optional, may_leave=may_leave)
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flotilla.defaults import DEFAULT_DATA
 
 MAX_NOTICE_SECONDS = 86_400
+LIFE_UNITS = {"m": 60, "h": 3600, "d": 86_400}
 
 
 class Parser(argparse.ArgumentParser):
@@ -129,6 +130,16 @@ def seconds(text: str) -> float:
     if not 0 <= value <= MAX_NOTICE_SECONDS:
         raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {MAX_NOTICE_SECONDS}")
     return value
+
+
+def life(text: str) -> float | None:
+    """Read how long a token lasts, in seconds; None for ever."""
+    if text == "never":
+        return None
+    count, unit = text[:-1], text[-1:]
+    if not (count.isascii() and count.isdigit() and unit in LIFE_UNITS and int(count) > 0):
+        raise argparse.ArgumentTypeError("must be a number with m, h or d, such as 90d, or never")
+    return float(int(count) * LIFE_UNITS[unit])
 
 
 def at_least_zero(text: str) -> int:

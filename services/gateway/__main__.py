@@ -35,6 +35,7 @@ def main() -> int:
             token=common.token,
             redis_url=common.redis_url,
             data=common.data,
+            service_token=os.environ.get("FLOTILLA_SERVICE_TOKEN") or None,
             database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
             allow_volatile_redis=allows_volatile_redis(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),

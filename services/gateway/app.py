@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Scope
 
-from services.gateway.middleware import Guard
+from services.gateway.middleware import Guard, Opened
 from services.gateway.routes import (
     audit,
     checkpoints,
@@ -23,12 +23,11 @@ from services.gateway.routes import (
     services,
     steps,
     takeovers,
+    tokens,
 )
 from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, OpenState, open_state
-from services.gateway.store.base import Store
-from shared.clock import Clock
 from shared.serving import add_problem_handlers
 
 DESCRIPTION = "Control plane of a fleet that post-trains language models by asynchronous reinforcement learning."
@@ -48,14 +47,14 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
     series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
-    for module in (services, experiments, fleet, publications, takeovers, *series):
+    for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.
     app.add_middleware(StatusCalls)
-    app.add_middleware(Guard, token=settings.token, body_bytes=settings.body_bytes, store_of=_store_of)
+    app.add_middleware(Guard, body_bytes=settings.body_bytes, opened_of=_opened_of)
     return app
 
 
-def _store_of(scope: Scope) -> tuple[Store, Clock]:
+def _opened_of(scope: Scope) -> Opened:
     state: GatewayState = scope["state"]["gateway"]
-    return state.store, state.clock
+    return Opened(state.store, state.clock, state.tokens)

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the token, the size of the body, the idempotency key.
+"""What every request passes before a route sees it: the token and its scope, the size of the body, the idempotency key.
 
 Everything is refused without a token but the few paths that say nothing about anybody's work.
 """
@@ -8,20 +8,27 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.access.caller import caller
+from services.gateway.access.policy import refusal
+from services.gateway.access.tokens import OPERATOR, Shown, Tokens
 from services.gateway.store.answers import AwaitedAnswer, awaited
 from services.gateway.store.base import Store
+from shared.access import RENEWED_TOKEN
 from shared.clock import Clock
-from shared.errors import FlotillaError, IdempotencyMismatch, InvalidRequest, Unauthorized
-from shared.security import bearer_of, is_same_secret
+from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized
+from shared.security import bearer_of
 from shared.serving import problem_response
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
+NEVER_KEPT = frozenset({"/v1/tokens", "/v1/services"})
+"""Their answers hold tokens, which no database may. Both may be repeated: names are unique, so are processes."""
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
@@ -30,11 +37,21 @@ HEAD_BYTES = 32 * 1024
 HEADERS = 100
 
 HOW_TO_AUTHORISE = (
-    "send the fleet's token as 'Authorization: Bearer TOKEN'; commands and clients take it from "
-    "FLOTILLA_TOKEN, or from the file that FLOTILLA_TOKEN_FILE names"
+    "send a token of the fleet that is neither revoked nor expired as 'Authorization: Bearer TOKEN'; commands and "
+    "clients take it from FLOTILLA_TOKEN, or from the file that FLOTILLA_TOKEN_FILE names"
 )
 
-StoreOf = Callable[[Scope], tuple[Store, Clock]]
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the guard works with: opened when the app starts."""
+
+    store: Store
+    clock: Clock
+    tokens: Tokens
+
+
+OpenedOf = Callable[[Scope], Opened]
 
 
 class Guard:
@@ -42,26 +59,23 @@ class Guard:
 
     Args:
         app: what it guards.
-        token: the fleet's token.
         body_bytes: largest body that is read.
         body_seconds: longest time for a body to arrive.
-        store_of: finds the store that keeps first answers, in the request's scope.
+        opened_of: finds tokens and the store that keeps first answers, in the request's scope.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        token: str,
         body_bytes: int,
-        store_of: StoreOf,
+        opened_of: OpenedOf,
         body_seconds: float = BODY_SECONDS,
     ) -> None:
         self._app = app
-        self._token = token
         self._body_bytes = body_bytes
         self._body_seconds = body_seconds
-        self._store_of = store_of
+        self._opened_of = opened_of
         self._busy: dict[str, asyncio.Lock] = {}
         self._users: dict[str, int] = {}
 
@@ -75,12 +89,16 @@ class Guard:
         except _HungUp:
             log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
-            await problem_response(refused.error)(scope, receive, send)
+            response = problem_response(refused.error)
+            if isinstance(refused.error, Unauthorized):
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if scope["path"] not in OPEN_PATHS and not is_same_secret(bearer_of(headers.get("authorization")), self._token):
-            raise _Refused(Unauthorized(HOW_TO_AUTHORISE))
+        if scope["path"] not in OPEN_PATHS:
+            shown = self._let_in(scope, headers)
+            send = _with_renewal(send, shown.renewed)
         head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
         if head_bytes > HEAD_BYTES or len(scope["headers"]) > HEADERS:
             raise _Refused(_HeadTooLarge(f"a request has {HEADERS} headers and {HEAD_BYTES} bytes of them at most"))
@@ -92,16 +110,31 @@ class Guard:
             raise _Refused(_TooSlow(detail)) from None
         replayed = _with_body(body, receive)
         key = headers.get("idempotency-key")
-        if scope["method"] != "POST" or key is None:
+        if scope["method"] != "POST" or key is None or scope["path"] in NEVER_KEPT:
             await self._app(scope, replayed, send)
             return
         if not 0 < len(key) <= LONGEST_KEY:
             raise _Refused(InvalidRequest(f"Idempotency-Key must have 1 to {LONGEST_KEY} characters"))
-        full_key = f"{scope['path']} {key}"
+        who = caller.get()
+        # What one token was answered is nobody else's.
+        whose = "" if who is None or who == OPERATOR else f"{who.actor} "
+        full_key = f"{whose}{scope['path']} {key}"
         if len(full_key) > 2 * LONGEST_KEY:
             full_key = hashlib.sha256(full_key.encode()).hexdigest()
         async with self._alone(full_key):
             await self._once(full_key, body, scope, replayed, send)
+
+    def _let_in(self, scope: Scope, headers: MutableMapping[str, str]) -> Shown:
+        shown = self._opened_of(scope).tokens.read(bearer_of(headers.get("authorization")))
+        if shown is None:
+            raise _Refused(Unauthorized(HOW_TO_AUTHORISE))
+        reason = refusal(scope["method"], scope["path"], shown.principal)
+        if reason is not None:
+            raise _Refused(Forbidden(reason))
+        scope["state"]["shown"] = shown
+        # Each request is handled in a context of its own.
+        caller.set(shown.principal)
+        return shown
 
     async def _read(self, headers: MutableMapping[str, str], receive: Receive) -> bytes:
         too_large = _Refused(_TooLarge(f"the body must not be larger than {self._body_bytes} bytes"))
@@ -123,7 +156,8 @@ class Guard:
                 return b"".join(parts)
 
     async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        store, clock = self._store_of(scope)
+        opened = self._opened_of(scope)
+        store, clock = opened.store, opened.clock
         digest = hashlib.sha256(body + scope["query_string"]).hexdigest()
         try:
             known = await store.answer(key)
@@ -231,6 +265,20 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+def _with_renewal(send: Send, renewed: str | None) -> Send:
+    """Add the caller's next pass to an answer."""
+    if renewed is None:
+        return send
+    header = (RENEWED_TOKEN.lower().encode(), renewed.encode())
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await send(message)
+
+    return adding
 
 
 async def _send(send: Callable[[Message], Awaitable[None]], status: int, content_type: str, body: bytes) -> None:

@@ -11,7 +11,8 @@ class GatewaySettings:
     """Addresses, secrets and time limits of one gateway.
 
     Attributes:
-        token: the fleet's bearer token.
+        token: the operator's token, from which the keys of passes are derived.
+        service_token: with which services of any kind register; None: only with the operator's, or one made for it.
         redis_url: the data plane's server.
         data: directory for the database and the experiments.
         database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
@@ -35,6 +36,7 @@ class GatewaySettings:
     redis_url: str
     data: Path
     database_url: str | None = None
+    service_token: str | None = None
     allow_volatile_redis: bool = False
     lease_seconds: float = 10.0
     grace_seconds: float = 8.0

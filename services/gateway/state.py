@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, fields
 
 from services.gateway import signals
+from services.gateway.access.tokens import Tokens
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
@@ -113,6 +114,7 @@ async def running_state(
     await state.repository.load()
     await state.commands.load()
     await state.registry.load()
+    await state.tokens.load()
     await state.publications.load()
     await restore_windows(state.repository, state.measurements, state.store)
     tasks = [
@@ -148,7 +150,10 @@ def assemble(
     )
     wake = asyncio.Event()
     idle_ratios = IdleRatios(store, clock)
-    fleet = Fleet(registry, repository, publications, commands, events, clock, store, idle_ratios, on_change=wake.set)
+    tokens = Tokens(store, clock, settings.token, settings.service_token)
+    fleet = Fleet(
+        registry, repository, publications, commands, events, clock, store, idle_ratios, tokens, on_change=wake.set
+    )
 
     parts = GatewayParts(
         settings=settings,
@@ -160,6 +165,7 @@ def assemble(
         commands=commands,
         fleet=fleet,
         events=events,
+        tokens=tokens,
         feeder_status=PerExperiment(FeederStatus),
         measurements=fleet.measurements,
         samples=SampleIndexes(),
@@ -186,12 +192,13 @@ def assemble(
 
 
 async def _clean(state: GatewayState) -> None:
-    """Forget old answers to idempotency keys, now and every hour."""
+    """Forget old answers to idempotency keys and expired tokens, now and every hour."""
     while True:
         try:
             await state.store.delete_answers(state.clock.now() - state.settings.answer_seconds)
+            await state.tokens.delete_expired()
         except FlotillaError as error:
-            log.warning("old answers could not be deleted", extra={"error": repr(error)})
+            log.warning("old answers and tokens could not be deleted", extra={"error": repr(error)})
         await asyncio.sleep(CLEANING_SECONDS)
 
 

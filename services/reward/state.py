@@ -18,6 +18,7 @@ from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
+from shared.credentials import Credentials
 from shared.errors import Unavailable
 from shared.membership import Membership
 from shared.samples.recorder import SampleRecorder
@@ -70,6 +71,7 @@ class SessionOpener:
     redis: Redis
     client: GatewayClient
     settings: ServiceSettings
+    credentials: Credentials
     holder: str
 
     async def __call__(self, spec: ExperimentSpec, assignment: Assignment) -> RewardSession:
@@ -83,7 +85,7 @@ class SessionOpener:
         surroundings = Surroundings(
             experiment=assignment.experiment_id,
             sandbox_url=sandbox_url,
-            sandbox_token=self.settings.token,
+            sandbox_token=self.credentials.for_peer(ServiceKind.SANDBOX),
             grader_networks=self.settings.grader_networks,
             secrets=os.environ,
         )
@@ -119,10 +121,11 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
     incarnation = secrets.token_hex(8)
     holder = holder_name(ServiceKind.REWARD, os.getpid(), incarnation)
     async with contextlib.AsyncExitStack() as stack:
+        credentials = Credentials(settings.token)
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        service = RewardService(SessionOpener(redis, client, settings, holder))
+        service = RewardService(SessionOpener(redis, client, settings, credentials, holder))
         registration = Registration(
             kind=ServiceKind.REWARD,
             address=address,
@@ -131,6 +134,6 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
             incarnation=incarnation,
         )
-        membership = Membership(client, registration, service.observe, service.apply)
+        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
         await stack.enter_async_context(at_work(service, membership))
         yield RewardState(service, membership)

@@ -15,6 +15,7 @@ from services.rollout.engines.sglang.model import sweep_places
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
 from shared.client import GatewayClient
+from shared.credentials import Credentials
 from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
@@ -41,6 +42,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
     await asyncio.to_thread(sweep_places)
     incarnation = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
+        credentials = Credentials(settings.token)
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
@@ -48,7 +50,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             redis=redis,
             holder=holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
-            pull=WeightPuller(settings.token),
+            pull=WeightPuller(credentials),
             host=settings.host,
             sglang_python=settings.sglang_python,
         )
@@ -67,6 +69,6 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             ),
             incarnation=incarnation,
         )
-        membership = Membership(client, registration, service.observe, service.apply)
+        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
         await stack.enter_async_context(at_work(service, membership))
         yield RolloutState(service, membership)

@@ -16,6 +16,7 @@ from services.sandbox.app import create_app
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
 from shared.client import GatewayClient
+from shared.credentials import Credentials
 from shared.errors import InvalidRequest
 from shared.membership import Membership
 from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
@@ -75,12 +76,14 @@ def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSetti
 def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
     """Make the app of a sandbox that registers with the fleet."""
 
+    credentials = Credentials(settings.token)
+
     @contextlib.asynccontextmanager
     async def open_and_register(sandbox: SandboxSettings) -> AsyncIterator[SandboxState]:
-        async with open_state(sandbox) as state, _member(settings, address):
+        async with open_state(sandbox) as state, _member(settings, address, credentials):
             yield state
 
-    return create_app(sandbox_settings(settings.token, os.environ), open_and_register)
+    return create_app(sandbox_settings(settings.token, os.environ), open_and_register, credentials)
 
 
 def main() -> int:
@@ -89,7 +92,7 @@ def main() -> int:
 
 
 @contextlib.asynccontextmanager
-async def _member(settings: ServiceSettings, address: str) -> AsyncIterator[None]:
+async def _member(settings: ServiceSettings, address: str, credentials: Credentials) -> AsyncIterator[None]:
     registration = Registration(
         kind=ServiceKind.SANDBOX,
         address=address,
@@ -100,7 +103,7 @@ async def _member(settings: ServiceSettings, address: str) -> AsyncIterator[None
     )
     waiting = Waiting()
     async with GatewayClient(settings.gateway_url, settings.token) as client:
-        membership = Membership(client, registration, waiting.observe, waiting.apply)
+        membership = Membership(client, registration, waiting.observe, waiting.apply, credentials=credentials)
         async with at_work(waiting, membership):
             yield
 

@@ -9,17 +9,21 @@ from services.sandbox.gatekeeper import Gatekeeper
 from services.sandbox.routes import health, run_code
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
+from shared.credentials import Credentials
 from shared.serving import add_problem_handlers
 
 OpenState = Callable[[SandboxSettings], AbstractAsyncContextManager[SandboxState]]
 
 
-def create_app(settings: SandboxSettings, open_state: OpenState = open_state) -> FastAPI:
+def create_app(
+    settings: SandboxSettings, open_state: OpenState = open_state, credentials: Credentials | None = None
+) -> FastAPI:
     """Make the app; its lifespan opens and closes the state.
 
     Args:
         settings: see ``SandboxSettings``.
         open_state: opens all that the routes need; another one in tests.
+        credentials: who is let in; None: whoever has the token of the settings.
     """
 
     @asynccontextmanager
@@ -27,9 +31,10 @@ def create_app(settings: SandboxSettings, open_state: OpenState = open_state) ->
         async with open_state(settings) as state:
             yield {"sandbox": state}
 
-    app = FastAPI(title="Flotilla sandbox", lifespan=lifespan)
+    app = FastAPI(title="Flotilla sandbox", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(health.router)
     app.include_router(run_code.router)
     add_problem_handlers(app)
-    app.add_middleware(Gatekeeper, token=settings.token.get_secret_value(), max_bytes=settings.max_request_bytes)
+    credentials = credentials or Credentials(settings.token.get_secret_value())
+    app.add_middleware(Gatekeeper, credentials=credentials, max_bytes=settings.max_request_bytes)
     return app

@@ -2,8 +2,8 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.credentials import Credentials
 from shared.errors import FlotillaError, InvalidRequest, Unauthorized
-from shared.security import bearer_of, is_same_secret
 from shared.serving import problem_response
 
 READING = {"GET", "HEAD"}
@@ -20,13 +20,13 @@ class Gatekeeper:
 
     Args:
         app: what stands behind.
-        token: the only one that opens.
+        credentials: who is let in.
         max_bytes: largest body.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, credentials: Credentials, max_bytes: int) -> None:
         self._app = app
-        self._token = token
+        self._credentials = credentials
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,7 +37,7 @@ class Gatekeeper:
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
             authorization = headers.get(b"authorization", b"").decode("latin-1")
-            if not is_same_secret(bearer_of(authorization), self._token):
+            if not self._credentials.accepts(authorization):
                 raise Unauthorized("this call needs the header `Authorization: Bearer TOKEN` with the right token")
             body = await self._read(headers.get(b"content-length", b""), receive)
         except FlotillaError as error:

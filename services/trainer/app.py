@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from services.trainer.state import TrainerState, open_state
 from services.trainer.supervisor.served_images import ServedImages
+from shared.credentials import Credentials
 from shared.service_app import create_service_app
 from shared.settings import ServiceSettings
 from shared.weights.pull import PublishedImages, weights_router
@@ -17,14 +18,22 @@ class OpenTrainerState(Protocol):
     """Opens what the service needs."""
 
     def __call__(
-        self, settings: ServiceSettings, address: str, images: ServedImages
+        self, settings: ServiceSettings, address: str, images: ServedImages, credentials: Credentials
     ) -> AbstractAsyncContextManager[TrainerState]:
         """Open it for as long as the block runs."""
 
 
-def create_app(settings: ServiceSettings, address: str, *, open_state: OpenTrainerState = open_state) -> FastAPI:
-    """Make the app of a trainer service that is reached at ``address``."""
+def create_app(
+    settings: ServiceSettings,
+    address: str,
+    *,
+    open_state: OpenTrainerState = open_state,
+    credentials: Credentials | None = None,
+) -> FastAPI:
+    """Make the app of a trainer service that is reached at ``address``; ``credentials`` say who may pull weights."""
     published = PublishedImages()
-    app = create_service_app("Flotilla trainer", partial(open_state, settings, address, ServedImages(published)))
-    app.include_router(weights_router(published, settings.token))
+    credentials = credentials or Credentials(settings.token)
+    opening = partial(open_state, settings, address, ServedImages(published), credentials)
+    app = create_service_app("Flotilla trainer", opening)
+    app.include_router(weights_router(published, credentials))
     return app

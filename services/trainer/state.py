@@ -13,6 +13,7 @@ import psutil
 from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.client import GatewayClient
+from shared.credentials import Credentials
 from shared.membership import Membership
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
@@ -30,7 +31,9 @@ class TrainerState:
 
 
 @contextlib.asynccontextmanager
-async def open_state(settings: ServiceSettings, address: str, images: ServedImages) -> AsyncIterator[TrainerState]:
+async def open_state(
+    settings: ServiceSettings, address: str, images: ServedImages, credentials: Credentials
+) -> AsyncIterator[TrainerState]:
     """Open the supervisor and its membership; close them in reverse order."""
     async with GatewayClient(settings.gateway_url, settings.token) as client:
         addresses = Addresses(
@@ -55,6 +58,7 @@ async def open_state(settings: ServiceSettings, address: str, images: ServedImag
             ),
             incarnation=secrets.token_hex(8),
         )
-        membership = Membership(client, registration, service.observe, service.apply)
+        client.on_renewal = service.renew
+        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
         async with at_work(service, membership):
             yield TrainerState(service, membership)

@@ -33,6 +33,7 @@ class Launch(Line):
     gateway_url: str
     redis_url: str
     token: str
+    """The service's pass."""
     host: str
     """Address that the weight group binds to, and that rollouts reach it at."""
     log_level: str
@@ -52,6 +53,13 @@ class Offered(Line):
 
     kind: Literal["offered"] = "offered"
     version: int
+
+
+class Renewed(Line):
+    """Supervisor to worker: the service's pass from now on."""
+
+    kind: Literal["renewed"] = "renewed"
+    token: str
 
 
 class Status(Line):
@@ -89,8 +97,8 @@ class Failed(Line):
     """Whether the reason passes by itself, such as a server that did not answer: no death to count."""
 
 
-TO_WORKER: TypeAdapter[Launch | Order | Offered] = TypeAdapter(
-    Annotated[Launch | Order | Offered, Field(discriminator="kind")]
+TO_WORKER: TypeAdapter[Launch | Order | Offered | Renewed] = TypeAdapter(
+    Annotated[Launch | Order | Offered | Renewed, Field(discriminator="kind")]
 )
 FROM_WORKER: TypeAdapter[Status | ImageReady | Failed] = TypeAdapter(
     Annotated[Status | ImageReady | Failed, Field(discriminator="kind")]

@@ -78,6 +78,12 @@ class Registered(Wire):
 
     service_id: str
     lease_seconds: float
+    token: str | None = None
+    """The service's own pass: what it shows to the gateway until an answer brings the next one."""
+    peers: Mapping[ServiceKind, str] = {}
+    """What it shows to services of other kinds."""
+    accepts: tuple[str, ...] = ()
+    """SHA-256, hexadecimal, of the tokens that it lets in, besides its own."""
 
 
 class Failure(Wire):

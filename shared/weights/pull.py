@@ -11,8 +11,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from shared.credentials import Credentials
 from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferFailed
-from shared.security import bearer_of, is_same_secret
 from shared.serving import problem_response
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import attach_image, close_images, map_again
@@ -114,7 +114,7 @@ class ImageResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def weights_router(images: PublishedImages, token: str) -> APIRouter:
+def weights_router(images: PublishedImages, credentials: Credentials) -> APIRouter:
     """Make the routes that serve images: ``GET /v1/weights/{version}``.
 
     The answer is a safetensors file; its ``ETag`` is the xxh3-64 of the whole image in quotes. One ``Range`` of bytes
@@ -123,7 +123,7 @@ def weights_router(images: PublishedImages, token: str) -> APIRouter:
 
     Args:
         images: what is offered.
-        token: the bearer token that is required.
+        credentials: who is let in.
     """
     router = APIRouter(tags=["weights"])
 
@@ -131,7 +131,7 @@ def weights_router(images: PublishedImages, token: str) -> APIRouter:
     async def weights(version: int, request: Request) -> Response:
         """Serve a version's weights."""
         try:
-            if not is_same_secret(bearer_of(request.headers.get("authorization")), token):
+            if not credentials.accepts(request.headers.get("authorization")):
                 raise Unauthorized("a bearer token is needed to pull weights")
             image, checksum = await images.open(version)
         except FlotillaError as error:

@@ -10,8 +10,10 @@ from pathlib import Path
 import httpx
 
 from shared.client import problem_to_error
+from shared.credentials import Credentials
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
+from shared.schemas.service import ServiceKind
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
 
@@ -25,12 +27,12 @@ class WeightPuller:
     """Fetches images from a trainer's ``weights_router``.
 
     Args:
-        token: the bearer token that the trainer expects.
+        credentials: what the trainer is shown.
         transport: how to reach it; None for real connections.
     """
 
-    def __init__(self, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._token = token
+    def __init__(self, credentials: Credentials, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._credentials = credentials
         self._transport = transport
 
     async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
@@ -50,7 +52,8 @@ class WeightPuller:
             DeadlineExceeded: it was still sending at the deadline.
         """
         last: FlotillaError | None = None
-        headers = {"Authorization": f"Bearer {self._token}", "Accept-Encoding": "identity"}
+        token = self._credentials.for_peer(ServiceKind.TRAINER)
+        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         client = httpx.AsyncClient(headers=headers, timeout=timeout, transport=self._transport, trust_env=False)
         pull = _Pull(directory)

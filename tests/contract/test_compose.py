@@ -167,7 +167,7 @@ def required() -> set[str]:
 
 
 def test_what_has_no_default_is_a_secret_and_refused_with_the_way_out() -> None:
-    assert required() == {"FLOTILLA_TOKEN", "FLOTILLA_REDIS_PASSWORD"}
+    assert required() == {"FLOTILLA_TOKEN", "FLOTILLA_SERVICE_TOKEN", "FLOTILLA_REDIS_PASSWORD"}
     for name in required():
         assert f"${{{name}:?write .env first with sh docker/env.sh}}" in TEXT
 
@@ -188,6 +188,25 @@ def test_the_script_writes_every_secret_once_for_its_owner_alone(tmp_path: Path)
     assert (tmp_path / ".env").read_text() == first
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [".env"]
+
+
+def test_the_script_adds_what_an_older_file_lacks_and_changes_nothing_in_it(tmp_path: Path) -> None:
+    (tmp_path / "docker").mkdir()
+    shutil.copy(ROOT / "docker" / "env.sh", tmp_path / "docker")
+    old = "FLOTILLA_TOKEN=mine\nFLOTILLA_REDIS_PASSWORD=old\nFLOTILLA_PORT=9000"
+    (tmp_path / ".env").write_text(old)
+
+    subprocess.run(["sh", str(tmp_path / "docker" / "env.sh")], check=True, timeout=30)
+
+    found = (tmp_path / ".env").read_text()
+    assert found.startswith(old + "\n")
+    assert re.fullmatch(r"FLOTILLA_SERVICE_TOKEN=[0-9a-f]{64}\n", found.removeprefix(old + "\n"))
+
+
+def test_services_know_only_the_token_that_registers_them() -> None:
+    knowing = {name for name, service in SERVICES.items() if "{FLOTILLA_TOKEN:" in str(service.get("environment"))}
+
+    assert knowing == {"gateway", "cli"}
 
 
 @pytest.mark.parametrize("file", [".gitignore", ".dockerignore"])

@@ -159,6 +159,7 @@ GATEWAY_ORDER = (
     "settings",
     "signals",
     "store",
+    "access",
     "events",
     "records",
     "datasets",

@@ -12,6 +12,7 @@ from flotilla.cli.fleet import service_environment
 from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo, open_client
 from flotilla.packages import check_packages
+from shared.access import PassKey
 from shared.client import GatewayClient
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.processes import python_module
@@ -39,7 +40,8 @@ async def rollout(arguments: argparse.Namespace) -> int:
     else:
         info = FleetInfo.read(Path(arguments.data))
         own = {"FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "")}
-        environment = service_environment(info.gateway_url, info.token, info.redis_url, info.data) | own
+        token = PassKey(info.token).joining(ServiceKind.ROLLOUT)
+        environment = service_environment(info.gateway_url, token, info.redis_url, info.data) | own
         del environment["FLOTILLA_PARENT_PID"]
     if arguments.notice is not None:
         environment["FLOTILLA_NOTICE_SECONDS"] = str(arguments.notice)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from services.gateway.access.tokens import Tokens
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
 from services.gateway.monitoring.idle_ratios import IdleRatios
@@ -20,7 +21,6 @@ from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.signals import Signal, wait_for_any
-from services.gateway.store.answers import stage_answer
 from services.gateway.store.base import Store
 from services.gateway.store.transaction import Transaction
 from shared.clock import Clock
@@ -65,6 +65,7 @@ class Fleet:
         clock: Clock,
         store: Store,
         idle_ratios: IdleRatios,
+        tokens: Tokens,
         *,
         on_change: Callable[[], None],
     ) -> None:
@@ -77,6 +78,7 @@ class Fleet:
         self._store = store
         self._on_change = on_change
         self._idle_ratios = idle_ratios
+        self._tokens = tokens
         self._idle = DesiredStates()
         self._desired_cache = PerExperiment(DesiredStates)
         self.left = PerExperiment(Signal)
@@ -89,11 +91,15 @@ class Fleet:
             service = self._registry.stage_registration(change, registration)
             for dead in self._registry.superseded_by(change.staged(service, service.record)):
                 self._stage_leave(change, dead.id, "another process was started in its place")
-            answer = Registered(service_id=service.id, lease_seconds=self._registry.lease_seconds)
-            stage_answer(change, answer)
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
         self._on_change()
-        return answer
+        return Registered(
+            service_id=service.id,
+            lease_seconds=self._registry.lease_seconds,
+            token=self._tokens.pass_of(service.kind, service.id),
+            peers=self._tokens.peers_of(service.kind),
+            accepts=self._tokens.accepted_by(service.kind),
+        )
 
     async def report(
         self, service_id: str, observed: ObservedState, wait_seconds: float, watch: WatchCaller

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.gateway.access.caller import actor
 from services.gateway.digest import digest
 from services.gateway.records.versions import step_of
 from services.gateway.signals import Signal
@@ -222,7 +223,8 @@ class ExperimentRepository:
 
     def stage_audit(self, change: Transaction, experiment_id: str, action: str, **detail: Any) -> None:
         """Record a mutation."""
-        change.write(AppendAudit(AuditRecord(self._clock.now(), action, f"experiments/{experiment_id}", detail)))
+        record = AuditRecord(self._clock.now(), action, f"experiments/{experiment_id}", detail, actor())
+        change.write(AppendAudit(record))
 
 
 def _differs(record: ExperimentRecord, changes: Mapping[str, Any]) -> bool:

@@ -3,10 +3,11 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from services.gateway.access.policy import refusal
 from services.gateway.prometheus import metrics_of
 from services.gateway.routes.dependencies import Gateway
 from shared.errors import Unavailable
-from shared.security import bearer_of, is_same_secret
+from shared.security import bearer_of
 from shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
@@ -33,6 +34,10 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(gateway: Gateway, request: Request) -> Response:
-    """Return what the gateway knows, from memory alone, in Prometheus' text format; with the token each experiment."""
-    token = bearer_of(request.headers.get("authorization"))
-    return await response_of(metrics_of(gateway, with_experiments=is_same_secret(token, gateway.settings.token)))
+    """Return what the gateway knows, from memory alone, in Prometheus' text format.
+
+    Single experiments are shown to those whose token may list them.
+    """
+    shown = gateway.tokens.read(bearer_of(request.headers.get("authorization")))
+    may_see = shown is not None and refusal("GET", "/v1/experiments", shown.principal) is None
+    return await response_of(metrics_of(gateway, with_experiments=may_see))

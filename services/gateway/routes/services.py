@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
 from services.gateway.routes.exchange import JSON, exchange
+from shared.errors import Forbidden
 from shared.schemas.experiment import Page
 from shared.schemas.service import (
     DesiredState,
@@ -21,8 +22,15 @@ router = APIRouter(prefix="/services", tags=["services"])
 
 
 @router.post("", status_code=201)
-async def register(registration: Registration, gateway: Gateway) -> Registered:
-    """Register a service; the same incarnation gets the same id again."""
+async def register(registration: Registration, gateway: Gateway, request: Request) -> Registered:
+    """Register a service; the same incarnation gets the same id again, and each time a pass of its own.
+
+    Raises:
+        Forbidden: the token is for services of another kind (403).
+    """
+    kind = request.state.shown.principal.kind
+    if kind is not None and registration.kind is not kind:
+        raise Forbidden(f"this token registers services of kind {kind}, not {registration.kind}")
     return await gateway.fleet.register(registration)
 
 

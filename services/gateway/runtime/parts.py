@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.gateway.access.tokens import Tokens
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
@@ -36,6 +37,7 @@ class GatewayParts:
     commands: ExperimentCommands
     fleet: Fleet
     events: EventLog
+    tokens: Tokens
     feeder_status: PerExperiment[FeederStatus]
     measurements: PerExperiment[Measurements]
     samples: SampleIndexes

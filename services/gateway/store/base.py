@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.records import (
+    AuditRecord,
+    ExperimentRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+    TokenRecord,
+)
 from services.gateway.store.transaction import Transaction
 from services.gateway.store.writes import Write
 from shared.schemas.experiment import CheckpointView, Event, MetricPoint
@@ -70,6 +77,9 @@ class Store(Protocol):
 
     async def checkpoints(self, experiment_id: str) -> list[CheckpointView]:
         """List by step."""
+
+    async def tokens(self) -> list[TokenRecord]:
+        """List all, oldest first."""
 
     async def put_answer(self, answer: StoredAnswer) -> None:
         """Keep the answer to an idempotency key."""

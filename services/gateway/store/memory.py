@@ -6,7 +6,14 @@ from copy import copy
 from typing import Any, assert_never
 
 from services.gateway.store.base import MetricRow
-from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.records import (
+    AuditRecord,
+    ExperimentRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+    TokenRecord,
+)
 from services.gateway.store.transaction import TransactionalStore
 from services.gateway.store.writes import (
     AppendAudit,
@@ -15,12 +22,14 @@ from services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
+    DeleteToken,
     PutAnswer,
     PutCheckpoint,
     PutExperiment,
     PutMetrics,
     PutPublication,
     PutService,
+    PutToken,
     PutWindow,
     Write,
 )
@@ -42,6 +51,7 @@ class MemoryStore(TransactionalStore):
         self._checkpoints: dict[tuple[str, int], CheckpointView] = {}
         self._windows: dict[tuple[str, str], str] = {}
         self._answers: dict[str, StoredAnswer] = {}
+        self._tokens: dict[str, TokenRecord] = {}
         self._sequence = 0
 
     async def apply(self, writes: Sequence[Write]) -> list[Event]:
@@ -86,6 +96,10 @@ class MemoryStore(TransactionalStore):
             case PutWindow(experiment_id, name, data):
                 # As JSON, like the database: what differs after a restart differs here.
                 self._windows[experiment_id, name] = json.dumps(data)
+            case PutToken(token):
+                self._tokens[token.id] = token
+            case DeleteToken(token_id):
+                self._tokens.pop(token_id, None)
             case PutAnswer(answer):
                 self._answers[answer.key] = answer
             case DeleteAnswers(earliest):
@@ -149,6 +163,10 @@ class MemoryStore(TransactionalStore):
     async def checkpoints(self, experiment_id: str) -> list[CheckpointView]:
         """List by step."""
         return [self._checkpoints[key] for key in sorted(self._checkpoints) if key[0] == experiment_id]
+
+    async def tokens(self) -> list[TokenRecord]:
+        """List all, oldest first."""
+        return sorted(self._tokens.values(), key=lambda token: (token.created_at, token.id))
 
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""

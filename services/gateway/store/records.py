@@ -122,7 +122,35 @@ class AuditRecord:
     action: str
     resource: str
     detail: Mapping[str, Any] = field(default_factory=dict)
-    actor: str = "token"
+    actor: str = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token that somebody made, without the token itself.
+
+    Attributes:
+        id: names it in URLs and audit records.
+        name: unique among those that exist.
+        scope: a ``Scope``.
+        kind: of service; None: any, or it is for none.
+        experiment_id: the only experiment that it may touch; None: all.
+        subject: what else it is bound to.
+        digest: its SHA-256, hexadecimal.
+        created_at, expires_at: seconds since the epoch; one that does not expire has None.
+        created_by: who made it, as audit records name them.
+    """
+
+    id: str
+    name: str
+    scope: str
+    kind: str | None
+    experiment_id: str | None
+    subject: str | None
+    digest: str
+    created_at: float
+    expires_at: float | None
+    created_by: str
 
 
 @dataclass(frozen=True, slots=True)

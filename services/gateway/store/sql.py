@@ -23,7 +23,14 @@ from services.gateway.store.base import MetricRow
 from services.gateway.store.lock import FileLock, keep_private, lock_every_session
 from services.gateway.store.memory import event_of
 from services.gateway.store.migrate import upgrade
-from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.records import (
+    AuditRecord,
+    ExperimentRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+    TokenRecord,
+)
 from services.gateway.store.transaction import TransactionalStore, in_time
 from services.gateway.store.writes import (
     AppendAudit,
@@ -32,12 +39,14 @@ from services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
+    DeleteToken,
     PutAnswer,
     PutCheckpoint,
     PutExperiment,
     PutMetrics,
     PutPublication,
     PutService,
+    PutToken,
     PutWindow,
     Write,
 )
@@ -258,6 +267,12 @@ class SqlStore(TransactionalStore):
         rows = await self._rows(sa.select(table).where(table.c.experiment_id == experiment_id, table.c.name == name))
         return dict(rows[0]["data"]) if rows else {}
 
+    async def tokens(self) -> list[TokenRecord]:
+        """List all, oldest first."""
+        table = tables.tokens
+        rows = await self._rows(sa.select(table).order_by(table.c.created_at, table.c.id))
+        return [TokenRecord(**row) for row in rows]
+
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
         rows = await self._rows(sa.select(tables.idempotency).where(tables.idempotency.c.key == key))
@@ -295,6 +310,10 @@ def _do(connection: Connection, write: Write) -> Event | None:
             connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
         case PutWindow(experiment_id, name, data):
             _put(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": _plain(data)})
+        case PutToken(token):
+            _put(connection, tables.tokens, row_of(token))
+        case DeleteToken(token_id):
+            connection.execute(sa.delete(tables.tokens).where(tables.tokens.c.id == token_id))
         case PutAnswer(answer):
             _put(connection, tables.idempotency, row_of(answer))
         case DeleteAnswers(before):

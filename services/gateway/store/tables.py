@@ -148,6 +148,21 @@ windows = Table(
     Column("data", Document, nullable=False),
 )
 
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", String(48), nullable=False, unique=True),
+    Column("scope", String(16), nullable=False),
+    Column("kind", String(16)),
+    Column("experiment_id", String(96)),
+    Column("subject", String(128)),
+    Column("digest", String(64), nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("expires_at", Float(53)),
+    Column("created_by", String(64), nullable=False),
+)
+
 idempotency = Table(
     "idempotency",
     metadata,

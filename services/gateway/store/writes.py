@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.store.records import AuditRecord, ExperimentRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.records import (
+    AuditRecord,
+    ExperimentRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+    TokenRecord,
+)
 from shared.schemas.experiment import CheckpointView, MetricPoint
 
 
@@ -94,6 +101,20 @@ class PutWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class PutToken:
+    """Insert or replace by id."""
+
+    token: TokenRecord
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteToken:
+    """Delete one; deleting it again does nothing."""
+
+    token_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PutAnswer:
     """Keep the answer to an idempotency key."""
 
@@ -119,6 +140,8 @@ Write = (
     | PutCheckpoint
     | DeleteCheckpoints
     | PutWindow
+    | PutToken
+    | DeleteToken
     | PutAnswer
     | DeleteAnswers
 )

@@ -10,13 +10,13 @@ within a few minutes, or when starting again would fail the same way, the experi
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from services.trainer.supervisor.process import ExitStatus, WorkerHandle
 from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Status
+from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
 from shared.config.load import validate_spec
 from shared.errors import InvalidSpec
 from shared.reconciling import StateFollower
@@ -123,6 +123,12 @@ class Supervisor(StateFollower):
             load=dict(status.load) | {"worker_starts": float(self._started_workers)} if status else {},
             failure=self._failure or (status.failure if status else None),
         )
+
+    def renew(self, token: str) -> None:
+        """Hand the service's next pass to the worker, and to those after it."""
+        self._addresses = replace(self._addresses, token=token)
+        if self._worker is not None:
+            self._worker.tell(Renewed(token=token))
 
     async def _reconcile(self) -> None:
         desired = self._desired

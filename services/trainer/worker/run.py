@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Status
+from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
 from services.trainer.worker.checkpoint_policy import CheckpointOverdue
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.session import Session, SessionDeps, open_session
@@ -52,6 +52,7 @@ class WorkerProcess:
         self._answers = answers
         self._control = RunControl(on_state=lambda _: self._say_status())
         self._session: Session | None = None
+        self._gateway: GatewayClient | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None}
         self._started = time.monotonic()
@@ -89,7 +90,9 @@ class WorkerProcess:
         may_broadcast = spec.asynchrony.publication.may_broadcast
         starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")
         try:
-            async with GatewayClient(launch.gateway_url, launch.token) as gateway:
+            async with GatewayClient(launch.gateway_url, None) as gateway:
+                gateway.adopt(launch.token)
+                self._gateway = gateway
                 around = SessionDeps(
                     experiment_id=launch.assignment.experiment_id,
                     service_id=launch.service_id,
@@ -117,6 +120,10 @@ class WorkerProcess:
     async def _obey(self) -> None:
         while True:
             order = await self._read()
+            if isinstance(order, Renewed):
+                if self._gateway is not None:
+                    self._gateway.adopt(order.token)
+                continue
             if isinstance(order, Offered):
                 self._offered.put_nowait(order.version)
                 continue
@@ -139,7 +146,7 @@ class WorkerProcess:
         except TimeoutError:
             log.warning("the supervisor does not answer", extra={"version": version})
 
-    async def _read(self) -> Launch | Order | Offered:
+    async def _read(self) -> Launch | Order | Offered | Renewed:
         line = await self._orders.readline()
         if not line:
             raise Orphaned

@@ -15,7 +15,7 @@ from services.gateway.store import lock, tables
 from services.gateway.store.base import Store
 from services.gateway.store.memory import MemoryStore
 from services.gateway.store.migrate import upgrade
-from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer
+from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer, TokenRecord
 from services.gateway.store.sql import SqlStore, open_engine
 from services.gateway.store.writes import (
     AppendAudit,
@@ -23,12 +23,14 @@ from services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteService,
+    DeleteToken,
     PutAnswer,
     PutCheckpoint,
     PutExperiment,
     PutMetrics,
     PutPublication,
     PutService,
+    PutToken,
     PutWindow,
     Write,
 )
@@ -200,6 +202,17 @@ async def test_answers_to_idempotency_keys_are_kept_until_they_are_old(store: St
     assert await store.answer("/v1/x key") == answer
     await store.delete_answers(5.1)
     assert await store.answer("/v1/x key") is None
+
+
+async def test_tokens_are_kept_until_they_are_deleted(store: Store) -> None:
+    one = TokenRecord("1", "ci", "reader", None, "e", None, "d" * 64, 1.0, 2.5, "operator")
+    other = TokenRecord("2", "gpu", "service", "rollout", None, None, "e" * 64, 0.5, None, "operator")
+    await store.apply([PutToken(one), PutToken(other)])
+    assert await store.tokens() == [other, one]
+
+    await store.apply([DeleteToken("2"), DeleteToken("2")])
+
+    assert await store.tokens() == [one]
 
 
 async def test_windows_are_kept_by_name_and_go_with_their_experiment(store: Store) -> None:

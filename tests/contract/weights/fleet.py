@@ -23,6 +23,7 @@ from services.trainer.worker.publisher import Publisher
 from shared.clock import SystemClock
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.publication import PublicationConfig
+from shared.credentials import Credentials
 from shared.errors import FlotillaError
 from shared.schemas.publication import PublicationPhase, PublicationReport
 from shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
@@ -94,7 +95,7 @@ class Rollout:
         self.service_id = ""
         self.pulls = 0
         self.reports: list[PublicationReport] = []
-        self._puller = WeightPuller("token", transport=httpx.ASGITransport(app=fleet.app))
+        self._puller = WeightPuller(Credentials("token"), transport=httpx.ASGITransport(app=fleet.app))
         self.receiver = WeightReceiver(
             self.engine,  # type: ignore[arg-type]
             self.gate,
@@ -190,7 +191,7 @@ class Fleet:
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.published = PublishedImages()
         self.app = FastAPI()
-        self.app.include_router(weights_router(self.published, "token"))
+        self.app.include_router(weights_router(self.published, Credentials("token")))
         wire = getattr(torch, config.wire_dtype) if config.wire_dtype else None
         self.images = ImagePool(
             FlatParameters(self.layer, wire_dtype=wire), slice_bytes=SLICE_BYTES, delta=config.delta

@@ -1,6 +1,7 @@
 """The HTTP interface itself: tokens, problems, idempotency, pages, events, health."""
 
 import asyncio
+import hashlib
 import json
 import re
 import time
@@ -17,7 +18,16 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState
 from shared.client import GatewayClient
 from shared.config.samples import SamplesConfig
-from shared.errors import ActionNotAllowed, DataError, InvalidRequest, InvalidSpec, ModelError, NotFound
+from shared.errors import (
+    ActionNotAllowed,
+    DataError,
+    Forbidden,
+    InvalidRequest,
+    InvalidSpec,
+    ModelError,
+    NotFound,
+    Unauthorized,
+)
 from shared.samples.folder import SampleFolder
 from tests.integration.gateway.fleet import PATIENCE_SECONDS, TOKEN, a_spec, until
 from tests.unit.samples.builders import a_step
@@ -46,6 +56,61 @@ async def test_nothing_but_health_answers_without_the_token(url: str, settings: 
                     assert answer.status_code == 401, (method, path)
                     assert answer.headers["content-type"] == "application/problem+json"
                     assert answer.json()["code"] == "unauthorized"
+
+
+async def test_a_made_token_may_do_what_its_scope_is_for_until_it_is_revoked(url: str, client: GatewayClient) -> None:
+    made = await client.call("POST", "/v1/tokens", body={"name": "dash", "scope": "reader"})
+    async with GatewayClient(url, made["token"]) as reader:
+        assert (await reader.call("GET", "/v1/experiments"))["items"] == []
+        assert (await reader.call("GET", "/v1/tokens/self"))["name"] == "dash"
+        with pytest.raises(
+            Forbidden, match=r"needs the scope operator; this token \(reader dash\) has the scope reader"
+        ):
+            await reader.call("POST", "/v1/tokens", body={"name": "mine", "scope": "operator"})
+        listed = (await client.call("GET", "/v1/tokens"))["items"]
+
+        await client.call("DELETE", "/v1/tokens/dash")
+
+        with pytest.raises(Unauthorized):
+            await reader.call("GET", "/v1/experiments")
+    assert [(each["name"], each["created_by"]) for each in listed] == [("dash", "operator")]
+    assert "token" not in listed[0]
+
+
+async def test_no_token_is_in_the_database(url: str, client: GatewayClient, settings: GatewaySettings) -> None:
+    made = await client.call("POST", "/v1/tokens", body={"name": "dash", "scope": "operator"})
+    registered = await client.call("POST", "/v1/services", body=REGISTRATION)
+
+    kept = b"".join(path.read_bytes() for path in settings.data.glob("gateway.sqlite*"))
+
+    assert hashlib.sha256(made["token"].encode()).hexdigest().encode() in kept
+    for secret in (made["token"], registered["token"], registered["peers"]["trainer"], TOKEN):
+        assert secret.encode() not in kept
+
+
+async def test_the_audit_trail_names_who_it_was(url: str, client: GatewayClient, tmp_path: Path) -> None:
+    made = await client.call("POST", "/v1/tokens", body={"name": "anna", "scope": "operator"})
+    async with GatewayClient(url, made["token"]) as anna:
+        created = await anna.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    await client.call("POST", f"/v1/experiments/{created['id']}/start")
+
+    records = (await client.call("GET", f"/v1/experiments/{created['id']}/audit"))["items"]
+
+    assert [(each["action"], each["actor"]) for each in records] == [("start", "operator"), ("create", "operator anna")]
+
+
+async def test_a_service_registers_as_what_its_token_is_for(url: str, client: GatewayClient) -> None:
+    made = await client.call("POST", "/v1/tokens", body={"name": "gpu", "scope": "service", "kind": "rollout"})
+    async with GatewayClient(url, made["token"]) as joining:
+        with pytest.raises(Forbidden, match="registers services of kind rollout, not trainer"):
+            await joining.call("POST", "/v1/services", body=REGISTRATION | {"kind": "trainer"})
+        registered = await joining.call("POST", "/v1/services", body=REGISTRATION)
+        joining.adopt(registered["token"])
+        own = f"/v1/services/{registered['service_id']}"
+        assert (await joining.call("PUT", f"{own}/status", body={}))["state"] == "idle"
+        with pytest.raises(Forbidden):
+            await joining.call("POST", f"{own}/drain")
+        await joining.call("DELETE", own)
 
 
 def test_every_route_is_in_the_documentation(settings: GatewaySettings) -> None:

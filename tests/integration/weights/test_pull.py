@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.credentials import Credentials
 from shared.errors import Conflict, DeadlineExceeded, NotFound, Unauthorized, Unavailable, WeightTransferFailed
 from shared.weights.image import WeightImage
 from shared.weights.pull import PublishedImages, weights_router
@@ -82,7 +83,7 @@ class Server:
 async def a_server() -> AsyncIterator[Server]:
     images = PublishedImages()
     app = FastAPI()
-    app.include_router(weights_router(images, TOKEN))
+    app.include_router(weights_router(images, Credentials(TOKEN)))
     faults = Faults(app)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(faults, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
@@ -98,7 +99,7 @@ async def test_a_pulled_image_is_the_published_one(image: WeightImage, tmp_path:
     async with a_server() as server:
         server.images.publish(3, image.path)
 
-        path = await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+        path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
     assert path.read_bytes() == image.view
     assert list(tmp_path.iterdir()) == [path]
@@ -110,7 +111,7 @@ async def test_a_pull_that_breaks_off_goes_on_where_it_stopped(image: WeightImag
         server.images.publish(3, image.path)
         server.faults.cut_after_bytes = [2_500_000, 0, 1_200_000]
 
-        path = await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+        path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
         assert path.read_bytes() == image.view
         assert server.faults.ranges[0] is None
@@ -126,7 +127,7 @@ async def test_a_version_published_anew_is_pulled_from_its_beginning(image: Weig
         with an_image(num_megabytes=4, seed=1) as other:
             server.faults.on_cut = lambda: server.images.publish(3, other.path)
 
-            path = await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+            path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
             assert path.read_bytes() == other.view
         assert len(server.faults.ranges) == 2
@@ -140,7 +141,7 @@ async def test_bytes_that_changed_on_the_way_are_refused(image: WeightImage, tmp
         server.faults.flip = True
 
         with pytest.raises(WeightTransferFailed, match="checksum"):
-            await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+            await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -151,7 +152,7 @@ async def test_a_version_that_is_not_offered_names_those_that_are(image: WeightI
             server.images.publish(version, image.path)
 
         with pytest.raises(NotFound, match="version 3 is not offered; available: 4, 5"):
-            await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+            await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
 
 async def test_a_version_whose_image_is_gone_is_not_offered(image: WeightImage, tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ async def test_a_version_whose_image_is_gone_is_not_offered(image: WeightImage, 
         image.close()
 
         with pytest.raises(NotFound, match="available: none"):
-            await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, DEADLINE)
+            await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
 
 async def test_a_wrong_token_is_refused(image: WeightImage, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ async def test_a_wrong_token_is_refused(image: WeightImage, tmp_path: Path) -> N
         server.images.publish(3, image.path)
 
         with pytest.raises(Unauthorized):
-            await WeightPuller("wrong")(server.url(3), 3, tmp_path, DEADLINE)
+            await WeightPuller(Credentials("wrong"))(server.url(3), 3, tmp_path, DEADLINE)
         answer = await _get(server.url(3), Authorization="Basic abc")
 
     assert answer.status_code == 401
@@ -181,14 +182,14 @@ async def test_a_server_that_stalls_costs_one_deadline_and_leaves_no_file(image:
         server.faults.stall = True
 
         with pytest.raises(DeadlineExceeded):
-            await WeightPuller(TOKEN)(server.url(3), 3, tmp_path, 0.5)
+            await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, 0.5)
 
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_server_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="broke off"):
-        await WeightPuller(TOKEN)("http://127.0.0.1:1/v1/weights/1", 1, tmp_path, 0.5)
+        await WeightPuller(Credentials(TOKEN))("http://127.0.0.1:1/v1/weights/1", 1, tmp_path, 0.5)
 
 
 async def test_a_range_is_served_and_one_behind_the_end_is_refused(image: WeightImage) -> None:

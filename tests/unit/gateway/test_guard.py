@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.middleware import HEAD_BYTES, HEADERS, Guard
+from services.gateway.access.tokens import Tokens
+from services.gateway.middleware import HEAD_BYTES, HEADERS, Guard, Opened
 from services.gateway.routes.dependencies import number_of
 from services.gateway.store.memory import MemoryStore
 from shared.clock import ManualClock
@@ -41,13 +42,16 @@ async def ask(
             await asyncio.Event().wait()
         return left.pop(0)
 
-    guard = Guard(seen, token="t", body_bytes=100, body_seconds=0.05, store_of=lambda _: (MemoryStore(), ManualClock()))
+    store, clock = MemoryStore(), ManualClock()
+    opened = Opened(store, clock, Tokens(store, clock, "t"))
+    guard = Guard(seen, body_bytes=100, body_seconds=0.05, opened_of=lambda _: opened)
     scope: dict[str, Any] = {
         "type": "http",
         "method": "POST",
         "path": "/v1/experiments",
         "raw_path": b"/v1/experiments",
         "query_string": b"",
+        "state": {},
         "headers": [(b"authorization", b"Bearer t"), *headers],
     }
     await guard(scope, receive, seen.send)

@@ -6,6 +6,7 @@ import pytest
 
 from services.reward.state import SessionOpener
 from shared.config.spec import ExperimentSpec
+from shared.credentials import Credentials
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable
 from shared.schemas.service import Assignment
 from shared.settings import ServiceSettings
@@ -17,6 +18,7 @@ SPEC = {
     "reward": {"components": [{"kind": "code"}]},
     "optimisation": {"steps": 3},
 }
+MINE = Credentials("t")
 SETTINGS = ServiceSettings(gateway_url="http://gateway", token="t" * 16, redis_url="redis://nowhere")
 
 
@@ -32,7 +34,9 @@ class ScriptedGateway:
 
 @pytest.mark.parametrize("refusal", [None, Unavailable("away"), DeadlineExceeded("slow")])
 async def test_no_sandbox_now_is_a_passing_reason(refusal: FlotillaError | None) -> None:
-    opener = SessionOpener(redis=None, client=ScriptedGateway(refusal), settings=SETTINGS, holder="reward")  # type: ignore[arg-type]
+    opener = SessionOpener(
+        redis=None, client=ScriptedGateway(refusal), settings=SETTINGS, credentials=MINE, holder="reward"
+    )  # type: ignore[arg-type]
     spec = ExperimentSpec.model_validate(SPEC)
     assignment = Assignment(experiment_id="e1", revision=1, spec=SPEC, directory="/data")
 

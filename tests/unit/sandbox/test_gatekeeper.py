@@ -2,6 +2,7 @@ import httpx
 import pytest
 
 from services.sandbox.gatekeeper import Gatekeeper
+from shared.credentials import Credentials
 
 TOKEN = "the right token"
 
@@ -18,7 +19,7 @@ async def echo(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
 
 
 def a_client() -> httpx.AsyncClient:
-    app = Gatekeeper(echo, token=TOKEN, max_bytes=10)
+    app = Gatekeeper(echo, credentials=Credentials(TOKEN), max_bytes=10)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://sandbox")
 
 

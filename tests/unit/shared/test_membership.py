@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from shared.client import GatewayClient
+from shared.credentials import Credentials
 from shared.membership import Membership
 from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
 
@@ -84,6 +85,46 @@ async def test_a_member_that_was_forgotten_registers_again() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert gateway.left == ["s2"]
+
+
+async def test_a_member_shows_its_pass_and_registers_again_with_its_token_when_that_has_expired() -> None:
+    gateway, applied, shown, valid = ScriptedGateway(), list[str](), list[tuple[str, str]](), {"pass 1"}
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        token = request.headers["Authorization"].removeprefix("Bearer ")
+        shown.append((request.method, token))
+        if request.method == "POST":
+            response = await gateway(request)
+            given = {"token": f"pass {gateway.registrations}", "accepts": ["x"], "peers": {"sandbox": "peer"}}
+            return httpx.Response(201, json=response.json() | given)
+        if token not in valid:
+            return httpx.Response(401, json={"code": "unauthorized", "detail": "expired"})
+        response = await gateway(request)
+        response.headers["Flotilla-Token"] = "pass 1, renewed"
+        return response
+
+    client = GatewayClient("http://gateway", "given", transport=httpx.MockTransport(answer))
+
+    async def apply(desired: DesiredState) -> None:
+        applied.append(desired.tag)
+
+    registration = Registration(kind=ServiceKind.REWARD, address="http://r", host="h", pid=1, incarnation="i")
+    credentials = Credentials("given")
+    member = Membership(client, registration, ObservedState, apply, credentials=credentials, poll_seconds=0.05)
+    member.call_seconds = 0.05
+    valid.add("pass 1, renewed")
+    running = asyncio.create_task(member.run())
+    await gateway.until(lambda: ("PUT", "pass 1, renewed") in shown)
+    assert credentials.for_peer(ServiceKind.SANDBOX) == "peer"
+    valid.clear()
+    valid.add("pass 2")
+
+    await gateway.until(lambda: ("PUT", "pass 2") in shown)
+
+    assert {token for method, token in shown if method == "POST"} == {"given"}
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_call_that_is_repeated_after_an_absence_tells_what_is_observed_then() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.credentials import Credentials
 from shared.errors import NotFound
 from shared.weights.image import WeightImage
 from shared.weights.pull import PublishedImages
@@ -28,7 +29,7 @@ async def test_an_image_that_was_let_go_of_before_it_is_mapped_again_is_not_offe
 
 async def test_a_server_that_fails_within_is_asked_again(tmp_path: Path) -> None:
     answers = [httpx.Response(500, text="Internal Server Error"), httpx.Response(404, json=MISSING)]
-    pull = WeightPuller("token", transport=httpx.MockTransport(lambda _: answers.pop(0)))
+    pull = WeightPuller(Credentials("token"), transport=httpx.MockTransport(lambda _: answers.pop(0)))
 
     with pytest.raises(NotFound, match="version 1 is not offered"):
         await pull("http://trainer/v1/weights/1", 1, tmp_path, 20.0)
@@ -48,7 +49,7 @@ async def test_a_pull_that_is_cancelled_at_its_end_leaves_no_file(
         yield content
 
     answer = httpx.MockTransport(lambda _: httpx.Response(200, content=chunks(), headers=headers))
-    pull = WeightPuller("token", transport=answer)
+    pull = WeightPuller(Credentials("token"), transport=answer)
     has_begun, may_end = threading.Event(), threading.Event()
 
     def finish(image: WeightImage) -> Path:

@@ -1,0 +1,83 @@
+"""``flotilla token create | list | revoke``: who else may use a fleet, and for what."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.connection import open_client
+from shared.schemas.experiment import Page
+from shared.schemas.token import NewToken, TokenView
+
+COLUMNS = ("id", "name", "scope", "for", "created", "by", "expires")
+PAGE = 1000
+
+
+async def create(arguments: argparse.Namespace) -> int:
+    """Make a token and print it, this once."""
+    body: dict[str, Any] = {
+        "name": arguments.name,
+        "scope": arguments.scope,
+        "kind": arguments.kind,
+        "experiment_id": arguments.experiment,
+        "expires_in_seconds": arguments.expires,
+    }
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        made = NewToken.model_validate(await client.call("POST", "/v1/tokens", body=body))
+    if arguments.json:
+        write_json(made.model_dump(mode="json"))
+        return 0
+    until = f"until {_time(made.expires_at)}" if made.expires_at else "and does not expire"
+    console = new_console()
+    console.print(f"{made.name} ({made.id}) has the scope {made.scope} {until}; it is shown this once:", markup=False)
+    console.print(made.token, markup=False)
+    return 0
+
+
+async def list_tokens(arguments: argparse.Namespace) -> int:
+    """List the tokens that were made and not revoked."""
+    found: list[TokenView] = []
+    after: str | None = None
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        while True:
+            answer = await client.call("GET", "/v1/tokens", params={"limit": PAGE, "after": after})
+            page = Page.model_validate(answer)
+            found += [TokenView.model_validate(item) for item in page.items]
+            after = page.next
+            if after is None:
+                break
+    if arguments.json:
+        write_json([view.model_dump(mode="json") for view in found])
+    elif found:
+        new_console().print(table_of(COLUMNS, [_row(view) for view in found], whole=("id", "name")))
+    else:
+        new_console().print("no token was made: there is only the operator's own")
+    return 0
+
+
+async def revoke(arguments: argparse.Namespace) -> int:
+    """Revoke a token: its next request is refused."""
+    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        await client.call("DELETE", f"/v1/tokens/{quote(arguments.token, safe='')}")
+    if arguments.json:
+        write_json({"revoked": arguments.token})
+    else:
+        new_console().print(f"{arguments.token} is revoked", markup=False)
+    return 0
+
+
+def _row(view: TokenView) -> dict[str, str]:
+    return {
+        "id": view.id,
+        "name": view.name,
+        "scope": str(view.scope),
+        "for": " ".join(str(each) for each in (view.kind, view.experiment_id, view.subject) if each),
+        "created": _time(view.created_at),
+        "by": view.created_by,
+        "expires": ("expired " if view.is_expired else "") + (_time(view.expires_at) if view.expires_at else "never"),
+    }
+
+
+def _time(text: str) -> str:
+    return text[:16].replace("T", " ")

@@ -1,0 +1,16 @@
+"""Who makes the request that is being handled: set by the guard, read where audit records are made."""
+
+from contextvars import ContextVar
+
+from shared.access import Principal
+
+caller: ContextVar[Principal | None] = ContextVar("caller", default=None)
+"""None outside of requests: the gateway itself acts."""
+
+GATEWAY = "gateway"
+
+
+def actor() -> str:
+    """Name who acts, for an audit record."""
+    principal = caller.get()
+    return GATEWAY if principal is None else principal.actor

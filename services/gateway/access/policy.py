@@ -1,0 +1,136 @@
+"""Which scope may use which route: one table, and a pure function that reads it.
+
+A route that is not in the table is the operator's alone.
+"""
+
+from dataclasses import dataclass
+from re import Pattern
+from typing import Final
+
+from starlette.routing import compile_path
+
+from shared.access import Principal, Scope
+from shared.schemas.service import ServiceKind
+
+EXPERIMENT: Final = "/v1/experiments/{experiment_id}"
+SERVICE: Final = "/v1/services/{service_id}"
+EVERY_KIND: Final = frozenset(ServiceKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who besides operators may use a route.
+
+    Attributes:
+        scopes: that may.
+        kinds: of service, for the scope service.
+        is_joining: for services that have not registered yet, and for no others.
+        is_own: a service may name only itself in the path.
+        is_for_bound: tokens that are bound to an experiment may use it, though its path names none.
+    """
+
+    scopes: frozenset[Scope]
+    kinds: frozenset[ServiceKind] = frozenset()
+    is_joining: bool = False
+    is_own: bool = False
+    is_for_bound: bool = False
+
+
+READING: Final = Rule(frozenset({Scope.READER}))
+OPERATING: Final = Rule(frozenset())
+TRAINING: Final = Rule(frozenset({Scope.SERVICE}), frozenset({ServiceKind.TRAINER}))
+MEMBER: Final = Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_own=True)
+
+RULES: Final[dict[tuple[str, str], Rule]] = {
+    # Asked for most often by far, so it is found first.
+    ("PUT", f"{SERVICE}/status"): MEMBER,
+    ("DELETE", SERVICE): MEMBER,
+    ("POST", "/v1/services"): Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_joining=True),
+    # A reward looks for a sandbox.
+    ("GET", "/v1/services"): Rule(frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.REWARD})),
+    ("GET", SERVICE): READING,
+    ("POST", f"{SERVICE}/drain"): OPERATING,
+    ("GET", "/v1/fleet"): READING,
+    ("POST", f"{EXPERIMENT}/metrics"): TRAINING,
+    ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
+    ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,
+    ("POST", f"{EXPERIMENT}/takeovers/refused"): TRAINING,
+    ("POST", f"{EXPERIMENT}/publications"): TRAINING,
+    ("PUT", f"{EXPERIMENT}/publications/{{version}}/rendezvous"): TRAINING,
+    ("POST", f"{EXPERIMENT}/publications/{{version}}/sent"): TRAINING,
+    ("POST", f"{EXPERIMENT}/publications/{{version}}/failed"): TRAINING,
+    ("GET", f"{EXPERIMENT}/publications/{{version}}"): Rule(
+        frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.TRAINER})
+    ),
+    ("GET", f"{EXPERIMENT}/publications"): READING,
+    ("GET", "/v1/experiments"): READING,
+    ("GET", EXPERIMENT): READING,
+    ("GET", f"{EXPERIMENT}/ledger"): READING,
+    ("GET", f"{EXPERIMENT}/metrics"): READING,
+    ("GET", f"{EXPERIMENT}/events"): READING,
+    ("GET", f"{EXPERIMENT}/checkpoints"): READING,
+    ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files"): READING,
+    ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files/{{name:path}}"): READING,
+    ("GET", f"{EXPERIMENT}/diagnosis"): READING,
+    ("GET", f"{EXPERIMENT}/audit"): READING,
+    ("GET", f"{EXPERIMENT}/steps/{{step}}"): READING,
+    ("GET", f"{EXPERIMENT}/samples"): READING,
+    ("POST", "/v1/experiments"): OPERATING,
+    ("PATCH", EXPERIMENT): OPERATING,
+    ("DELETE", EXPERIMENT): OPERATING,
+    ("POST", f"{EXPERIMENT}/start"): OPERATING,
+    ("POST", f"{EXPERIMENT}/pause"): OPERATING,
+    ("POST", f"{EXPERIMENT}/resume"): OPERATING,
+    ("POST", f"{EXPERIMENT}/stop"): OPERATING,
+    ("POST", f"{EXPERIMENT}/extend"): OPERATING,
+    ("POST", f"{EXPERIMENT}/fork"): OPERATING,
+    ("GET", "/v1/tokens/self"): Rule(frozenset(Scope), EVERY_KIND, is_for_bound=True),
+    ("GET", "/v1/tokens"): OPERATING,
+    ("POST", "/v1/tokens"): OPERATING,
+    ("DELETE", "/v1/tokens/{token_id}"): OPERATING,
+}
+
+_COMPILED: Final[list[tuple[str, Pattern[str], Rule]]] = [
+    (method, compile_path(template)[0], rule) for (method, template), rule in RULES.items()
+]
+
+
+def refusal(method: str, path: str, who: Principal) -> str | None:
+    """Say why a token may not make this request; None if it may."""
+    if who.scope is Scope.OPERATOR:
+        return None
+    rule, parameters = _rule_of(method, path)
+    if who.scope not in rule.scopes:
+        return _wants(method, path, rule, f"this token ({who.actor}) has the scope {who.scope}")
+    if who.scope is Scope.SERVICE and not rule.is_for_bound:
+        if who.kind not in rule.kinds and not (rule.is_joining and who.kind is None):
+            return _wants(method, path, rule, f"this token ({who.actor}) is for a service of kind {who.kind or 'any'}")
+        if rule.is_joining is not (who.service_id is None):
+            what = "registers" if who.service_id is None else "is of a service that has registered"
+            return _wants(method, path, rule, f"this token {what}, and does nothing else with it")
+        if rule.is_own and parameters["service_id"] != who.service_id:
+            return f"this token is of {who.service_id}, not of {parameters['service_id']}"
+    is_elsewhere = who.experiment_id is not None and parameters.get("experiment_id") != who.experiment_id
+    if is_elsewhere and not rule.is_for_bound:
+        return f"this token is for the experiment {who.experiment_id} alone"
+    return None
+
+
+def _rule_of(method: str, path: str) -> tuple[Rule, dict[str, str]]:
+    for its_method, pattern, rule in _COMPILED:
+        if its_method == method and (found := pattern.fullmatch(path)):
+            return rule, found.groupdict()
+    return OPERATING, {}
+
+
+def _wants(method: str, path: str, rule: Rule, but: str) -> str:
+    return f"{method} {path} needs the scope {' or '.join(needed(rule))}; {but}"
+
+
+def needed(rule: Rule) -> list[str]:
+    """Name the scopes that a rule lets in, as people read them."""
+    names = [Scope.OPERATOR.value, *sorted(scope.value for scope in rule.scopes - {Scope.OPERATOR, Scope.SERVICE})]
+    if Scope.SERVICE in rule.scopes:
+        every = rule.kinds == EVERY_KIND
+        names.append("service" if every else f"service ({', '.join(sorted(rule.kinds))})")
+    return names

@@ -1,0 +1,174 @@
+"""Tokens: the operator's, those that were made, and passes.
+
+Of a token that was made only its digest is kept. All of them are in memory, so a request costs no query.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from services.gateway.access.caller import actor
+from services.gateway.store.base import Store
+from services.gateway.store.records import AuditRecord, TokenRecord
+from services.gateway.store.writes import AppendAudit, DeleteToken, PutToken
+from shared.access import PassKey, Principal, Scope
+from shared.clock import Clock
+from shared.errors import Conflict, NotFound
+from shared.schemas.service import ServiceKind
+from shared.schemas.token import TokenRequest
+from shared.security import digest_of, is_same_secret, new_token
+
+PASS_SECONDS = 3600.0
+"""Life of a service's pass. Each answer in its second half brings the next one."""
+OPERATOR = Principal(Scope.OPERATOR, "operator")
+MADE_PREFIX = "flt_"
+CALLS: Mapping[ServiceKind, tuple[ServiceKind, ...]] = {
+    ServiceKind.ROLLOUT: (ServiceKind.TRAINER,),
+    ServiceKind.REWARD: (ServiceKind.SANDBOX,),
+    ServiceKind.TRAINER: (),
+    ServiceKind.SANDBOX: (),
+}
+"""Which services call which: rollouts pull weights, rewards run programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a token says.
+
+    Attributes:
+        principal: whom it stands for.
+        expires_at: seconds since the epoch; None if it does not expire.
+        renewed: the pass that takes its place, if it is time.
+    """
+
+    principal: Principal
+    expires_at: float | None = None
+    renewed: str | None = None
+
+
+class Tokens:
+    """Knows every token of the fleet.
+
+    Args:
+        operator_token: of the settings.
+        service_token: with which services register; None if there is none.
+    """
+
+    def __init__(self, store: Store, clock: Clock, operator_token: str, service_token: str | None = None) -> None:
+        self._store = store
+        self._clock = clock
+        self._operator = operator_token
+        self._service = service_token
+        self._key = PassKey(operator_token)
+        self._made: dict[str, TokenRecord] = {}
+
+    async def load(self) -> None:
+        """Load those that were made for an earlier process."""
+        self._made = {record.digest: record for record in await self._store.tokens()}
+
+    def read(self, token: str | None) -> Shown | None:
+        """Tell whom a token stands for; None if it is unknown, revoked or expired."""
+        if token is None or not token.isascii():
+            return None
+        if is_same_secret(token, self._operator):
+            return Shown(OPERATOR)
+        if self._service is not None and is_same_secret(token, self._service):
+            return Shown(Principal(Scope.SERVICE, "a service"))
+        shown = self._read_pass(token) or self._read_made(token)
+        is_over = shown is not None and shown.expires_at is not None and shown.expires_at <= self._clock.now()
+        return None if is_over else shown
+
+    def _read_pass(self, token: str) -> Shown | None:
+        found = self._key.read(token)
+        if found is None:
+            return None
+        principal, expires_at = found
+        if principal.service_id is None or principal.kind is None or expires_at is None:
+            return Shown(principal, expires_at)
+        left = expires_at - self._clock.now()
+        is_due = left < PASS_SECONDS / 2
+        return Shown(principal, expires_at, self.pass_of(principal.kind, principal.service_id) if is_due else None)
+
+    def _read_made(self, token: str) -> Shown | None:
+        # By the digest: how long the look takes tells nothing of a token that hashes to it.
+        record = self._made.get(digest_of(token))
+        if record is None:
+            return None
+        kind = None if record.kind is None else ServiceKind(record.kind)
+        scope, experiment_id = Scope(record.scope), record.experiment_id
+        principal = Principal(scope, record.name, kind, experiment_id=experiment_id, subject=record.subject)
+        return Shown(principal, record.expires_at)
+
+    def pass_of(self, kind: ServiceKind, service_id: str) -> str:
+        """Make the pass of a registered service."""
+        return self.issue(Principal(Scope.SERVICE, service_id, kind, service_id), PASS_SECONDS)
+
+    def issue(self, principal: Principal, seconds: float) -> str:
+        """Make a pass, such as for one episode. It is not stored, and cannot be revoked before it expires."""
+        return self._key.sign(principal, self._clock.now() + seconds)
+
+    def peers_of(self, kind: ServiceKind) -> dict[ServiceKind, str]:
+        """What a service of a kind shows to those that it calls."""
+        return {peer: self._key.peer_token(peer) for peer in CALLS[kind]}
+
+    def accepted_by(self, kind: ServiceKind) -> tuple[str, ...]:
+        """Digests of the tokens that a service of a kind lets in: its callers' and the operator's."""
+        return digest_of(self._key.peer_token(kind)), digest_of(self._operator)
+
+    async def create(self, request: TokenRequest) -> tuple[TokenRecord, str]:
+        """Make a token; this is the only time that it is seen.
+
+        Raises:
+            Conflict: there is one of this name.
+        """
+        token = MADE_PREFIX + new_token()
+        now = self._clock.now()
+        async with self._store.transaction() as change:
+            if any(record.name == request.name for record in self._made.values()):
+                raise Conflict(f"there is a token named {request.name!r}: revoke it first, or choose another name")
+            record = TokenRecord(
+                id=secrets.token_hex(4),
+                name=request.name,
+                scope=request.scope.value,
+                kind=None if request.kind is None else request.kind.value,
+                experiment_id=request.experiment_id,
+                subject=request.subject,
+                digest=digest_of(token),
+                created_at=now,
+                expires_at=None if request.expires_in_seconds is None else now + request.expires_in_seconds,
+                created_by=actor(),
+            )
+            facts = {"name": record.name, "scope": record.scope, "expires_at": record.expires_at}
+            change.write(PutToken(record), self._audit(record, "create", facts))
+            change.then(lambda: self._made.__setitem__(record.digest, record))
+        return record, token
+
+    async def revoke(self, reference: str) -> TokenRecord:
+        """Delete one by id or name: from the next request on it is unknown.
+
+        Raises:
+            NotFound: there is none.
+        """
+        async with self._store.transaction() as change:
+            record = next((each for each in self._made.values() if reference in {each.id, each.name}), None)
+            if record is None:
+                raise NotFound(f"there is no token {reference!r}")
+            change.write(DeleteToken(record.id), self._audit(record, "revoke", {"name": record.name}))
+            change.then(lambda: self._made.pop(record.digest, None))
+        return record
+
+    async def delete_expired(self) -> None:
+        """Forget those that have expired."""
+        async with self._store.transaction() as change:
+            for record in list(self._made.values()):
+                if record.expires_at is not None and record.expires_at <= self._clock.now():
+                    change.write(DeleteToken(record.id), self._audit(record, "expire", {"name": record.name}))
+                    change.then(partial(self._made.pop, record.digest, None))
+
+    def all(self) -> list[TokenRecord]:
+        """List those that were made and not revoked, oldest first."""
+        return sorted(self._made.values(), key=lambda record: (record.created_at, record.id))
+
+    def _audit(self, record: TokenRecord, action: str, facts: Mapping[str, object]) -> AppendAudit:
+        return AppendAudit(AuditRecord(self._clock.now(), action, f"tokens/{record.id}", facts, actor()))

@@ -1,0 +1,153 @@
+"""The table of ``docs/security.md`` is what the servers answer: every route of every service, with every scope.
+
+``python -m tests.contract.gateway.test_security_table`` writes the table.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from services.gateway.app import create_app as gateway_app
+from services.gateway.settings import GatewaySettings
+from services.reward.app import create_app as reward_app
+from services.rollout.app import create_app as rollout_app
+from services.sandbox.app import create_app as sandbox_app
+from services.sandbox.settings import SandboxSettings
+from services.trainer import app as trainer
+from shared.access import Principal, Scope
+from shared.credentials import Credentials
+from shared.schemas.service import Registered, ServiceKind
+from shared.schemas.token import TokenRequest
+from shared.settings import ServiceSettings
+from tests.unit.gateway.builders import a_gateway
+
+PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+BEGIN, END = "<!-- routes: begin -->\n", "<!-- routes: end -->\n"
+OPERATOR = "the-operators-token"
+EXPERIMENT, SERVICE = "e-1", "own-1"
+COLUMNS = ("nobody", "operator", "reader", "agent", "grader", "joining", "rollout", "reward", "sandbox", "trainer")
+REFUSED = {401, 403}
+Row = tuple[str, str, tuple[bool, ...]]
+
+
+async def tokens_of(gateway: Any) -> dict[str, str | None]:
+    """Make one token of each column, for the gateway."""
+    tokens = gateway.tokens
+    _, reader = await tokens.create(TokenRequest(name="reader", scope=Scope.READER))
+    bound = {
+        scope.value: tokens.issue(Principal(scope, scope.value, experiment_id=EXPERIMENT), 60)
+        for scope in (Scope.AGENT, Scope.GRADER)
+    }
+    _, joining = await tokens.create(TokenRequest(name="joining", scope=Scope.SERVICE))
+    passes = {kind.value: tokens.pass_of(kind, SERVICE) for kind in ServiceKind}
+    return {"nobody": None, "operator": OPERATOR, "reader": reader, **bound, "joining": joining, **passes}
+
+
+def shown_to(gateway: Any, kind: ServiceKind, own: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Tell what each column shows to a service of this kind: callers have a token for it, the others their own."""
+    peers = {each.value: gateway.tokens.peers_of(each).get(kind) for each in ServiceKind}
+    return {column: peers.get(column) or token for column, token in own.items()}
+
+
+def told(gateway: Any, kind: ServiceKind) -> Credentials:
+    """Make what a registered service of this kind lets in."""
+    credentials = Credentials(f"given to the {kind} at its start")
+    credentials.take(Registered(service_id="s", lease_seconds=1, accepts=gateway.tokens.accepted_by(kind)))
+    return credentials
+
+
+def services(gateway: Any) -> dict[ServiceKind, FastAPI]:
+    """Make the apps of the other services; nothing is opened."""
+    settings = ServiceSettings("http://gateway", "given at its start", "redis://nowhere")
+
+    def never(*_: Any) -> AbstractAsyncContextManager[Any]:
+        raise AssertionError("no lifespan is started here")
+
+    sandbox = SandboxSettings.model_validate({"token": "given to the sandbox"})
+    made = {
+        ServiceKind.ROLLOUT: rollout_app(settings, "http://r", open_state=never),
+        ServiceKind.REWARD: reward_app(settings, "http://r", open_state=never),
+        ServiceKind.SANDBOX: sandbox_app(sandbox, never, told(gateway, ServiceKind.SANDBOX)),
+    }
+    made[ServiceKind.TRAINER] = trainer.create_app(
+        settings, "http://t", open_state=never, credentials=told(gateway, ServiceKind.TRAINER)
+    )
+    return made
+
+
+async def walk(app: FastAPI, state: Mapping[str, Any], tokens: Mapping[str, str | None], name: str) -> list[Row]:
+    """Ask every route of an app as everybody; whoever is not answered 401 or 403 is let in."""
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"state": dict(state)}, receive, send)
+
+    routes = [("GET", "/openapi.json")] if app.openapi_url else []
+    routes += [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
+    rows: list[Row] = []
+    # What is behind a route is not there: whatever it raises, it was reached.
+    transport = httpx.ASGITransport(with_state, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        for method, template in routes:
+            path = template.replace("{experiment_id}", EXPERIMENT).replace("{service_id}", SERVICE)
+            path = re.sub(r"\{\w+(:path)?\}", "1", path)
+            let_in = []
+            for column in COLUMNS:
+                headers = {} if (token := tokens[column]) is None else {"Authorization": f"Bearer {token}"}
+                answer = await client.request(method, path, headers=headers, content=b"{}")
+                let_in.append(answer.status_code not in REFUSED)
+            rows.append((name, f"{method} {template}", tuple(let_in)))
+    return rows
+
+
+async def all_rows() -> list[Row]:
+    """Walk every service."""
+    gateway = a_gateway(token=OPERATOR)
+    app = gateway_app(GatewaySettings(token=OPERATOR, redis_url="redis://nowhere", data=Path("/nowhere")))
+    tokens = await tokens_of(gateway)
+    rows = await walk(app, {"gateway": gateway}, tokens, "gateway")
+    for kind, service in services(gateway).items():
+        rows += await walk(service, {}, shown_to(gateway, kind, tokens), kind.value)
+    return rows
+
+
+def written(rows: Iterable[Row]) -> str:
+    """Write the table."""
+    lines = [f"| service | route | {' | '.join(COLUMNS)} |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    for service, route, let_in in rows:
+        cells = " | ".join("yes" if each else "" for each in let_in)
+        lines.append(re.sub(r"\|  +\|", "| |", re.sub(r"\| +(?=\|)", "| ", f"| {service} | `{route}` | {cells} |")))
+    return "\n".join(lines) + "\n"
+
+
+async def test_every_route_of_every_service_lets_in_whom_the_page_says() -> None:
+    rows = await all_rows()
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+
+    assert len(rows) > 60, "the walk must see every route"
+    assert table == written(rows), "write it again: python -m tests.contract.gateway.test_security_table"
+
+
+async def test_nobody_but_operators_changes_an_experiment_and_nobody_without_a_token_does_anything() -> None:
+    rows = await all_rows()
+    place = {column: number for number, column in enumerate(COLUMNS)}
+    changing = [row for row in rows if not row[1].startswith("GET ")]
+
+    assert [route for _, route, let_in in changing if let_in[place["nobody"]]] == []
+    assert [route for _, route, let_in in changing if let_in[place["reader"]]] == []
+    for _, route, let_in in rows:
+        assert let_in[place["operator"]], route
+    for column in ("agent", "grader", "reader", "joining", "rollout", "reward", "sandbox"):
+        changed = [row[1] for row in changing if row[2][place[column]] and "/experiments" in row[1]]
+        assert changed == [], column
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(before + BEGIN + written(asyncio.run(all_rows())) + END + rest.partition(END)[2], encoding="utf-8")

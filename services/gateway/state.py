@@ -171,15 +171,8 @@ def assemble(
         samples=SampleIndexes(),
     )
     work = ExperimentWork(parts)
-    scheduler = Scheduler(
-        registry,
-        repository,
-        fleet,
-        events,
-        clock,
-        unfair_seconds=settings.unfair_seconds,
-        notice_seconds=settings.notice_seconds,
-    )
+    patience = {"unfair_seconds": settings.unfair_seconds, "notice_seconds": settings.notice_seconds}
+    scheduler = Scheduler(registry, repository, fleet, events, clock, **patience)
     reconciler = Reconciler(parts, scheduler, wake, work=work.run, end=work.end)
 
     def on_change(experiment_id: str) -> None:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shared.connections import connections
 from shared.errors import FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
@@ -77,11 +78,11 @@ def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) ->
     asyncio.run(_serve(app, listening, leave))
 
 
-async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
-    faults = armed()
-    opened: dict[str, Any] = {}
-    config = uvicorn.Config(
-        _with_state(app if faults is None else FaultyApp(app, faults, problem_response), opened),
+def config_of(app: ASGIApp) -> uvicorn.Config:
+    """Make the settings of a server that logs through us, and leaves lifespan and signals to ``serve``."""
+    return uvicorn.Config(
+        app,
+        http=connections(),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -90,6 +91,12 @@ async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) ->
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         server_header=False,
     )
+
+
+async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
+    faults = armed()
+    opened: dict[str, Any] = {}
+    config = config_of(_with_state(app if faults is None else FaultyApp(app, faults, problem_response), opened))
     server = uvicorn.Server(config)
 
     leaving: asyncio.Task[None] | None = None

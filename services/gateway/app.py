@@ -42,7 +42,15 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
             app.state.gateway = state
             yield {"gateway": state}
 
-    app = FastAPI(title="Flotilla gateway", description=DESCRIPTION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Flotilla gateway",
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        # The framework would look for exporters in each request: a fourteenth of a status call.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.

@@ -31,8 +31,26 @@ async def wait_for_any(timeout_seconds: float | None, *futures: asyncio.Future[A
 
     They are left as they are. No task is made: thousands of calls wait here at once.
     """
-    done, _ = await asyncio.wait(futures, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-    return bool(done)
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(_done: asyncio.Future[Any] | None = None) -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    if any(future.done() for future in futures):
+        return True
+    for future in futures:
+        future.add_done_callback(wake)
+    timer = None if timeout_seconds is None else loop.call_later(timeout_seconds, wake)
+    try:
+        await woken
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for future in futures:
+            future.remove_done_callback(wake)
+    return any(future.done() for future in futures)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

@@ -50,6 +50,7 @@ class LiveService:
     """A service and what the gateway knows of it now.
 
     Attributes:
+        engines: kinds of engines that it can start.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
@@ -57,7 +58,7 @@ class LiveService:
     def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
         self.record = record
         self.kind = ServiceKind(record.kind)
-        self.capabilities = Capabilities.model_validate(record.capabilities)
+        self.can_do(Capabilities.model_validate(record.capabilities))
         self.observed = ObservedState()
         self.is_observed = False
         self.lease_ends = lease_ends
@@ -65,6 +66,11 @@ class LiveService:
         self.changed = Signal()
         self.leaving: Notice | None = None
         self.drained: Notice | None = None
+
+    def can_do(self, capabilities: Capabilities) -> None:
+        """Record its capabilities."""
+        self.capabilities = capabilities
+        self.engines = frozenset(offer.kind for offer in capabilities.engines if offer.can_start)
 
     @property
     def id(self) -> str:
@@ -184,7 +190,7 @@ class Registry:
 
         def follow() -> None:
             service.record = record
-            service.capabilities = registration.capabilities
+            service.can_do(registration.capabilities)
             self.renew(service)
             self._services[service.id] = service
 

@@ -9,12 +9,16 @@ which does the same and says what is wrong.
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.membership.fleet import WatchCaller
 from services.gateway.state import GatewayState
+from shared.connections import connection_of
 from shared.errors import FlotillaError
 from shared.schemas.service import ObservedState
 from shared.serving import problem_response
@@ -26,26 +30,35 @@ CONTENT_TYPE = (b"content-type", JSON.encode())
 
 
 async def exchange(
-    gateway: GatewayState, service_id: str, observed: ObservedState, wait_seconds: float, receive: Receive
+    gateway: GatewayState, service_id: str, observed: ObservedState, wait_seconds: float, watch: WatchCaller
 ) -> bytes:
     """Record an observation, wait for the desired state, and return it as JSON.
-
-    Args:
-        receive: the request's, whose body was read: what comes next is that the caller hung up.
 
     Raises:
         NotFound: the service is not registered.
     """
+    wait_seconds = min(wait_seconds, gateway.settings.longest_wait_seconds)
+    return gateway.fleet.bodies.of(await gateway.fleet.report(service_id, observed, wait_seconds, watch))
+
+
+@contextmanager
+def watching(receive: Receive) -> Iterator[WatchCaller]:
+    """Watch for the caller to hang up by a request whose body was read: that is what comes next."""
+    tasks: list[asyncio.Future[Any]] = []
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     def watch() -> asyncio.Future[Any]:
-        return asyncio.ensure_future(hang_up())
+        tasks.append(asyncio.ensure_future(hang_up()))
+        return tasks[-1]
 
-    wait_seconds = min(wait_seconds, gateway.settings.longest_wait_seconds)
-    return gateway.fleet.bodies.of(await gateway.fleet.report(service_id, observed, wait_seconds, watch))
+    try:
+        yield watch
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class StatusCalls:
@@ -72,14 +85,23 @@ class StatusCalls:
         except ValidationError:
             await self._app(scope, _again(message, receive), send)
             return
+        wait_seconds, connection = float(query[1] or 0), connection_of(scope)
         try:
-            body = await exchange(scope["state"]["gateway"], path[1], observed, float(query[1] or 0), receive)
+            asked = (scope["state"]["gateway"], path[1], observed, wait_seconds)
+            if connection is None:
+                with watching(receive) as watch:
+                    body = await exchange(*asked, watch)
+            else:
+                # Without a task for each of a thousand waiting calls.
+                body = await exchange(*asked, lambda: connection.lost)
         except FlotillaError as error:
             await problem_response(error)(scope, receive, send)
             return
         headers = [CONTENT_TYPE, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+        if connection is not None and wait_seconds > 0:
+            connection.read_in_turn()
 
 
 def _again(message: Message, receive: Receive) -> Receive:

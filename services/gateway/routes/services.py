@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
-from services.gateway.routes.exchange import JSON, exchange
+from services.gateway.routes.exchange import JSON, exchange, watching
 from shared.errors import Forbidden
 from shared.schemas.experiment import Page
 from shared.schemas.service import (
@@ -46,7 +46,8 @@ async def report(
         NotFound: the service is not registered: it registers again (404).
     """
     # Calls in plain order do not come here: see StatusCalls.
-    return Response(await exchange(gateway, service_id, observed, wait, request.receive), media_type=JSON)
+    with watching(request.receive) as watch:
+        return Response(await exchange(gateway, service_id, observed, wait, watch), media_type=JSON)
 
 
 @router.post("/{service_id}/drain")

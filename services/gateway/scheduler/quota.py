@@ -112,7 +112,7 @@ class Scheduler:
                 kind=service.kind,
                 experiment_id=service.experiment_id,
                 is_leaving=service.leaving is not None or _is_busy(service),
-                engines=frozenset(offer.kind for offer in service.capabilities.engines if offer.can_start),
+                engines=service.engines,
             )
             for service in self._registry
             # A draining trainer keeps its place until it is idle: an experiment never has two.

@@ -518,3 +518,20 @@ async def test_code_rewards_wait_for_a_sandbox() -> None:
     problem = gateway.commands.view(experiment).problem
     assert problem is not None and "sandbox" in problem.cause
     await stop(gateway)
+
+
+@pytest.mark.parametrize(("experiment_state", "wakes"), [(ExperimentState.PAUSED, 0), (ExperimentState.STARTING, 1)])
+async def test_a_service_that_follows_a_pause_or_resume_wakes_no_reconciliation(
+    experiment_state: ExperimentState, wakes: int
+) -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, state=experiment_state)
+    service_id = await add_service(gateway, ServiceKind.REWARD, "one", experiment.id)
+    counted: list[None] = []
+    gateway.fleet._on_change = lambda: counted.append(None)
+
+    await say(gateway, service_id, ObservedState(experiment_id=experiment.id, state=WorkState.PAUSED))
+    assert len(counted) == wakes
+
+    await say(gateway, service_id, ObservedState(experiment_id=experiment.id, state=WorkState.FINISHED))
+    assert len(counted) == wakes + 1

@@ -1,0 +1,110 @@
+"""In which order the gateway takes calls that come at once: over sockets, in one loop, with a store in memory."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.routes.exchange import StatusCalls
+from services.gateway.state import GatewayState
+from shared.connections import READ_AT_ONCE
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ServiceKind
+from shared.serving import bind, config_of
+from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, until
+
+SERVICES = 200
+BODY = b'{"acknowledged": "%s", "experiment_id": "tiny-1", "state": "running", "policy_version": 0}'
+
+
+class Served:
+    """A gateway's status calls beside one other call, in the order in which they were taken."""
+
+    def __init__(self, gateway: GatewayState) -> None:
+        self.gateway = gateway
+        self.taken: list[str] = []
+        self._status_calls = StatusCalls(self._other)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.taken.append(scope["path"])
+        scope["state"]["gateway"] = self.gateway
+        await self._status_calls(scope, receive, send)
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Caller(asyncio.Protocol):
+    """Polls again, as soon as it is answered, with the tag of the answer."""
+
+    def __init__(self, service_id: str, answered: list["Caller"]) -> None:
+        self.service_id = service_id
+        self.answers = 0
+        self._answered = answered
+        self._rest = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.poll("")
+
+    def poll(self, tag: str) -> None:
+        body = BODY % tag.encode()
+        head = f"PUT /v1/services/{self.service_id}/status?wait=30 HTTP/1.1\r\nhost: h\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+
+    def data_received(self, data: bytes) -> None:
+        self._rest += data
+        if b"}}" not in self._rest and not self._rest.endswith(b"}"):
+            return
+        tag = self._rest.split(b'"tag":"')[1].split(b'"')[0].decode()
+        self._rest = b""
+        self.answers += 1
+        self._answered.append(self)
+        self.poll(tag)
+
+
+@asynccontextmanager
+async def served(app: Served) -> AsyncIterator[int]:
+    listening = bind("127.0.0.1", 0)
+    server = uvicorn.Server(config_of(app))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    await until(lambda: server.started)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def test_another_call_does_not_wait_for_the_acknowledgements_of_the_whole_fleet() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    ids = [await add_service(gateway, ServiceKind.ROLLOUT, f"i{n}", experiment.id) for n in range(SERVICES)]
+    app, answered = Served(gateway), []
+    loop = asyncio.get_running_loop()
+    async with served(app) as port:
+        callers = [(await loop.create_connection(lambda i=i: Caller(i, answered), "127.0.0.1", port))[1] for i in ids]
+        # Each is told its first tag, acknowledges it, and waits.
+        await until(lambda: len(app.taken) == 2 * SERVICES, seconds=20)
+        await until(lambda: all(gateway.registry.get(i).polls == 2 for i in ids), seconds=20)
+        other = (await loop.create_connection(asyncio.Protocol, "127.0.0.1", port))[0]
+        app.taken.clear()
+        answered.clear()
+
+        await gateway.repository.update(experiment, state=ExperimentState.PAUSED)
+        await until(lambda: len(answered) == SERVICES, seconds=20)
+        other.write(b"GET /other HTTP/1.1\r\nhost: h\r\n\r\n")
+        await until(lambda: "/other" in app.taken, seconds=20)
+        before = app.taken.index("/other")
+        await until(lambda: len(app.taken) == SERVICES + 1, seconds=20)
+        for transport in [other, *(caller.transport for caller in callers)]:
+            transport.close()
+
+    assert before <= 4 * READ_AT_ONCE

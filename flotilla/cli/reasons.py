@@ -37,8 +37,7 @@ def ended_lines(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
     for kind in ("filtered", "dropped", "failed"):
         for reason, count in ledger.get(kind, {}).items():
             if count:
-                histogram = lengths.get((kind, reason))
-                tail = f"; {histogram}" if histogram else ""
+                tail = f"; {lengths[kind, reason]}" if (kind, reason) in lengths else ""
                 found.append((kind, f"{count}: {meaning_of(reason)}{tail}"))
     return found
 
@@ -53,4 +52,5 @@ def histograms(ledger: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (kind, reason, "groups by sampled tokens: " + ", ".join(f"{n} up to {most}" for most, n in histogram.items()))
         for kind, reasons in ledger.get("lengths", {}).items()
         for reason, histogram in reasons.items()
+        if set(histogram) != {"0"}  # Of what was never sampled the number alone is of interest.
     ]

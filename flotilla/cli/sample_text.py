@@ -30,7 +30,7 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
         ("answer", sample.get("answer"), ""),
         ("components", _numbers(sample["components"]), ""),
         ("metrics", _each(sample.get("metrics") or {}), ""),
-        ("grader", sample["reason"], "yellow"),
+        ("grader" if sample["num_sampled"] else "reason", sample["reason"], "yellow"),
         ("group", f"{sample['kind']}: {meaning_of(sample['ended'])}" if sample.get("ended") else None, "yellow"),
     ]
     for name, content, style in parts:
@@ -78,7 +78,9 @@ def _verdict(sample: Mapping[str, Any]) -> str:
 
 
 def _facts(sample: Mapping[str, Any]) -> str:
-    facts = [str(sample["finish_reason"]), f"{sample['num_sampled']} tokens", f"version {sample['newest_version']}"]
+    facts = [str(sample["finish_reason"]), f"{sample['num_sampled']} tokens"]
+    if sample["newest_version"] >= 0:  # Nothing was sampled of one that failed in a rollout.
+        facts.append(f"version {sample['newest_version']}")
     if sample.get("lag") is not None:
         facts.append(f"lag {sample['lag']}")
     if sample.get("advantage") is not None:

@@ -53,6 +53,7 @@ def summarise(
         "policy_version": progress.view.policy_version,
         "origin": progress.view.origin.model_dump(mode="json") if progress.view.origin else None,
         "reward": progress.mean_of_last("reward/mean", REWARD_STEPS),
+        "reward_steps": min(REWARD_STEPS, len(progress.series.get("reward/mean", []))),
         "accuracy_before": accuracy[0][2] if accuracy else None,
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
         "accuracy": points if accuracy else [],
@@ -105,7 +106,9 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["reward"] is not None:
         is_filtered = any(summary["ledger"].get("filtered", {}).values())
         without = ", of the groups that were not filtered" if is_filtered else ""
-        rows.append(("training reward", f"{summary['reward']:.3f}, mean of the last {REWARD_STEPS} steps{without}"))
+        rows.append(
+            ("training reward", f"{summary['reward']:.3f}, mean of the last {summary['reward_steps']} steps{without}")
+        )
     begin = f"; from step {origin['step']} of {origin['experiment_id']}" if origin else ""
     rows.append(("steps", f"{summary['steps']}, policy version {summary['policy_version']}{begin}"))
     tokens = f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained"

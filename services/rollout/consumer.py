@@ -18,6 +18,7 @@ from functools import partial
 from services.rollout.busy import BusyTime
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.episodes.special_tokens import SamplingTally
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.weights.version import VersionGate
 from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
@@ -64,6 +65,7 @@ class RolloutConsumer:
         gate: the serving version.
         on_engine_death: called when the engine's process ended under a task.
         tally: what the episodes count in; reported from here.
+        failed: keeps tasks that fail; None: nobody does.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class RolloutConsumer:
         gate: VersionGate,
         on_engine_death: Callable[[WorkerDied], None],
         tally: SamplingTally | None = None,
+        failed: FailedSamples | None = None,
     ) -> None:
         self._lanes = lanes
         self._episodes = episodes
         self._gate = gate
         self._on_engine_death = on_engine_death
+        self._failed = failed
         self._claiming = asyncio.Event()
         self._is_interrupted = asyncio.Event()
         self._claims_under_way = 0
@@ -179,7 +183,7 @@ class RolloutConsumer:
             log.info("claim was lost, its request was ended", extra={"error": error.detail})
         except InvalidRequest as error:
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})
-            await self._fail(hop, claim, error.code)
+            await self._fail(hop, claim, error.code, error.detail)
         except WorkerDied as error:
             self._on_engine_death(error)
             await self._give_up(hop, claim)
@@ -201,7 +205,7 @@ class RolloutConsumer:
                 task, partials = claim.task(), claim.partials()
             except ValueError as error:
                 log.warning("task is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
-                await self._fail(hop, claim, UNREADABLE)
+                await self._fail(hop, claim, UNREADABLE, repr(error))
                 return None
             version = await self._right_version(task, claim.header.newest_version)
             if version is None:
@@ -218,7 +222,7 @@ class RolloutConsumer:
                 if not sampling.expired():
                     raise
                 log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
-                await self._fail(hop, claim, ROLLOUT_TIMEOUT)
+                await self._fail(hop, claim, ROLLOUT_TIMEOUT, f"not sampled within {config.task_seconds:g} s")
                 return None
 
     @asynccontextmanager
@@ -273,7 +277,9 @@ class RolloutConsumer:
         version = waiting.result()
         return version if task.pinned_version in {None, version} else None
 
-    async def _fail(self, hop: Hop, claim: Claim, reason: str) -> None:
+    async def _fail(self, hop: Hop, claim: Claim, reason: str, detail: str) -> None:
+        if self._failed is not None and reason != UNREADABLE:
+            self._failed.keep(claim.task(), claim.partials(), reason, detail)
         await retry(partial(hop.resolve, claim, Resolution.FAILED, reason), waiting_for=DATA_PLANE)
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:

@@ -15,6 +15,7 @@ from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.episodes.special_tokens import SamplingTally
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
 from services.rollout.weights.version import VersionGate
@@ -22,6 +23,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import WorkerDied
 from shared.model_hub import fetched
 from shared.prompts import PromptLimit, PromptTemplate
+from shared.samples.recorder import SampleRecorder
 from shared.schemas.service import Assignment
 from shared.schemas.task import Lane
 from shared.streams.hop import Hop
@@ -43,11 +45,14 @@ class RolloutSession:
     worker: RolloutConsumer
     receiver: WeightReceiver
     endpoint: EndpointClient
+    recorder: SampleRecorder | None = None
 
     async def close(self) -> None:
-        """End the engine and the endpoint, and delete the images that it staged."""
+        """End the engine and the endpoint, delete the images that it staged, and write samples that wait."""
         await self.receiver.close()
         await asyncio.gather(self.endpoint.close(), self.engine.close())
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +126,12 @@ class SessionOpener:
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
         episodes = SingleTurnEpisodes(engine, renderer, turns, resume_rule(spec.asynchrony), tally)
-        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally)
-        return RolloutSession(engine, gate, worker, receiver, endpoint)
+        recorder = None
+        if spec.samples is not None:
+            recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()
+        failed = None if recorder is None else FailedSamples(recorder, renderer)
+        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally, failed)
+        return RolloutSession(engine, gate, worker, receiver, endpoint, recorder)
 
     def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:
         sizes = {Lane.TRAIN: spec.rollout.group_size}

@@ -177,14 +177,14 @@ async def test_a_summary_says_why_groups_were_not_trained_and_how_long_they_were
     progress.ledger = {
         "dropped": {"stale": 4},
         "failed": {"unheard_of": 2},
-        "lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"unheard_of": {"0": 2}}},
+        "lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"unheard_of": {"0": 1, "32": 1}}},
     }
 
     lines = shown_to_a_person(progress)
 
     stale = "older than asynchrony.max_lag (stale); groups by sampled tokens: 3 up to 256, 1 up to 512"
     assert f"dropped │ 4: {stale}" in lines
-    assert "failed │ 2: unheard_of; groups by sampled tokens: 2 up to 0" in lines
+    assert "failed │ 2: unheard_of; groups by sampled tokens: 1 up to 0, 1 up to 32" in lines
 
 
 async def test_a_summary_of_a_run_that_failed_begins_with_why_and_shows_nothing_that_is_not_there() -> None:

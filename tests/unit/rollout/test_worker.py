@@ -1,16 +1,19 @@
 """Tasks become groups; versions are respected; what cannot be finished is handed back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from services.rollout.consumer import LaneConfig, RolloutConsumer
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.weights.version import VersionGate
-from shared.errors import PromptTooLong, WorkerDied
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
+from shared.errors import InvalidRequest, PromptTooLong, WorkerDied
+from shared.samples.kinds import SampleKind
+from shared.schemas.task import Message, Task
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.plane import MemoryDataPlane
@@ -36,13 +39,15 @@ class ScriptedEpisodes:
 
 
 class World:
-    def __init__(self, episodes: ScriptedEpisodes, *, task_seconds: float = 5.0) -> None:
+    def __init__(
+        self, episodes: ScriptedEpisodes, *, task_seconds: float = 5.0, failed: FailedSamples | None = None
+    ) -> None:
         self.plane = MemoryDataPlane()
         self.gate = VersionGate()
         self.deaths: list[WorkerDied] = []
         self.hop = self.plane.hop(HopName.TASKS, "rollout")
         lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), self.hop)]
-        self.worker = RolloutConsumer(lanes, episodes, self.gate, self.deaths.append)  # type: ignore[arg-type]
+        self.worker = RolloutConsumer(lanes, episodes, self.gate, self.deaths.append, failed=failed)  # type: ignore[arg-type]
 
     async def issue(self, *tasks: Task) -> None:
         await self.plane.admission.issue_many(tasks, limit=1000)
@@ -242,3 +247,66 @@ async def test_a_claim_whose_task_is_cancelled_before_it_begins_is_handed_back()
 
     ledger = await world.plane.ledger()
     assert (ledger.waiting.tasks, ledger.claimed.tasks) == (1, 0)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.groups: list[tuple[Group, SampleKind, str]] = []
+
+    def ended(self, group: Group, kind: SampleKind, reason: str) -> None:
+        self.groups.append((group, kind, reason))
+
+
+class Letters:
+    """A renderer whose tokens are characters."""
+
+    stop_token_ids = (0,)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(ord(each) for message in messages for each in message.content)
+
+    def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))
+
+
+class Refusing(Letters):
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        raise InvalidRequest("the template does not know the role 'critic'")
+
+
+@pytest.mark.parametrize("renderer", [Letters(), Refusing()])
+async def test_of_a_task_that_fails_the_prompt_is_kept_and_why(renderer: Letters) -> None:
+    def refuse(task: Task) -> Group:
+        raise PromptTooLong("the prompt has 9 tokens, 8 are allowed")
+
+    kept = Kept()
+    async with World(ScriptedEpisodes(refuse), failed=FailedSamples(kept, renderer)).running() as world:
+        await world.issue(a_task(0))
+        await world.until(lambda ledger: ledger.failed == {"prompt_too_long": 1})
+
+    ((group, kind, reason),) = kept.groups
+    (member,) = group.trajectories
+    assert (kind, reason, group.task.group_id) == (SampleKind.FAILED, "prompt_too_long", 0)
+    assert group.prompt == a_task(0).messages[0].content
+    assert (member.status, member.reason) == (GradeStatus.ERROR, "the prompt has 9 tokens, 8 are allowed")
+    assert member.num_sampled == 0
+
+
+async def test_of_a_task_that_takes_too_long_is_kept_what_was_handed_over() -> None:
+    kept = Kept()
+    had = a_group(a_task(0)).trajectories[0]
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    world = World(episodes, task_seconds=0.01, failed=FailedSamples(kept, Letters()))
+    await world.issue(a_task(0))
+    earlier = world.plane.hop(HopName.TASKS, "earlier")
+    (claim,) = await earlier.claim(count=1, wait_seconds=1)
+    assert await earlier.hand_over(claim, (replace(had, finish_reason=FinishReason.ABORTED), None))
+
+    async with world.running():
+        await world.until(lambda ledger: ledger.failed == {"rollout_timeout": 1})
+
+    ((group, _, reason),) = kept.groups
+    (member,) = group.trajectories
+    assert (reason, member.reason) == ("rollout_timeout", "not sampled within 0.01 s")
+    assert member.token_ids.tolist() == had.token_ids.tolist()

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.other_engine import engine_of_another_model
 from flotilla.launch_file import read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
@@ -32,6 +33,7 @@ START_SECONDS = 300.0
 HEALTHY_SECONDS = 420.0
 HEALTHY_STEPS = 10
 FINAL = ("completed", "failed", "stopped")
+ANSWERED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n40+2=42; 42-1=41 #### 41"
 DOUBLED = "<|im_start|><|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 GRADERS = """
 import time
@@ -60,6 +62,10 @@ def huge(sample):
 
 def by_task(sample):
     return float(zlib.crc32(sample.prompt.encode()) % 2)
+
+
+def by_response(sample):
+    return float(zlib.crc32(sample.response.encode()) % 2)
 """
 
 
@@ -98,8 +104,13 @@ class Outcome:
         return bool(self.named) and self.named[0] in self.expected and (self.seconds or 1e9) <= NAMED_SECONDS
 
 
-def dead_cases(files: Path) -> list[Case]:
-    """List what is dead on purpose."""
+def dead_cases(files: Path, other_engine: str) -> list[Case]:
+    """List what is dead on purpose.
+
+    Args:
+        files: where ``prepare_files`` has written.
+        other_engine: URL of an engine that samples from another model.
+    """
 
     def custom(function: str, **more: Any) -> list[dict[str, Any]]:
         return [{"kind": "custom", "path": f"{files / 'graders.py'}:{function}", **more}]
@@ -111,6 +122,8 @@ def dead_cases(files: Path) -> list[Case]:
     exact = {"kind": "exact", "pattern": r"####\s*(-?\d+)"}
     lost = ("diverging", "collapsed")
     absent = {"kind": "remote", "url": "http://127.0.0.1:9/", "allow_private": True, "max_attempts": 1}
+    by_response = {components: custom("by_response")} | unfiltered
+    one_rollout = {"resources": {"rollouts": {"max": 1}}}
     endless = {"rollout.sampling.ignore_eos": True, "rollout.sampling.max_new_tokens": 24}
     return [
         Case("wrong-regex", ("no_answer_found",), {components: [{"kind": "exact", "pattern": r"ANSWER: (\d+)"}]}),
@@ -137,6 +150,14 @@ def dead_cases(files: Path) -> list[Case]:
              {components: [absent]} | patient),
         Case("entropy", ("entropy_gone",), {"rollout.sampling.temperature": 0.01} | unfiltered),
         Case("all-alike-in-a-group", ("no_signal",), {components: custom("by_task")}),
+        Case("answer-in-the-prompt", ("empty_completions",),
+             {"data.input_template": ANSWERED, "rollout.sampling.temperature": 0.2} | unfiltered),
+        Case("no-bound-on-kl", ("kl_exploding",),
+             {"algorithm.kl": {"placement": "loss", "coefficient": 1e-9}, "optimisation.learning_rate": 3e-3,
+              "algorithm.policy_loss": {"kind": "policy_gradient"}} | by_response),
+        Case("engine-of-another-model", ("engine_mismatch",),
+             {"rollout.engine": {"kind": "sglang", "url": other_engine}, "rollout.sampling.max_new_tokens": 12,
+              "asynchrony": {}} | by_response | one_rollout),
     ]  # fmt: skip
 
 
@@ -268,11 +289,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flotilla-health-") as folder:
         files = Path(folder)
         prepare_files(files, launch.document)
-        cases = [*dead_cases(files), *healthy_cases()]
-        if arguments.only:
-            cases = [case for case in cases if case.name in arguments.only.split(",")]
         count = arguments.at_once
-        with running_fleet(files / "fleet", rollouts=count, trainers=count, rewards=count) as fleet:
+        with (
+            engine_of_another_model(Path(launch.document["model"]["path"])) as other_engine,
+            running_fleet(files / "fleet", rollouts=count, trainers=count, rewards=count) as fleet,
+        ):
+            cases = [*dead_cases(files, other_engine), *healthy_cases()]
+            if arguments.only:
+                cases = [case for case in cases if case.name in arguments.only.split(",")]
             outcomes = asyncio.run(measure(fleet, cases, launch.document, count))
     if arguments.json:
         found = [asdict(outcome) | {"is_right": outcome.is_right} for outcome in outcomes]

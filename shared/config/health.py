@@ -47,7 +47,7 @@ class HealthConfig(Config):
     """Samples whose grading failed."""
     truncated_share: float = Field(0.95, gt=0, le=1)
     """Completions that ended at the length limit, or are empty."""
-    kl: float = Field(10.0, gt=0)
+    kl: float = Field(2.0, gt=0)
     """Nats per token between policy and reference."""
     engine_gap: float = Field(0.2, gt=0)
     """Nats per token between engine and trainer on tokens that the trained weights themselves sampled."""

@@ -39,7 +39,7 @@ DEAD = {"flat_groups": 48, "signalless_groups": 48, "repeated": 384}
         ({"steps": steps(**{"updates/skipped": 1.0})}, "not_finite"),
         ({"steps": steps(grad_norm=4000.0)}, "diverging"),
         ({"steps": steps(**{"loss/total": -900.0}), "graded": graded(**DEAD, answered=0)}, "diverging"),
-        ({"steps": steps(**{"kl/mean": 40.0})}, "kl_exploding"),
+        ({"steps": steps(**{"kl/mean": 3.0})}, "kl_exploding"),
         ({"steps": steps(**{"ratio/approx_kl": 1.5})[-3:]}, "engine_mismatch"),
         (
             {"steps": steps(**{"correction/log_ppl_abs_diff": 0.9})},

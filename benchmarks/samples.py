@@ -5,11 +5,11 @@ kept as the trainer keeps them. The cost is CPU time, which a busy machine does 
 and of what the training thread hands over, divided by the CPU time of the step itself. At most 2 % is wanted.
 
 Finding: 10,000 files of 128 samples are made; then the index is built, pages are read as the gateway reads them, and
-``flotilla show DIRECTORY`` is run as a command. At most 0.5 s is wanted of a page, and of the command on a quiet
-machine: its wall time and its CPU time are told.
+``flotilla show DIRECTORY`` is run as a command. At most 0.5 s is wanted of a page, and 0.5 s of CPU time of the
+command: its wall time is printed as well.
 
-``python -m benchmarks.samples [--steps 10000] [--trained 12] [--tokens 200] [--hidden 256] [--directory DIR] [--json
-FILE]``. Exit code 1 if a bound is not kept. About 5 minutes on two cores.
+``python -m benchmarks.samples [--steps 10000] [--trained 12] [--tokens 200] [--hidden 256] [--rounds 5] [--megabytes
+16] [--directory DIR] [--json FILE]``. Exit code 1 if a bound is not kept. About 5 minutes on two cores.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from shared.config.samples import SamplesConfig
 from shared.samples.folder import SAMPLES, SampleFolder, step_name, stored_files
 from shared.samples.index import SampleIndex
 from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
+from shared.samples.query import SampleOrder, SampleQuery
 from shared.samples.reading import read_page
 from shared.samples.recorder import SampleRecorder
 from shared.samples.table import to_table
-from shared.schemas.samples import SampleOrder, SampleQuery
 from shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from shared.streams.plans import Plan
 from shared.testing.builders import a_task, a_trajectory
@@ -164,7 +164,7 @@ def make_files(directory: Path, num_steps: int) -> int:
     return sum(file.size_bytes for file in stored_files(folder))
 
 
-def measure_finding(directory: Path, num_steps: int) -> dict[str, Any]:
+def measure_finding(directory: Path, num_steps: int, rounds: int) -> dict[str, Any]:
     """Build the index, read pages, run the command."""
     size = make_files(directory, num_steps)
     fresh = SampleIndex(directory)
@@ -182,11 +182,11 @@ def measure_finding(directory: Path, num_steps: int) -> dict[str, Any]:
         "problem": SampleQuery(row=17),
         "rewards within bounds": SampleQuery(min_reward=0.5, max_reward=0.5001),
     }
-    pages = {name: _median([_page_seconds(fresh, query) for _ in range(5)]) for name, query in queries.items()}
+    pages = {name: _median([_page_seconds(fresh, query) for _ in range(rounds)]) for name, query in queries.items()}
     fresh.close()
     commands = {}
     for words in ((), ("--step", str(num_steps // 2), "--worst"), ("--worst",), ("--problem", "17")):
-        commands["flotilla show DIRECTORY " + " ".join(words)] = _command([str(directory), *words])
+        commands["flotilla show DIRECTORY " + " ".join(words)] = _command([str(directory), *words], rounds)
     return {
         "files": num_steps,
         "samples": num_steps * GROUPS * MEMBERS,
@@ -206,10 +206,10 @@ def _page_seconds(index: SampleIndex, query: SampleQuery) -> float:
     return time.monotonic() - started
 
 
-def _command(words: Sequence[str]) -> dict[str, float]:
+def _command(words: Sequence[str], rounds: int) -> dict[str, float]:
     """Run ``flotilla show`` some times: medians of wall and CPU seconds."""
     walls, processors = [], []
-    for _ in range(5):
+    for _ in range(rounds):
         before, started = _children(), time.monotonic()
         subprocess.run([sys.executable, "-m", "flotilla", "show", *words], check=True, stdout=subprocess.DEVNULL)
         walls.append(time.monotonic() - started)
@@ -226,11 +226,12 @@ def _median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def measure_bound(directory: Path) -> dict[str, Any]:
+def measure_bound(directory: Path, megabytes: int) -> dict[str, Any]:
     """Write more than the bound allows, and see what stays."""
-    most, generator = 16 * 1024**2, np.random.default_rng(2)
-    folder, written, largest = SampleFolder(directory, SamplesConfig(max_bytes=most)), 0, 0
-    for step in range(1, 61):
+    most, generator = megabytes * 1024**2, np.random.default_rng(2)
+    folder, written, largest, step = SampleFolder(directory, SamplesConfig(max_bytes=most)), 0, 0, 0
+    while written < 2 * most:
+        step += 1
         groups = [KeptGroup(group, SampleKind.TRAINED) for group in a_step(generator, step, 200)]
         written += folder.write(SampleFile(step_name(step), groups, step, step - 1, {}))
         largest = max(largest, sum(file.size_bytes for file in stored_files(folder.path)))
@@ -244,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trained", type=int, default=12, help="steps to train and keep (%(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="sampled tokens of an answer (%(default)s)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model that is trained (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each page and command (%(default)s)")
+    parser.add_argument("--megabytes", type=int, default=16, help="bound that is kept to (%(default)s)")
     parser.add_argument("--directory", help="where files are made (default: a temporary directory)")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args(argv)
@@ -253,18 +256,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             place.mkdir()
         found = {
             "recording": measure_recording(places["recording"], arguments.trained, arguments.tokens, arguments.hidden),
-            "bound": measure_bound(places["bound"]),
-            "finding": measure_finding(places["finding"], arguments.steps),
+            "bound": measure_bound(places["bound"], arguments.megabytes),
+            "finding": measure_finding(places["finding"], arguments.steps, arguments.rounds),
         }
         # Before ten thousand files are removed, which takes its time on a busy disk.
         print(json.dumps(found, indent=2), flush=True)
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     pages = found["finding"]["page_seconds"].values()
+    commands = [each["cpu_seconds"] for each in found["finding"]["commands"].values()]
     is_kept = (
         found["recording"]["share"] <= MOST_SHARE
         and found["bound"]["largest_bytes"] <= found["bound"]["max_bytes"]
-        and max(pages) <= MOST_SECONDS
+        and max(*pages, *commands) <= MOST_SECONDS
     )
     return 0 if is_kept else 1
 

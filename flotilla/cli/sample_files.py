@@ -10,18 +10,23 @@ READ_SECONDS = 30.0
 def read_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
     """Read samples of an experiment's directory; return them, and how many files are not in the index yet."""
     from shared.samples.index import SampleIndex
+    from shared.samples.kinds import SampleKind
+    from shared.samples.query import SampleOrder, SampleQuery
     from shared.samples.reading import read_page
-    from shared.schemas.samples import SampleQuery
 
-    renamed = {"kind": "kinds", "failed": "is_failure"}
-    wanted = {renamed.get(name, name): value for name, value in query.items() if name not in {"tokens", "limit"}}
-    if "kinds" in wanted:
-        wanted["kinds"] = wanted["kinds"].split(",")
+    wanted = SampleQuery(
+        step=query.get("step"),
+        kinds=tuple(SampleKind(kind) for kind in query["kind"].split(",")) if "kind" in query else (),
+        row=query.get("row"),
+        group=query.get("group"),
+        is_failure="failed" in query,
+        order=SampleOrder(query["order"]),
+    )
     index = SampleIndex(directory)
     try:
         page = read_page(
             index,
-            SampleQuery.model_validate(wanted),
+            wanted,
             limit=limit,
             after=None,
             with_tokens="tokens" in query,
@@ -29,4 +34,4 @@ def read_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[l
         )
     finally:
         index.close()
-    return [item.model_dump(mode="json") for item in page.items], page.num_unread
+    return page.items, page.num_unread

@@ -21,6 +21,7 @@ from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound
 from shared.samples.kinds import SampleKind
+from shared.samples.query import SampleOrder
 from shared.schemas.experiment import (
     CheckpointFiles,
     CheckpointView,
@@ -31,7 +32,7 @@ from shared.schemas.experiment import (
     Page,
 )
 from shared.schemas.fleet import FleetView
-from shared.schemas.samples import SampleOrder, SamplePage, SampleView
+from shared.schemas.samples import SamplePage, SampleView
 from shared.schemas.service import ServiceView
 from shared.streams.ledger import Ledger
 

@@ -12,9 +12,10 @@ from flotilla.client.asynchronous import CALL_SECONDS, AsyncClient, Ledgers, Spe
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
 from shared.samples.kinds import SampleKind
+from shared.samples.query import SampleOrder
 from shared.schemas.experiment import CheckpointView, DiagnosisView, Event, MetricPoint
 from shared.schemas.fleet import FleetView
-from shared.schemas.samples import SampleOrder, SampleView
+from shared.schemas.samples import SampleView
 from shared.schemas.service import ServiceView
 
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.samples.folder import SAMPLES, step_name, stored_states
-from shared.schemas.samples import SampleOrder, SampleQuery
+from shared.samples.query import SampleOrder, SampleQuery
 
 log = logging.getLogger(__name__)
 
@@ -145,11 +145,11 @@ class SampleIndex:
         database = self._open()
         there = stored_states(self.path)
         known = {name: (at, size) for name, at, size in database.execute("SELECT name, modified, size FROM files")}
+        if there == known:
+            return len(there), 0
         gone = [name for name in known if name not in there]
         new = [name for name, state in there.items() if known.get(name) != state]
         new.sort(key=lambda name: (name in first, there[name]), reverse=True)
-        if not gone and not new:
-            return len(there), 0
         read = 0
         with database:
             for name in gone:

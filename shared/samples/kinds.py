@@ -1,16 +1,22 @@
-"""How a group that is kept ended, and what training knows of it beside the group itself."""
+"""How a group that is kept ended, and what training knows of it beside the group itself.
+
+Imports no library: commands that show samples start with it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-from shared.schemas.trajectory import Group
+    from shared.schemas.trajectory import Group
 
-Floats = npt.NDArray[np.float32]
+    Floats = npt.NDArray[np.float32]
 
 
 class SampleKind(StrEnum):

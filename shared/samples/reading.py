@@ -5,13 +5,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from shared.errors import InvalidRequest
 from shared.samples.index import Found, SampleIndex
-from shared.schemas.samples import SamplePage, SampleQuery, SampleView
+from shared.samples.query import SampleQuery
 
 TOKEN_COLUMNS = (
     "token_ids",
@@ -51,9 +50,18 @@ _MAPS = ("components", "metrics", "timings")
 _READ = ("place", *_TEXTS, *_MAPS, "messages", "turns", "is_baseline", "versions", "lags", "advantages")
 
 
+class FoundPage(NamedTuple):
+    """One page of samples, in the fields of ``SamplePage`` and its ``SampleView``, and as plain as JSON."""
+
+    items: list[dict[str, Any]]
+    next: str | None
+    num_files: int
+    num_unread: int
+
+
 def read_page(
     index: SampleIndex, query: SampleQuery, *, limit: int, after: str | None, with_tokens: bool, seconds: float
-) -> SamplePage:
+) -> FoundPage:
     """Find and read one page; blocks.
 
     Args:
@@ -69,22 +77,22 @@ def read_page(
     """
     newest, offset = _position(after)
     answer = index.find(query, limit=limit, offset=offset, newest=newest, seconds=seconds)
-    return SamplePage(
-        items=tuple(read_samples(index.path, answer.found, with_tokens=with_tokens)),
+    return FoundPage(
+        items=read_samples(index.path, answer.found, with_tokens=with_tokens),
         next=f"{answer.newest}-{offset + limit}" if answer.has_more else None,
         num_files=answer.num_files,
         num_unread=answer.num_unread,
     )
 
 
-def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> list[SampleView]:
+def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> list[dict[str, Any]]:
     """Read samples in the order in which they were found; one whose file went meanwhile is left out."""
     from pyarrow import ArrowException, parquet
 
     members: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for number, each in enumerate(found):
         members[each.file][each.place, each.member] = number
-    views: dict[int, SampleView] = {}
+    views: dict[int, dict[str, Any]] = {}
     names = [*_READ, *(TOKEN_COLUMNS if with_tokens else ())]
     for name, wanted in members.items():
         try:
@@ -99,22 +107,22 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     return [views[number] for number in sorted(views)]
 
 
-def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> SampleView:
-    advantages = None if row["advantages"] is None else np.array(row["advantages"], np.float32)
-    mean = None if advantages is None or np.isnan(advantages).all() else float(np.nanmean(advantages))
-    return SampleView(
-        id=f"{file.removesuffix('.parquet')}/{row['place']}/{row['member']}",
+def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> dict[str, Any]:
+    # Neither numpy nor a validated model: each costs a command more than all of its reading.
+    advantages = [value for value in row["advantages"] or () if not math.isnan(value)]
+    return {
+        "id": f"{file.removesuffix('.parquet')}/{row['place']}/{row['member']}",
         **{name: row.get(name) for name in _TEXTS},
         **{name: dict(row.get(name) or ()) for name in _MAPS},
-        messages=tuple({"role": role, "content": content} for role, content in json.loads(row["messages"])),
-        is_baseline=bool(row.get("is_baseline")),
-        turns=tuple(json.loads(row.get("turns") or "[]")),
-        oldest_version=min(row["versions"]),
-        newest_version=max(row["versions"]),
-        lag=max(row["lags"]) if row["lags"] else None,
-        advantage=mean,
-        tokens={name: _finite(row.get(name)) for name in TOKEN_COLUMNS} if with_tokens else None,
-    )
+        "messages": [{"role": role, "content": content} for role, content in json.loads(row["messages"])],
+        "turns": json.loads(row.get("turns") or "[]"),
+        "is_baseline": bool(row.get("is_baseline")),
+        "oldest_version": min(row["versions"]),
+        "newest_version": max(row["versions"]),
+        "lag": max(row["lags"]) if row["lags"] else None,
+        "advantage": fmean(advantages) if advantages else None,
+        "tokens": {name: _finite(row.get(name)) for name in TOKEN_COLUMNS} if with_tokens else None,
+    }
 
 
 def _finite(values: Sequence[Any] | None) -> list[Any] | None:

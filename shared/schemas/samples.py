@@ -1,44 +1,11 @@
-"""Samples as they are read over REST: what was asked for, and what was found."""
+"""Samples as they are read over REST."""
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
-
-from pydantic import Field
 
 from shared.samples.kinds import SampleKind
 from shared.schemas.trajectory import GradeStatus
 from shared.schemas.wire import Wire
-
-
-class SampleOrder(StrEnum):
-    """Which samples come first."""
-
-    NEWEST = "newest"
-    """By when they were written, newest first; in the order of their file."""
-    BEST = "best"
-    """By reward, greatest first; those without one are left out."""
-    WORST = "worst"
-    """By reward, smallest first; those without one are left out."""
-
-
-class SampleQuery(Wire):
-    """Which samples are wanted; what is None is not asked for."""
-
-    step: int | None = None
-    """Of this trained step, or of the evaluations of the version that it made."""
-    kinds: tuple[SampleKind, ...] = ()
-    """Any of these; all if empty."""
-    row: int | None = None
-    """Of this row of the dataset: the problem."""
-    group: int | None = None
-    """Of the group of this id."""
-    status: GradeStatus | None = None
-    is_failure: bool = False
-    """Only samples of failed groups, and those whose grading failed."""
-    min_reward: float | None = Field(None, allow_inf_nan=False)
-    max_reward: float | None = Field(None, allow_inf_nan=False)
-    order: SampleOrder = SampleOrder.NEWEST
 
 
 class SampleView(Wire):

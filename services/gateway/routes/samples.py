@@ -9,8 +9,9 @@ from fastapi import APIRouter, Query
 from services.gateway.routes.dependencies import Cursor, Gateway
 from shared.errors import InvalidRequest, Unavailable
 from shared.samples.kinds import SampleKind
+from shared.samples.query import SampleOrder, SampleQuery
 from shared.samples.reading import read_page
-from shared.schemas.samples import SampleOrder, SamplePage, SampleQuery
+from shared.schemas.samples import SamplePage
 from shared.schemas.trajectory import GradeStatus
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["samples"])
@@ -58,7 +59,8 @@ async def samples(
     index = gateway.samples.of(experiment)
 
     def read() -> SamplePage:
-        return read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
+        found = read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
+        return SamplePage.model_validate(found._asdict())
 
     try:
         return await asyncio.to_thread(read)

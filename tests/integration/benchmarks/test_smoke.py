@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, engine, scale, streams, weights
+from benchmarks import ablation, algorithms, engine, samples, scale, streams, weights
 from tests.fleet import make_model
 
 Main = Callable[[], int | None]
@@ -71,6 +71,19 @@ def test_scale(run: Callable[..., Any]) -> None:
     assert result["tasks_outstanding"] >= 100
     assert 0 < result["change_p50_seconds"] <= result["change_p99_seconds"] < scale.PATIENCE_SECONDS
     assert found["growth"] == dict.fromkeys(found["growth"], 1.0)
+
+
+def test_samples(run: Callable[..., Any]) -> None:
+    small = ["--steps", "30", "--trained", "2", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--megabytes", "1"]
+    found = run(samples.main, *small)
+
+    assert 0 < found["recording"]["share"] < 10
+    assert found["recording"]["lost_files"] == 0
+    assert found["bound"]["largest_bytes"] <= found["bound"]["max_bytes"] < found["bound"]["written_bytes"]
+    assert found["finding"]["samples"] == 30 * samples.GROUPS * samples.MEMBERS
+    assert found["finding"]["first_page_unread"] < 30
+    assert len(found["finding"]["commands"]) == 4
+    assert all(each["cpu_seconds"] > 0 for each in found["finding"]["commands"].values())
 
 
 @pytest.mark.slow

@@ -178,4 +178,4 @@ def test_files_are_shown_without_libraries_that_they_do_not_need(tmp_path: Path)
 
     samples, loaded = shown.rstrip("\n").rsplit("\n", 1)
     assert len(json.loads(samples)) == 4
-    assert set(loaded.split()).isdisjoint({"pandas", "pyarrow.compute", "httpx", "torch"})
+    assert set(loaded.split()).isdisjoint({"pandas", "pydantic", "pyarrow.compute", "httpx", "torch"})

@@ -14,8 +14,9 @@ from shared.samples import index as index_module
 from shared.samples.folder import SampleFolder, ended_name, evaluation_name
 from shared.samples.index import DATABASE, SampleIndex
 from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
+from shared.samples.query import SampleOrder, SampleQuery
 from shared.samples.reading import read_page
-from shared.schemas.samples import SampleOrder, SamplePage, SampleQuery
+from shared.schemas.samples import SamplePage
 from shared.schemas.trajectory import GradeStatus
 from shared.testing.builders import a_group, a_trajectory
 from tests.unit.samples.builders import a_step
@@ -30,7 +31,24 @@ def write(directory: Path, *files: SampleFile) -> None:
 
 
 def page(index: SampleIndex, *, limit: int = 100, after: str | None = None, **query: Any) -> SamplePage:
-    return read_page(index, SampleQuery(**query), limit=limit, after=after, with_tokens=False, seconds=10)
+    return read(index, limit=limit, after=after, **query)
+
+
+def read(
+    index: SampleIndex,
+    *,
+    limit: int = 9,
+    after: str | None = None,
+    with_tokens: bool = False,
+    seconds: float = 10,
+    **query: Any,
+) -> SamplePage:
+    found = read_page(
+        index, SampleQuery(**query), limit=limit, after=after, with_tokens=with_tokens, seconds=seconds
+    )._asdict()
+    page = SamplePage.model_validate(found)
+    assert page.model_dump(mode="json") == found, "it is as plain as what is sent"
+    return page
 
 
 def named(found: SamplePage) -> list[tuple[int | None, int, float | None]]:
@@ -126,8 +144,8 @@ def test_many_new_files_are_read_newest_first_and_a_step_that_is_asked_for_at_on
     write(tmp_path, *(a_step(step, num_groups=1) for step in range(1, 6)))
     index = SampleIndex(tmp_path)
 
-    found = read_page(index, SampleQuery(step=2), limit=9, after=None, with_tokens=False, seconds=0)
-    newest = read_page(index, SampleQuery(), limit=9, after=None, with_tokens=False, seconds=0)
+    found = read(index, step=2, seconds=0)
+    newest = read(index, seconds=0)
 
     assert [each.step for each in found.items] == [2, 2]
     assert (found.num_files, found.num_unread) == (5, 4)
@@ -172,7 +190,7 @@ def test_an_index_that_was_asked_before_there_was_anything_is_kept_on_disk_then(
 def test_tokens_come_with_null_for_what_has_no_value(tmp_path: Path) -> None:
     index = a_record(tmp_path)
 
-    [first, *_] = read_page(index, SampleQuery(step=2), limit=1, after=None, with_tokens=True, seconds=1).items
+    [first, *_] = read(index, step=2, limit=1, with_tokens=True).items
 
     assert first.tokens is not None
     assert first.tokens["advantages"] == [None] * 3 + [1.0] * 5

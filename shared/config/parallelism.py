@@ -1,4 +1,4 @@
-"""What the training process computes on."""
+"""What the training processes compute on, and how many there are."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,25 +9,33 @@ from shared.config.base import Config, Device
 
 RANKS = frozenset(
     {
-        "ranks", "world_size", "nodes", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
+        "world_size", "nodes", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
         "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel",
         "expert_parallel", "fsdp", "zero_stage",
     }
 )  # fmt: skip
-"""What asks for more than one training process, with or without ``_size``."""
+"""What asks for several training processes under other names, with or without ``_size``."""
+OF_SEVERAL = ("replicas", "collective_timeout_seconds")
 
 
 class ParallelismConfig(Config):
-    """The trainer is one process on one device. Sampling runs beside it, on ``resources.rollouts`` services."""
+    """The trainer: one process on one device, or several ranks on one machine that share weights and work."""
 
     device: Device = "cpu"
-    """Torch device of the trainer, such as cpu or cuda:0."""
+    """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one."""
     threads: int = Field(1, ge=1)
-    """Compute threads of the training process. More of them than free cores make it slower, not faster."""
+    """Compute threads of each training process. More of them than free cores make it slower, not faster."""
+    ranks: int = Field(1, ge=1, le=64)
+    """Training processes on the trainer's machine. Each keeps a part of weights, gradients and optimiser state (FSDP2),
+    and computes a part of each mini-batch. 1 trains in one process that has all of them."""
+    replicas: int = Field(1, ge=1)
+    """Copies of the weights that the ranks keep together, each divided among ranks / replicas of them (HSDP)."""
+    collective_timeout_seconds: float = Field(600.0, ge=10, le=7200)
+    """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_more_ranks(cls, values: Any) -> Any:
+    def _refuse_other_names(cls, values: Any) -> Any:
         asked = (
             [key for key in values if {str(key), str(key).removesuffix("_size")} & RANKS]
             if isinstance(values, Mapping)
@@ -35,8 +43,28 @@ class ParallelismConfig(Config):
         )
         if asked:
             raise ValueError(
-                f"parallelism.{asked[0]} asks for several training processes, and the trainer is one: remove it; for "
-                "speed raise parallelism.threads or choose another parallelism.device, for memory lower "
-                "optimisation.micro_batch_tokens, and for more samples at a time raise resources.rollouts.min"
+                f"parallelism.{asked[0]} asks for several training processes in a way that there is not: "
+                "parallelism.ranks processes share the weights (FSDP2), in parallelism.replicas copies (HSDP), on the "
+                "trainer's machine; for more samples at a time raise resources.rollouts.min"
             )
         return values
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "ParallelismConfig":
+        if self.ranks == 1:
+            for name in OF_SEVERAL:
+                if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"parallelism.{name} has no effect while parallelism.ranks is 1: raise ranks, or leave it out"
+                    )
+        if self.ranks % self.replicas or (self.ranks > 1 and self.ranks == self.replicas):
+            raise ValueError(
+                f"parallelism.replicas {self.replicas} does not divide {self.ranks} ranks into parts of two or more: "
+                "choose a smaller divisor of parallelism.ranks"
+            )
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(
+                f"parallelism.device {self.device} is one device, and parallelism.ranks is {self.ranks}: write cuda, "
+                "and each rank takes the device with its number"
+            )
+        return self

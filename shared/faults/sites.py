@@ -53,6 +53,7 @@ class Site(StrEnum):
     ENGINE_STEP = "engine.step"
     REWARD_SCORE = "reward.score"
     TRAINER_STEP = "trainer.step"
+    TRAINER_SNAPSHOT = "trainer.snapshot"
     CLOCK = "clock.now"
 
 
@@ -101,6 +102,7 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
         Site.ENGINE_STEP: Place("the embedded engine makes a step", _DELAYS),
         Site.REWARD_SCORE: Place("a group's samples are scored", _DELAYS | {Kind.REFUSE}),
         Site.TRAINER_STEP: Place("a step is computed", _DELAYS),
+        Site.TRAINER_SNAPSHOT: Place("a rank has written its part of an image", _DELAYS),
         Site.CLOCK: Place("the wall clock is read", frozenset({Kind.SKEW})),
     }
 )
@@ -114,6 +116,7 @@ PROCESSES = (
     "sandbox",
     "trainer",
     "trainer-worker",
+    "trainer-follower",
     "weights",
 )
 """Names of processes: the services, the worker processes inside them, and the members of weight groups."""

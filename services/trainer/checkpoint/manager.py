@@ -12,17 +12,20 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from services.trainer.checkpoint.files import copy_companions
 from services.trainer.checkpoint.state import check_same_lineage, software_versions
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
@@ -32,9 +35,6 @@ from shared.streams.intervals import IntervalSet
 from shared.streams.plans import RECENT_STEPS, Plan
 
 log = logging.getLogger(__name__)
-
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
-_WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
 
 
 @dataclass
@@ -84,17 +84,31 @@ class Restored:
     lost: IntervalSet
 
 
+Build = Callable[[ExperimentSpec, StoredCheckpoint | None], Restored]
+"""Makes a learner from a checkpoint, or from the spec's model; raises ``ModelError`` where that is impossible."""
+Fill = Callable[[Learner, Path], None]
+"""Writes everything of a learner but ``state.json`` into a directory."""
+
+
 class CheckpointManager:
     """Saves and restores a learner.
 
     Args:
         experiment_id: whose checkpoints these are.
         storage: where they lie.
+        build, fill: how a learner is made and written; those of one rank unless others are given.
     """
 
-    def __init__(self, experiment_id: str, storage: CheckpointStorage) -> None:
+    def __init__(
+        self,
+        experiment_id: str,
+        storage: CheckpointStorage,
+        build: Build | None = None,
+        fill: Fill | None = None,
+    ) -> None:
         self._experiment_id = experiment_id
         self._storage = storage
+        self._build, self._fill = build or build_alone, fill or fill_alone
 
     def save(self, learner: Learner, progress: Progress, line: VersionLine) -> Path:
         """Write a durable checkpoint; blocks.
@@ -102,15 +116,6 @@ class CheckpointManager:
         Raises:
             Unavailable: the disk is full or not writable; nothing of it remains.
         """
-
-        def fill(directory: Path) -> None:
-            # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
-            _save_model(learner.loaded, model_directory(learner.spec.model), directory / MODEL)
-            save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
-            if learner.versions is not None:
-                save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
-            if learner.critic is not None:
-                save_file(_contiguous(learner.critic.state()), directory / CRITIC)
 
         published = line.published_at(progress.step)
 
@@ -133,7 +138,7 @@ class CheckpointManager:
                 files=files,
             )
 
-        return self._storage.write(progress.step, _failing_as_os_error(fill), describe)
+        return self._storage.write(progress.step, _failing_as_os_error(partial(self._fill, learner)), describe)
 
     def restore(self, spec: ExperimentSpec) -> Restored:
         """Make a learner from the newest checkpoint that is whole, or from the spec's model where there is none.
@@ -144,13 +149,13 @@ class CheckpointManager:
             ModelError: model or checkpoint cannot be used; one sentence says why.
         """
         self._storage.sweep()
-        device = check_device(spec.parallelism.device)
+        check_device(spec.parallelism.device)
         damage: ModelError | None = None
         for stored in self._storage.complete():
             check_same_lineage(stored.state, spec)
             try:
                 check_files(stored)
-                restored = restored_from(spec, stored, device)
+                restored = self._build(spec, stored)
             except ModelError as error:
                 log.warning("checkpoint is passed over", extra={"path": str(stored.path), "error": error.detail})
                 damage = damage or error
@@ -166,34 +171,58 @@ class CheckpointManager:
                 f"model's weights but from {spec.checkpoint.resume_from}: start another one from there"
             )
         self._storage.set_aside(0)
-        return beginning(spec, device)
+        return self._build(spec, None)
 
 
-def beginning(spec: ExperimentSpec, device: torch.device) -> Restored:
+def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
+    """Make the learner of a trainer that is one process.
+
+    Raises:
+        ModelError: model or checkpoint cannot be used.
+    """
+    device = check_device(spec.parallelism.device)
+    return beginning(spec, device) if stored is None else restored_from(spec, stored, device)
+
+
+def fill_alone(learner: Learner, directory: Path) -> None:
+    """Write all files of a learner whose weights one process has."""
+    # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
+    learner.loaded.model.save_pretrained(directory / MODEL)  # type: ignore[operator]
+    copy_companions(model_directory(learner.spec.model), directory / MODEL)
+    save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
+    if learner.versions is not None:
+        save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
+    if learner.critic is not None:
+        save_file(_contiguous(learner.critic.state()), directory / CRITIC)
+
+
+def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RANK) -> Restored:
     """Make a learner of the model that training begins with.
 
     Raises:
         ModelError: it cannot be used.
     """
     source = model_directory(spec.model)
-    learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device)
+    learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device, ranks)
     return Restored(learner, Progress.start(), INITIAL, IntervalSet())
 
 
-def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device) -> Learner:
+def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ranks: Ranks) -> Learner:
     reference = None
     if spec.algorithm.needs_reference:
         reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
-    return Learner(spec, loaded, reference)
+    return Learner(spec, loaded, reference, ranks=ranks)
 
 
-def restored_from(spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device) -> Restored:
+def restored_from(
+    spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device, ranks: Ranks = ONE_RANK
+) -> Restored:
     """Make a learner of a checkpoint.
 
     Raises:
         ModelError: it cannot be read.
     """
-    learner = _learner(spec, load_model(stored.path / MODEL, dtype=spec.model.dtype, device=device), device)
+    learner = _learner(spec, load_model(stored.path / MODEL, dtype=spec.model.dtype, device=device), device, ranks)
     _load_tensors(learner, stored)
     state = stored.state
     totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})
@@ -206,15 +235,6 @@ def restored_from(spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.
     return Restored(
         learner, progress, Published(state.version, published_step), IntervalSet.from_list(state.lost_versions)
     )
-
-
-def _save_model(loaded: LoadedModel, source: Path, directory: Path) -> None:
-    loaded.model.save_pretrained(directory)  # type: ignore[operator]
-    for path in source.iterdir():
-        # Tokenizer, chat template and whatever else belongs to the model's directory, but no other weights.
-        is_wanted = path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")
-        if is_wanted and path.name not in _WRITTEN_WITH_WEIGHTS:
-            shutil.copyfile(path, directory / path.name)
 
 
 def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:

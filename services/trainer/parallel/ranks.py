@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from services.trainer.algorithms.metrics import Metrics, Tally, combine
@@ -111,27 +112,25 @@ class MeshShape:
 
 
 @contextmanager
-def joined(shape: MeshShape, device: torch.device, *, timeout_seconds: float) -> Iterator[Ranks]:
-    """Join the job that ``torch.distributed.run`` started this process in.
+def joined(
+    shape: MeshShape, rank: int, device: torch.device, store: Store, *, timeout_seconds: float
+) -> Iterator[Ranks]:
+    """Form the group of all ranks; blocks until they are there.
 
     Args:
         shape: of the mesh.
+        rank: of this process.
         device: of this rank.
-        timeout_seconds: a collective that takes longer ends this process' part with an error.
-
-    Raises:
-        ValueError: the job has another size than the mesh.
+        store: that all ranks reach.
+        timeout_seconds: a collective that takes longer ends with an error.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    try:
-        size = dist.get_world_size()
-        if size != shape.size:
-            raise ValueError(f"the job has {size} ranks, the mesh {shape.size}")
-        mesh = init_device_mesh(device.type, (shape.replicate, shape.shard), mesh_dim_names=(REPLICATE, SHARD))
-        yield Ranks(dist.get_rank(), size, mesh, device)
-    finally:
-        dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=shape.size, timeout=timeout)
+    mesh = init_device_mesh(device.type, (shape.replicate, shape.shard), mesh_dim_names=(REPLICATE, SHARD))
+    yield Ranks(rank, shape.size, mesh, device)
+    # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
+    dist.destroy_process_group()
 
 
 def _tallies(found: Mapping[str, list[float]]) -> Metrics:

@@ -14,9 +14,10 @@ from typing import Self
 from pydantic import ValidationError
 
 from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Line, Status
+from shared.config.parallelism import ParallelismConfig
 from shared.processes import python_module
 
-MODULE = "services.trainer.worker"
+MODULE, JOB_MODULE = "services.trainer.worker", "services.trainer.job"
 READ_BYTES = 1 << 16
 TAIL_LINES = 40
 SHOWN_LINES = 4
@@ -57,15 +58,19 @@ class WorkerHandle:
 
     @classmethod
     async def start(
-        cls, launch: Launch, threads: int, on_message: Callable[[Status | ImageReady | Failed], None]
+        cls,
+        launch: Launch,
+        parallelism: ParallelismConfig,
+        on_message: Callable[[Status | ImageReady | Failed], None],
     ) -> Self:
         """Start the process and tell it what to train. Call it on the thread that outlives the worker."""
+        ranks = parallelism.ranks
         process = await asyncio.create_subprocess_exec(
-            *python_module(MODULE),
+            *(python_module(MODULE) if ranks == 1 else python_module(JOB_MODULE, str(ranks))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=environment_of(os.environ, threads),
+            env=environment_of(os.environ, parallelism.threads),
         )
         worker = cls(process, on_message)
         worker._write(launch.line())

@@ -18,6 +18,7 @@ from services.trainer.supervisor.process import ExitStatus, WorkerHandle
 from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
 from shared.config.load import validate_spec
+from shared.config.parallelism import ParallelismConfig
 from shared.errors import InvalidSpec
 from shared.reconciling import StateFollower
 from shared.restarts import Restarts
@@ -69,7 +70,7 @@ class Process(Protocol):
         """End it now."""
 
 
-StartWorker = Callable[[Launch, int, Callable[[Status | ImageReady | Failed], None]], Awaitable[Process]]
+StartWorker = Callable[[Launch, ParallelismConfig, Callable[[Status | ImageReady | Failed], None]], Awaitable[Process]]
 
 
 class Supervisor(StateFollower):
@@ -177,7 +178,7 @@ class Supervisor(StateFollower):
         self._is_leaving = self._is_passing = False
         self._told = None
         try:
-            self._worker = await self._start_worker(launch, spec.parallelism.threads, self._hear)
+            self._worker = await self._start_worker(launch, spec.parallelism, self._hear)
         except OSError as error:
             # Too many processes, no memory for one more: such reasons pass.
             self._start_again(f"no process can be started: {error}", self._backoff.postpone())

@@ -8,6 +8,8 @@ from typing import IO
 
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.parallel.job import Place
+from services.trainer.worker.follower_process import follow
 from services.trainer.worker.run import Orphaned, WorkerProcess
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
@@ -21,18 +23,21 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the supervisor decides when its worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
-    arm_process("trainer-worker")
+    place = Place.of(os.environ)
+    arm_process("trainer-worker" if place is None or place.rank == 0 else "trainer-follower")
     # What libraries print must not get between the messages.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.exit(asyncio.run(_serve(answers)))
+    if place is not None and place.rank > 0:
+        sys.exit(follow(place, answers))
+    sys.exit(asyncio.run(_serve(answers, place)))
 
 
-async def _serve(answers: IO[bytes]) -> int:
+async def _serve(answers: IO[bytes], place: Place | None) -> int:
     orders = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     try:
-        return await WorkerProcess(orders, answers).run()
+        return await WorkerProcess(orders, answers, place).run()
     except Orphaned:
         return EXIT_ORPHANED
 

@@ -9,14 +9,14 @@ Computation runs on one thread of its own, so leases, publications and reports g
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from services.trainer.data.group_metrics import describe_groups, with_sources
 from services.trainer.data.plan import StepGroups, StepPlanner
-from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.learning.learner import StepResult
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.images import ImagePool
@@ -24,16 +24,30 @@ from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
 from services.trainer.worker.samples import StepSamples
 from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
+from shared.config.spec import ExperimentSpec
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.lineage import VersionLine
 from shared.reward_metrics import SeriesNames, describe_rewards
 from shared.schemas.experiment import MetricBatch
 from shared.schemas.service import WorkState
+from shared.schemas.trajectory import Group
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+
+class StepLearner(Protocol):
+    """What trains: one learner, or that of every rank of a job."""
+
+    spec: ExperimentSpec
+
+    def train(self, groups: Sequence[Group], step: int) -> StepResult:
+        """Train one step; blocks."""
+
+    def keep_version(self, version: int, oldest: int) -> None:
+        """Remember the present weights as this version, and none before ``oldest``; blocks."""
 
 
 class TrainingLoop:
@@ -41,7 +55,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: StepLearner,
         planner: StepPlanner,
         publisher: Publisher,
         images: ImagePool,

@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NoReturn, cast
 
+from services.trainer.parallel.commands import Opening
+from services.trainer.parallel.job import Place, is_lost_peer
 from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
 from services.trainer.worker.checkpoint_policy import CheckpointOverdue
 from services.trainer.worker.control import RunControl
+from services.trainer.worker.execution import Job
 from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
@@ -27,6 +31,9 @@ log = logging.getLogger(__name__)
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
+EXIT_PEER_LOST = 4
+"""Another rank is gone: whoever started the ranks says which."""
+EXIT_PEER_SILENT = 5
 STATUS_SECONDS = 1.0
 OFFER_SECONDS = 5.0
 MAX_CAUSE_CHARACTERS = 2000
@@ -45,9 +52,11 @@ class WorkerProcess:
     Args:
         orders: lines from the supervisor.
         answers: where lines to the supervisor go.
+        place: in the job of several ranks that this process leads; None where it trains alone.
     """
 
-    def __init__(self, orders: asyncio.StreamReader, answers: IO[bytes]) -> None:
+    def __init__(self, orders: asyncio.StreamReader, answers: IO[bytes], place: Place | None = None) -> None:
+        self._place = place
         self._orders = orders
         self._answers = answers
         self._control = RunControl(on_state=lambda _: self._say_status())
@@ -75,7 +84,11 @@ class WorkerProcess:
         except BaseExceptionGroup as group:
             if group.subgroup(Orphaned) is not None:
                 raise Orphaned from None
-            self._say_failure(_first(group))
+            error = _first(group)
+            if is_lost_peer(error):
+                log.exception("a rank is gone", exc_info=error)
+                return EXIT_PEER_LOST
+            self._say_failure(error)
             return EXIT_FAILED
         return EXIT_DONE
 
@@ -104,6 +117,7 @@ class WorkerProcess:
                     on_image=self._offer,
                     on_failure=partial(self._set_failure, "checkpoint"),
                     on_sample_failure=partial(self._set_failure, "samples"),
+                    job=self._job(launch),
                 )
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
@@ -116,6 +130,17 @@ class WorkerProcess:
             await asyncio.gather(starting, return_exceptions=True)
             await endpoint.close()
             await redis.aclose()
+
+    def _job(self, launch: Launch) -> Job | None:
+        if self._place is None:
+            return None
+        opening = Opening(
+            spec=launch.assignment.spec,
+            experiment_id=launch.assignment.experiment_id,
+            log_level=launch.log_level,
+            log_format=launch.log_format,
+        )
+        return Job(self._place, opening, partial(end_for_silence, self._answers))
 
     async def _obey(self) -> None:
         while True:
@@ -202,6 +227,13 @@ async def _started(endpoint: EndpointClient, *, is_wanted: bool) -> None:
     except FlotillaError as error:
         # It is started when an epoch is opened, and fails there if it cannot be.
         log.warning("the weight endpoint did not start", extra={"error": error.detail})
+
+
+def end_for_silence(answers: IO[bytes], cause: str) -> NoReturn:
+    """End this process at once: its other threads may wait for the silent rank."""
+    answers.write(_failed(cause, is_permanent=False).line())
+    answers.flush()
+    os._exit(EXIT_PEER_SILENT)
 
 
 def describe_failure(error: BaseException) -> Failed:

@@ -18,6 +18,7 @@ from services.trainer.data.source import GroupSource, Requirements
 from services.trainer.learning.learner import Learner
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
+from services.trainer.worker.execution import Job, open_execution
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.loop import TrainingLoop
 from services.trainer.worker.publisher import Gateway, Publisher
@@ -30,7 +31,6 @@ from shared.config.spec import ExperimentSpec
 from shared.model_hub import fetched
 from shared.schemas.service import Failure
 from shared.streams.plane import DataPlane
-from shared.weights.flat_parameters import FlatParameters
 from shared.weights.transport import WeightSender
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class SessionDeps:
         on_image: offers the image of a version to be pulled.
         on_failure: told of a checkpoint that failed and is tried again, and None when that succeeded.
         on_sample_failure: likewise of samples that cannot be kept.
+        job: of several ranks, which this process leads; None for a process alone.
     """
 
     experiment_id: str
@@ -68,6 +69,7 @@ class SessionDeps:
     on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
     on_sample_failure: Callable[[Failure | None], None] = lambda _: None
+    job: Job | None = None
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     mine = around.experiment_id, around.service_id
     await become_trainer(queue, around.gateway, *mine, around.incarnation)
     storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
-    manager = CheckpointManager(around.experiment_id, storage)
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
         compute = stack.enter_context(compute_thread(spec.parallelism.threads))
         loop = asyncio.get_running_loop()
+        execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
+        manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
         line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
@@ -126,23 +129,15 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             recorder.forget(after_step=progress.step, lost=line.lost)
             recorder.keep_spec(spec.model_dump_json())
         how = spec.asynchrony.publication
-        assert isinstance(learner.weights, FlatParameters)
         images = ImagePool(
-            learner.weights, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta
+            execution.snapshots(learner), directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta
         )
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
         source = GroupSource(
             queue, requirements_of(spec, learner), progress.trained, progress.totals, line, samples.ended
         )
-        publisher = Publisher(
-            around.gateway,
-            around.endpoint,
-            images,
-            experiment_id=around.experiment_id,
-            service_id=around.service_id,
-            on_image=around.on_image,
-        )
+        publisher = _publisher(around, images)
         durability = CheckpointPolicy(
             spec.checkpoint, manager, learner, progress, line, queue, source, reporter, compute, around.on_failure
         )
@@ -150,12 +145,32 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         try:
             await durability.begin()
             training = TrainingLoop(
-                learner, planner, publisher, images, durability, reporter, control, compute, line, samples
+                execution.learner(learner),
+                planner,
+                publisher,
+                images,
+                durability,
+                reporter,
+                control,
+                compute,
+                line,
+                samples,
             )
             yield Session(training, source, publisher, reporter)
         finally:
             await publisher.close()
             images.close()
+
+
+def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
+    return Publisher(
+        around.gateway,
+        around.endpoint,
+        images,
+        experiment_id=around.experiment_id,
+        service_id=around.service_id,
+        on_image=around.on_image,
+    )
 
 
 def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:

@@ -5,10 +5,11 @@ import os
 import queue
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 
@@ -46,20 +47,11 @@ def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1) 
 
 def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any) -> None:
     torch.set_num_threads(1)
-    os.environ |= environment_of(rank, shape.size, port)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        with joined(shape, torch.device("cpu"), timeout_seconds=60) as ranks:
+        store = TCPStore("127.0.0.1", port, shape.size, is_master=rank == 0, wait_for_workers=False)
+        with joined(shape, rank, torch.device("cpu"), store, timeout_seconds=60) as ranks:
             results.put((rank, work(ranks, argument), None))
+            ranks.gather(b"")  # the store is the first rank's
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
-
-
-def environment_of(rank: int, size: int, port: int) -> Mapping[str, str]:
-    """Return what ``torch.distributed.run`` tells a rank."""
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }

@@ -27,7 +27,10 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"rollout": SHORT, "reward": {"sample_mask": {"truncated": True, "max_length": 17}}},
          "reward.sample_mask.max_length", "rollout.sampling.max_new_tokens 16"),
         ({"parallelism": {"tensor_parallel_size": 2}}, "parallelism", "raise resources.rollouts.min"),
-        ({"parallelism": {"ranks": 4}}, "parallelism", "parallelism.ranks asks for several training processes"),
+        ({"parallelism": {"replicas": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
+        ({"parallelism": {"ranks": 4, "replicas": 3}}, "parallelism", "does not divide 4 ranks"),
+        ({"parallelism": {"ranks": 2, "replicas": 2}}, "parallelism", "does not divide 2 ranks"),
+        ({"parallelism": {"ranks": 2, "device": "cuda:0"}}, "parallelism", "write cuda"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str, words: str) -> None:
@@ -47,6 +50,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str,
         {"rollout": SHORT, "reward": {"sample_mask": {"truncated": True, "max_length": 16}}},
         {"reward": {"components": [{"kind": "exact", "name": "style"}]}, "algorithm": {"advantage": CUSTOM}},
         {"parallelism": {"threads": 2, "device": "cuda:0"}},
+        {"parallelism": {"ranks": 4, "replicas": 2, "device": "cuda"}},
     ],
 )
 def test_what_goes_together_is_valid(sections: dict[str, Any]) -> None:

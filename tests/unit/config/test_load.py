@@ -174,7 +174,7 @@ def test_the_resolved_spec_survives_its_own_json() -> None:
         (["optimisation.betas=[0.9, 1]"], "optimisation.betas.1", "less than 1"),
         (["parallelism.device=cuda:x"], "parallelism.device", "should match pattern"),
         (["rollout.engine.device=gpu"], "rollout.engine.device", "should match pattern"),
-        (["parallelism.world_size=2"], "parallelism", "the trainer is one"),
+        (["parallelism.world_size=2"], "parallelism", "parallelism.ranks processes share"),
         (["rollout.sampling.stop=['']"], "rollout.sampling.stop.0", "at least 1 character"),
         (["data.chat_template_options={tokenize: true}"], "data", "chat_template_options.tokenize"),
         (["algorithm.kl={placement: loss, log_ratio_bounds: [2, -2]}"], "algorithm.kl", "swap them"),

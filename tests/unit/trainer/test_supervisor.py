@@ -15,6 +15,7 @@ from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
 from services.trainer.wire import Failed, Launch, Line, Order, Status
 from services.trainer.worker.run import WorkerProcess, describe_failure
+from shared.config.parallelism import ParallelismConfig
 from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
 from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
 from shared.start_backoff import StartBackoff
@@ -66,7 +67,9 @@ class Rig:
         self.supervisor = Supervisor(ADDRESSES, ServedImages(PublishedImages()), lambda: self.service_id, self._start)
         self.supervisor.notify = lambda: None
 
-    async def _start(self, launch: Launch, threads: int, on_message: Callable[[Any], None]) -> FakeWorker:
+    async def _start(
+        self, launch: Launch, parallelism: ParallelismConfig, on_message: Callable[[Any], None]
+    ) -> FakeWorker:
         self.workers.append(FakeWorker(launch, on_message))
         return self.workers[-1]
 

@@ -1,0 +1,100 @@
+"""The files of a checkpoint that several ranks write: whole tensors, as one rank would write them.
+
+The leader makes them in their full size, headers included; then every rank writes its own elements where they belong.
+So any number of ranks goes on from a checkpoint of any other.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer.learning.learner import Learner
+from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS
+from shared.weights.layout import ImageLayout
+from shared.weights.parts import Part, layout_of_tensors, part_of, reserve_file, write_into
+from shared.weights.sharded_parameters import ShardedParameters
+from shared.weights.tensors import safetensors_name
+
+WEIGHTS = f"{MODEL}/model.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class SharedFile:
+    """One file, and what this rank has of it; without a layout it holds no tensor."""
+
+    name: str
+    layout: ImageLayout | None
+    parts: list[Part]
+
+
+def shared_files(learner: Learner) -> list[SharedFile]:
+    """List the files with tensors of a checkpoint of this learner."""
+    is_leader = learner.ranks.is_leader
+    weights = ShardedParameters(learner.loaded.model, is_leader=is_leader)
+    files = [
+        SharedFile(WEIGHTS, weights.layout, weights.image_parts()),
+        _of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader),
+    ]
+    if learner.versions is not None:
+        shapes, parts = learner.versions.parts()
+        layout = ImageLayout.of({name: (shape, safetensors_name(dtype)) for name, (shape, dtype) in shapes.items()})
+        files.append(SharedFile(VERSIONS, layout, parts))
+    if learner.critic is not None:
+        files.append(_of_tensors(CRITIC, learner.critic.state(), is_leader=is_leader))
+    return files
+
+
+def reserve(directory: Path, files: list[SharedFile], source: Path, learner: Learner) -> None:
+    """Make the files in their full size, and all that is no tensor beside the weights.
+
+    Args:
+        directory: of the checkpoint.
+        files: of this rank, whose layouts are those of all.
+        source: the directory that tokenizer and templates are taken from.
+        learner: whose configuration is written.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    (directory / MODEL).mkdir()
+    for file in files:
+        if file.layout is None:
+            save_file({}, directory / file.name)
+        else:
+            reserve_file(directory / file.name, file.layout)
+    model = learner.loaded.model
+    model.config.save_pretrained(directory / MODEL)  # type: ignore[union-attr, operator]
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory / MODEL)  # type: ignore[union-attr, operator]
+    copy_companions(source, directory / MODEL)
+
+
+@torch.no_grad()
+def write_shared(directory: Path, files: list[SharedFile]) -> None:
+    """Write what this rank has."""
+    for file in files:
+        if file.layout is not None:
+            write_into(directory / file.name, file.layout, file.parts)
+
+
+def copy_companions(source: Path, directory: Path) -> None:
+    """Copy tokenizer, chat template and whatever else belongs to a model's directory, but no other weights."""
+    for path in source.iterdir():
+        is_wanted = path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")
+        if is_wanted and path.name not in _WRITTEN_WITH_WEIGHTS:
+            shutil.copyfile(path, directory / path.name)
+
+
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
+_WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
+
+
+def _of_tensors(name: str, tensors: Mapping[str, Tensor], *, is_leader: bool) -> SharedFile:
+    # No update was applied yet: the optimiser has no state.
+    layout = layout_of_tensors(tensors) if tensors else None
+    return SharedFile(name, layout, [part_of(tensor, key, is_leader=is_leader) for key, tensor in tensors.items()])

@@ -1,0 +1,65 @@
+"""What the leader tells the followers to do: each does it with its own part of the weights, all at the same time."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.schemas.wire import Wire
+from shared.telemetry.logging import LogFormat
+
+
+class Opening(Wire):
+    """Before the group is formed: what is trained, and how this job logs."""
+
+    spec: Mapping[str, Any]
+    experiment_id: str
+    log_level: str
+    log_format: LogFormat
+
+
+class Restore(Wire):
+    """Build the learner from a checkpoint, or from the spec's model where there is none."""
+
+    kind: Literal["restore"] = "restore"
+    path: str | None
+
+
+class Train(Wire):
+    """Train a step; its groups follow."""
+
+    kind: Literal["train"] = "train"
+    step: int
+    payload_bytes: int
+
+
+class KeepVersion(Wire):
+    """Remember the present weights as a version, and forget older ones."""
+
+    kind: Literal["keep_version"] = "keep_version"
+    version: int
+    oldest: int
+
+
+class Snapshot(Wire):
+    """Write into an image, whose header is written already."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    path: str
+
+
+class Save(Wire):
+    """Write into the files of a checkpoint, which have their size and their headers already."""
+
+    kind: Literal["save"] = "save"
+    directory: str
+
+
+class End(Wire):
+    """Leave the job."""
+
+    kind: Literal["end"] = "end"
+
+
+Command = Restore | Train | KeepVersion | Snapshot | Save | End
+COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -1,0 +1,92 @@
+"""A process' place in the job that ``torch.distributed.run`` started it in, and how it enters the group."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from services.trainer.parallel.channel import Channel
+from services.trainer.parallel.pulse import Pulse
+from services.trainer.parallel.ranks import MeshShape, Ranks, joined
+from shared.config.parallelism import ParallelismConfig
+
+OPENING = "opening"
+"""Where the leader tells the others what is trained."""
+MEETING_SECONDS = 180.0
+"""Within which all ranks of a job have imported what they need and met."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its job.
+
+    Attributes:
+        rank, size: of this process, and of the job.
+        local_rank: among those of its machine.
+        host, port: of the job's store.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self | None:
+        """Read what ``torch.distributed.run`` told this process; None where it is in no job."""
+        if "WORLD_SIZE" not in environment:
+            return None
+        return cls(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            host=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+        )
+
+    def store(self) -> Store:
+        """Connect to the job's store."""
+        timeout = timedelta(seconds=MEETING_SECONDS)
+        return TCPStore(self.host, self.port, self.size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+@contextmanager
+def entered(
+    place: Place, store: Store, config: ParallelismConfig, on_silence: Callable[[str], None]
+) -> Iterator[tuple[Ranks, Channel]]:
+    """Enter the group of all ranks, and leave it at the end.
+
+    Args:
+        place: of this process.
+        store: a connection to the job's store.
+        config: the ranks' section.
+        on_silence: told on another thread which rank is silent.
+    """
+    shape = MeshShape(shard=config.ranks // config.replicas, replicate=config.replicas)
+    device = device_of(config, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    pulse = Pulse(PrefixStore("pulse", place.store()), place.rank, place.size, on_silence)
+    try:
+        group = PrefixStore("group", store)
+        with joined(shape, place.rank, device, group, timeout_seconds=config.collective_timeout_seconds) as ranks:
+            yield ranks, Channel(ranks, PrefixStore("commands", store))
+    finally:
+        pulse.close()
+
+
+def device_of(config: ParallelismConfig, place: Place) -> torch.device:
+    """Return the device of a rank: of several on GPUs, each has the one with its number on its machine."""
+    return torch.device(config.device, place.local_rank) if config.device == "cuda" else torch.device(config.device)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or does not answer, rather than what went wrong there."""
+    if isinstance(error, DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Gloo"))

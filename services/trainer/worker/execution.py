@@ -1,0 +1,89 @@
+"""Who does what the loop asks for: this process alone, or the ranks of a job under its lead."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer.checkpoint.manager import Restored, build_alone, fill_alone
+from services.trainer.learning.learner import Learner
+from services.trainer.parallel.commands import Opening
+from services.trainer.parallel.job import OPENING, Place, entered
+from services.trainer.worker.images import Snapshots
+from services.trainer.worker.leader import Leader
+from services.trainer.worker.loop import StepLearner
+from shared.checkpoints import StoredCheckpoint
+from shared.config.spec import ExperimentSpec
+from shared.weights.flat_parameters import FlatParameters
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that this process leads.
+
+    Attributes:
+        place: its place.
+        opening: told to the followers before anything else.
+        on_silence: told, on another thread, which rank does not live any more.
+    """
+
+    place: Place
+    opening: Opening
+    on_silence: Callable[[str], None]
+
+
+class Execution(Protocol):
+    """All that touches weights; every call blocks."""
+
+    def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
+        """Make the learner, from a checkpoint or the spec's model."""
+
+    def fill(self, learner: Learner, directory: Path) -> None:
+        """Write the files of a checkpoint."""
+
+    def learner(self, learner: Learner) -> StepLearner:
+        """Return what trains."""
+
+    def snapshots(self, learner: Learner) -> Snapshots:
+        """Return what writes images."""
+
+
+class SingleRank:
+    """This process has all weights."""
+
+    def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
+        """Make the learner, from a checkpoint or the spec's model."""
+        return build_alone(spec, stored)
+
+    def fill(self, learner: Learner, directory: Path) -> None:
+        """Write the files of a checkpoint."""
+        fill_alone(learner, directory)
+
+    def learner(self, learner: Learner) -> StepLearner:
+        """Return what trains."""
+        return learner
+
+    def snapshots(self, learner: Learner) -> Snapshots:
+        """Return what writes images."""
+        assert isinstance(learner.weights, FlatParameters)
+        return learner.weights
+
+
+@contextlib.asynccontextmanager
+async def open_execution(spec: ExperimentSpec, job: Job | None, compute: Executor) -> AsyncIterator[Execution]:
+    """Form the group of a job's ranks on the thread that computes; let the followers go unless it failed."""
+    if job is None:
+        yield SingleRank()
+        return
+    loop = asyncio.get_running_loop()
+    store = await loop.run_in_executor(compute, job.place.store)
+    await loop.run_in_executor(compute, store.set, OPENING, job.opening.model_dump_json())
+    group = entered(job.place, store, spec.parallelism, job.on_silence)
+    ranks, channel = await loop.run_in_executor(compute, group.__enter__)
+    leader = Leader(ranks, channel)
+    yield leader
+    await loop.run_in_executor(compute, leader.close)
+    await loop.run_in_executor(compute, group.__exit__, None, None, None)

@@ -1,0 +1,109 @@
+"""Every rank but the first: it has its part of the weights, and does what the leader says until it is let go."""
+
+import logging
+import mmap
+from pathlib import Path
+
+import torch
+
+from services.trainer.checkpoint.files import shared_files, write_shared
+from services.trainer.checkpoint.manager import Restored, beginning, restored_from
+from services.trainer.learning.learner import Learner
+from services.trainer.parallel.channel import Channel
+from services.trainer.parallel.commands import Command, End, KeepVersion, Restore, Save, Snapshot, Train
+from services.trainer.parallel.ranks import Ranks
+from shared.checkpoints import StoredCheckpoint, state_of
+from shared.config.spec import ExperimentSpec
+from shared.errors import ModelError
+from shared.faults.armed import armed
+from shared.faults.sites import Site
+from shared.weights.parts import write_parts
+from shared.weights.sharded_parameters import ShardedParameters
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Obeys.
+
+    Args:
+        spec: the experiment.
+        ranks: the job.
+        channel: its end of the way from the leader.
+    """
+
+    def __init__(self, spec: ExperimentSpec, ranks: Ranks, channel: Channel) -> None:
+        self._spec, self._ranks, self._channel = spec, ranks, channel
+        self._built: Learner | None = None
+
+    def run(self) -> None:
+        """Obey until the leader lets this rank go; whatever goes wrong but a model ends it, and so the job."""
+        while not isinstance(command := self._channel.receive(), End):
+            failure = None
+            try:
+                self._obey(command)
+            except ModelError as error:
+                if not isinstance(command, Restore):
+                    raise
+                failure = error
+            try:
+                self._channel.end(failure)
+            except ModelError as error:
+                # The leader tries another checkpoint, or ends.
+                log.warning("no learner could be made", extra={"error": error.detail})
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Restore):
+            # The memory of what a failed attempt left must be free.
+            self._built = None
+            self._built = build_shard(self._spec, _stored(command.path), self._ranks).learner
+            return
+        assert self._built is not None
+        learner = self._built
+        if isinstance(command, Train):
+            groups = self._channel.receive_groups(command.payload_bytes)
+            hit(Site.TRAINER_STEP)
+            learner.train(groups, command.step)
+        elif isinstance(command, KeepVersion):
+            learner.keep_version(command.version, command.oldest)
+        elif isinstance(command, Snapshot):
+            assert isinstance(learner.weights, ShardedParameters)
+            with Path(command.path).open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), 0)
+            write_image(mapped, learner.weights)
+            hit(Site.TRAINER_SNAPSHOT)
+        elif isinstance(command, Save):
+            write_shared(Path(command.directory), shared_files(learner))
+            hit(Site.CHECKPOINT_WRITE)
+
+
+def build_shard(spec: ExperimentSpec, stored: StoredCheckpoint | None, ranks: Ranks) -> Restored:
+    """Make this rank's part of the learner.
+
+    Raises:
+        ModelError: model or checkpoint cannot be used.
+    """
+    if stored is None:
+        return beginning(spec, ranks.device, ranks)
+    return restored_from(spec, stored, ranks.device, ranks)
+
+
+@torch.no_grad()
+def write_image(mapped: mmap.mmap, weights: ShardedParameters) -> None:
+    """Write this rank's elements into an image."""
+    write_parts(mapped, weights.layout, weights.image_parts())
+
+
+def hit(site: Site) -> None:
+    """Let a fault happen here, if this process has one."""
+    if (faults := armed()) is not None:
+        faults.hit(site)
+
+
+def _stored(path: str | None) -> StoredCheckpoint | None:
+    if path is None:
+        return None
+    state = state_of(Path(path))
+    if state is None:
+        raise ModelError(f"checkpoint {path} is not complete")
+    return StoredCheckpoint(state.step, Path(path), state)

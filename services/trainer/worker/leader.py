@@ -1,0 +1,124 @@
+"""What the loop, the image pool and the checkpoints ask of a learner, where several ranks do it.
+
+The leader tells the followers first and then does its own part, on the one thread that computes; each method returns
+when every rank is done. Where the trainer is one process, its learner and its weights are asked themselves.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.checkpoint.manager import Restored
+from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.parallel.channel import Channel
+from services.trainer.parallel.commands import End, KeepVersion, Restore, Save, Snapshot
+from services.trainer.parallel.ranks import Ranks
+from services.trainer.worker.follower import build_shard, hit, write_image
+from shared.checkpoints import StoredCheckpoint
+from shared.config.spec import ExperimentSpec
+from shared.errors import ModelError
+from shared.faults.sites import Site
+from shared.model_hub import model_directory
+from shared.schemas.trajectory import Group
+from shared.weights.image import WeightImage
+from shared.weights.layout import ImageLayout
+from shared.weights.sharded_parameters import ShardedParameters
+
+
+class LedLearner:
+    """A learner, all of whose ranks do what is asked of it."""
+
+    def __init__(self, learner: Learner, channel: Channel) -> None:
+        self.spec = learner.spec
+        self._learner, self._channel = learner, channel
+
+    def train(self, groups: Sequence[Group], step: int) -> StepResult:
+        """Train one step."""
+        self._channel.send_groups(step, groups)
+        result = self._learner.train(groups, step)
+        self._channel.end()
+        return result
+
+    def keep_version(self, version: int, oldest: int) -> None:
+        """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""
+        if self._learner.versions is not None:
+            self._channel.send(KeepVersion(version=version, oldest=oldest))
+            self._learner.keep_version(version, oldest)
+            self._channel.end()
+
+
+class LedWeights:
+    """Weights that all ranks write into an image together."""
+
+    def __init__(self, weights: ShardedParameters, channel: Channel) -> None:
+        self._weights, self._channel = weights, channel
+
+    @property
+    def layout(self) -> ImageLayout:
+        """Of the image."""
+        return self._weights.layout
+
+    def snapshot_into(self, image: WeightImage) -> None:
+        """Write header and weights; blocks.
+
+        Raises:
+            Conflict: the image is still being read.
+        """
+        with image.writing() as view:
+            view[: len(self.layout.header)] = self.layout.header
+            self._channel.send(Snapshot(path=str(image.path)))
+            write_image(image.mapped, self._weights)
+            hit(Site.TRAINER_SNAPSHOT)
+            self._channel.end()
+
+
+class Leader:
+    """Rank 0 of a job.
+
+    Args:
+        ranks: the job.
+        channel: its end of the way to the followers.
+    """
+
+    def __init__(self, ranks: Ranks, channel: Channel) -> None:
+        self._ranks, self._channel = ranks, channel
+
+    def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
+        """Build the learner on every rank.
+
+        Raises:
+            ModelError: it is impossible on one of them.
+        """
+        self._channel.send(Restore(path=None if stored is None else str(stored.path)))
+        try:
+            restored = build_shard(spec, stored, self._ranks)
+        except ModelError as error:
+            self._channel.end(error)
+            raise
+        self._channel.end()
+        return restored
+
+    def fill(self, learner: Learner, directory: Path) -> None:
+        """Write the files of a checkpoint on every rank.
+
+        Raises:
+            OSError: the disk has no room; nothing was asked of the others.
+        """
+        files = shared_files(learner)
+        reserve(directory, files, model_directory(learner.spec.model), learner)
+        self._channel.send(Save(directory=str(directory)))
+        write_shared(directory, files)
+        self._channel.end()
+
+    def learner(self, learner: Learner) -> LedLearner:
+        """Return what trains on every rank."""
+        return LedLearner(learner, self._channel)
+
+    def snapshots(self, learner: Learner) -> LedWeights:
+        """Return what writes images on every rank."""
+        assert isinstance(learner.weights, ShardedParameters)
+        return LedWeights(learner.weights, self._channel)
+
+    def close(self) -> None:
+        """Let the followers go."""
+        self._channel.send(End())

@@ -1,0 +1,121 @@
+"""A trainer of two ranks: what it learns is what one learns, whichever rank is killed and whenever."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.client import GatewayClient
+from tests.faults.test_kill import patiently, until_completed, until_step
+from tests.fleet import RunningFleet, make_experiment, running_fleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+STEPS = 12
+TOLERANCE = 1e-5
+NAMED_SECONDS = 10.0
+COMPARED = ("loss/total", "grad_norm", "reward/mean", "advantage/mean_square")
+POINTS = [
+    f"{site} kill in={process} nth={nth} times=1"
+    for process in ("trainer-worker", "trainer-follower")
+    for site, nth in (
+        ("trainer.step", 1),
+        ("trainer.step", 6),
+        ("trainer.snapshot", 2),
+        ("trainer.snapshot", 7),
+        ("checkpoint.write", 1),
+        ("checkpoint.write", 2),
+    )
+]
+
+
+def an_experiment(directory: Path, **parallelism: int) -> dict[str, Any]:
+    return make_experiment(
+        directory,
+        rollout={"engine": {"slots": 16, "context_tokens": 128, "batch_invariant": True}},
+        optimisation={"steps": STEPS, "learning_rate": 1e-3, "micro_batch_tokens": 256},
+        asynchrony={"staleness_threshold": 0.0, "on_weight_update": "drain"},
+        parallelism=parallelism,
+    )
+
+
+async def start(client: GatewayClient, spec: dict[str, Any]) -> str:
+    view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
+    await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
+    return str(view["id"])
+
+
+async def curve_of(client: GatewayClient, experiment_id: str) -> dict[tuple[int, str], float]:
+    path = f"/v1/experiments/{experiment_id}/metrics"
+    page = await client.call("GET", path, params={"names": ",".join(COMPARED), "limit": 2000})
+    return {(point["step"], point["name"]): point["value"] for point in page["items"]}
+
+
+async def check_ledger(client: GatewayClient, experiment_id: str, spec: dict[str, Any]) -> None:
+    ledger = (await patiently(client, f"/v1/experiments/{experiment_id}/ledger"))["train"]
+    assert ledger["balanced"]
+    assert ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]
+
+
+def kill_rank(fleet: RunningFleet, rank: int) -> float:
+    """Kill -9 a rank; returns when."""
+    for pid in fleet.pids("services.trainer.worker"):
+        if psutil.Process(pid).environ().get("RANK") == str(rank):
+            os.kill(pid, signal.SIGKILL)
+            return time.monotonic()
+    raise AssertionError(f"rank {rank} does not run")
+
+
+async def until_named(client: GatewayClient, cause: str) -> float:
+    while True:
+        services = await client.call("GET", "/v1/services", params={"kind": "trainer"})
+        failures = [each["observed"].get("failure") or {} for each in services["items"]]
+        if any(cause in failure.get("cause", "") for failure in failures):
+            return time.monotonic()
+        await asyncio.sleep(0.1)
+
+
+async def test_two_ranks_are_killed_and_learn_what_one_learns(tmp_path: Path) -> None:
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            alone = await start(client, an_experiment(tmp_path))
+            await until_completed(client, alone)
+            expected = await curve_of(client, alone)
+            spec = an_experiment(tmp_path, ranks=2)
+            several = await start(client, spec)
+            for step, rank in ((3, 1), (7, 0)):
+                await until_step(client, several, step)
+                killed = kill_rank(fleet, rank)
+                named = await until_named(client, f"rank {rank} of 2 was ended by SIGKILL")
+                assert named - killed < NAMED_SECONDS
+            await until_completed(client, several)
+            found = await curve_of(client, several)
+            await check_ledger(client, several, spec)
+
+    assert found.keys() == expected.keys()
+    assert len(found) == STEPS * len(COMPARED)
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+async def test_a_rank_may_die_at_any_point(tmp_path: Path) -> None:
+    curves = []
+    for number, fault in enumerate(["", *POINTS]):
+        faults = {"FLOTILLA_FAULTS": f"marks={tmp_path / f'marks-{number}'}; {fault}"} if fault else {}
+        with running_fleet(tmp_path / f"fleet-{number}", **faults) as fleet:
+            async with fleet.client() as client:
+                spec = an_experiment(tmp_path, ranks=2)
+                experiment = await start(client, spec)
+                await until_completed(client, experiment)
+                curves.append(await curve_of(client, experiment))
+                await check_ledger(client, experiment, spec)
+        if fault:
+            assert list((tmp_path / f"marks-{number}").iterdir()), f"{fault} did not happen"
+            assert curves[-1] == pytest.approx(curves[0], abs=1e-6, rel=1e-6), fault

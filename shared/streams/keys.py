@@ -66,6 +66,10 @@ class StreamKeys:
         """The short-lived set of tokens of claims of an entry that were lost by holders who lived."""
         return f"{self.prefix}:lost:{hop.value}:{entry_id}"
 
+    def letter(self, name: str) -> str:
+        """The short-lived hash of one answer that is expected later, such as a grader's."""
+        return f"{self.prefix}:letter:{name}"
+
     @property
     def ledger(self) -> str:
         """Hash of the ledger's counters."""
@@ -102,7 +106,7 @@ class StreamKeys:
         return f"{self.prefix}:state"
 
     def all(self) -> list[str]:
-        """List every key of the lane but those of single claims, which end by themselves."""
+        """List every key of the lane but those of single claims and letters, which end by themselves."""
         streams = [self.stream(hop) for hop in HopName]
         hashes = [self.ledger, self.consumed, self.outstanding, self.handed_over, self.plans, self.lineage, self.state]
         return [*streams, *hashes]

@@ -7,6 +7,7 @@ from shared.streams.admission import Admission
 from shared.streams.hop import Hop
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
+from shared.streams.mailbox import Mailbox
 from shared.streams.plans import TrainerQueue
 
 
@@ -16,6 +17,11 @@ class DataPlane(Protocol):
     @property
     def admission(self) -> Admission:
         """The feeder's side."""
+        ...
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Answers that come later than they were asked for."""
         ...
 
     def hop(self, name: HopName, service_id: str) -> Hop:

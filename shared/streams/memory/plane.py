@@ -12,6 +12,7 @@ from shared.streams.keys import HANDED_BACK, LEASED, HopName
 from shared.streams.ledger import Ledger
 from shared.streams.memory.admission import MemoryAdmission
 from shared.streams.memory.hop import MemoryHop, MemoryTrainerHop
+from shared.streams.memory.mailbox import MemoryMailbox
 from shared.streams.memory.streams import Clock, MemoryStore
 from shared.streams.memory.trainer import MemoryTrainerQueue
 from shared.streams.settings import StreamsConfig
@@ -27,6 +28,7 @@ class MemoryDataPlane:
         self._config = config or StreamsConfig()
         self._store = MemoryStore(clock)
         self.admission = MemoryAdmission(self._store)
+        self.mailbox = MemoryMailbox(clock)
 
     def hop(self, name: HopName, service_id: str) -> MemoryHop:
         """See ``DataPlane.hop``."""

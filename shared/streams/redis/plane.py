@@ -10,6 +10,7 @@ from shared.streams.keys import LEASED, HopName, StreamKeys
 from shared.streams.ledger import Ledger
 from shared.streams.redis.admission import RedisAdmission
 from shared.streams.redis.hop import RedisHop, TrainerHop
+from shared.streams.redis.mailbox import RedisMailbox
 from shared.streams.redis.scripts import ScriptRunner
 from shared.streams.redis.trainer import RedisTrainerQueue
 from shared.streams.settings import StreamsConfig
@@ -25,6 +26,7 @@ class RedisDataPlane:
         self._keys = StreamKeys(experiment_id, lane)
         self._runner = ScriptRunner(redis, deadline_seconds=self._config.deadline_seconds)
         self.admission = RedisAdmission(self._runner, self._keys)
+        self.mailbox = RedisMailbox(self._runner, self._keys)
 
     def hop(self, name: HopName, service_id: str) -> RedisHop:
         """See ``DataPlane.hop``."""

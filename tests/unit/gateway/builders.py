@@ -66,7 +66,7 @@ class MemoryPlanes:
         if lease_seconds is None:
             return plane
         hasty = MemoryDataPlane(lane, StreamsConfig(lease_seconds=lease_seconds))
-        hasty._store, hasty.admission = plane._store, plane.admission
+        hasty._store, hasty.admission, hasty.mailbox = plane._store, plane.admission, plane.mailbox
         return hasty
 
 

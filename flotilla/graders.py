@@ -1,11 +1,13 @@
 """Builds an experiment's graders as the reward service does at its start, to see whether they can be built here."""
 
 import os
+import time
 from collections.abc import Mapping
 
 from services.reward.verifiers.registry import Surroundings, build_component
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Scalar
+from shared.streams.memory.mailbox import MemoryMailbox
 
 
 async def unbuildable(spec: ExperimentSpec, environment: Mapping[str, str] = os.environ) -> list[dict[str, Scalar]]:
@@ -17,7 +19,12 @@ async def unbuildable(spec: ExperimentSpec, environment: Mapping[str, str] = os.
         One entry per component that cannot be built: path, value, what is allowed.
     """
     # A sandbox is found when an experiment starts: here it is enough that one could be named.
-    surroundings = Surroundings(experiment="check", sandbox_url="http://sandbox.invalid", secrets=environment)
+    surroundings = Surroundings(
+        experiment="check",
+        sandbox_url="http://sandbox.invalid",
+        secrets=environment,
+        mailbox=MemoryMailbox(time.monotonic),
+    )
     entries: list[dict[str, Scalar]] = []
     for number, component in enumerate(spec.reward.components):
         try:

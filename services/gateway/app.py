@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from services.gateway.middleware import Guard, Opened
 from services.gateway.routes import (
+    agents,
     audit,
     checkpoints,
     diagnosis,
@@ -54,7 +55,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
+    series = (agents, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -9,6 +10,8 @@ from dataclasses import dataclass, fields
 
 from services.gateway import signals
 from services.gateway.access.tokens import Tokens
+from services.gateway.episodes.episodes import Episodes
+from services.gateway.episodes.rollouts import Rollouts
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
@@ -29,6 +32,7 @@ from services.gateway.store.base import Store
 from services.gateway.store.sql import SqlStore
 from shared.clock import Clock, SystemClock
 from shared.errors import FlotillaError, Unavailable
+from shared.schemas.service import ServiceKind
 from shared.schemas.task import Lane
 from shared.streams.plane import DataPlane
 from shared.streams.redis.connection import check_server, connect
@@ -51,6 +55,7 @@ class GatewayState(GatewayParts):
     """
 
     scheduler: Scheduler
+    episodes: Episodes
     reconciler: Reconciler
     ping_streams: Callable[[], Awaitable[None]]
 
@@ -125,6 +130,7 @@ async def running_state(
         yield state
     finally:
         await signals.end(*tasks)
+        await state.episodes.rollouts.aclose()
 
 
 def assemble(
@@ -181,7 +187,15 @@ def assemble(
 
     repository.on_change = on_change
     given = {field.name: getattr(parts, field.name) for field in fields(GatewayParts)}
-    return GatewayState(**given, scheduler=scheduler, reconciler=reconciler, ping_streams=ping_streams)
+    episodes = _episodes(parts)
+    return GatewayState(
+        **given, scheduler=scheduler, episodes=episodes, reconciler=reconciler, ping_streams=ping_streams
+    )
+
+
+def _episodes(parts: GatewayParts) -> Episodes:
+    rollouts = Rollouts(parts.registry, functools.partial(parts.tokens.peer_of, ServiceKind.ROLLOUT))
+    return Episodes(parts.repository, rollouts, parts.tokens, parts.clock)
 
 
 async def _clean(state: GatewayState) -> None:

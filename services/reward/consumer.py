@@ -69,6 +69,7 @@ def grading_samples(group: Group) -> list[GradingSample]:
             ),
             finish_reason=trajectory.finish_reason.value,
             measured=dict(trajectory.metrics),
+            episode=trajectory.episode,
         )
         for index, trajectory in enumerate(group.trajectories)
     ]

@@ -35,6 +35,8 @@ from shared.streams.settings import StreamsConfig
 
 CONCURRENCY = 32
 """Groups graded at the same time: graders wait more than they compute."""
+WAITING_CONCURRENCY = 4096
+"""The same where rewards come later than the episodes' ends: groups that wait hold up no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,16 @@ class SessionOpener:
             Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
         sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
+        streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
         surroundings = Surroundings(
             experiment=assignment.experiment_id,
             sandbox_url=sandbox_url,
             sandbox_token=self.credentials.for_peer(ServiceKind.SANDBOX),
             grader_networks=self.settings.grader_networks,
             secrets=os.environ,
+            mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
         )
         verifier = build_verifier(spec.reward, surroundings)
-        streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
         lanes = []
         for lane in Lane if spec.evaluation is not None else (Lane.TRAIN,):
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)
@@ -99,7 +102,8 @@ class SessionOpener:
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
-        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, CONCURRENCY, recorder), verifier, recorder)
+        concurrency = WAITING_CONCURRENCY if spec.reward.waits_for_answers else CONCURRENCY
+        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, concurrency, recorder), verifier, recorder)
 
     async def _sandbox_url(self, experiment_id: str) -> str:
         """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.

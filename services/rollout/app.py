@@ -4,9 +4,12 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
+from services.rollout.agents.episodes import AgentEpisodes
+from services.rollout.agents.routes import episodes_router
 from services.rollout.state import RolloutState, open_state
+from shared.credentials import Credentials
 from shared.service_app import create_service_app
 from shared.settings import ServiceSettings
 
@@ -14,10 +17,26 @@ from shared.settings import ServiceSettings
 class OpenRolloutState(Protocol):
     """Opens what the service needs."""
 
-    def __call__(self, settings: ServiceSettings, address: str) -> AbstractAsyncContextManager[RolloutState]:
+    def __call__(
+        self, settings: ServiceSettings, address: str, credentials: Credentials
+    ) -> AbstractAsyncContextManager[RolloutState]:
         """Open it for as long as the block runs."""
 
 
-def create_app(settings: ServiceSettings, address: str, *, open_state: OpenRolloutState = open_state) -> FastAPI:
+def create_app(
+    settings: ServiceSettings,
+    address: str,
+    *,
+    open_state: OpenRolloutState = open_state,
+    credentials: Credentials | None = None,
+) -> FastAPI:
     """Make the app of a rollout service that is reached at ``address``."""
-    return create_service_app("Flotilla rollout", partial(open_state, settings, address))
+    lets_in = Credentials(settings.token) if credentials is None else credentials
+    app = create_service_app("Flotilla rollout", partial(open_state, settings, address, lets_in))
+    app.include_router(episodes_router(_agents, lets_in.accepts))
+    return app
+
+
+def _agents(request: Request, experiment_id: str) -> AgentEpisodes | None:
+    state: RolloutState = request.state.state
+    return state.service.agents(experiment_id)

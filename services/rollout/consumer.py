@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.rollout.busy import BusyTime
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.base import Episodes
 from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.handed_over import HandOverCounts
@@ -48,12 +48,13 @@ class LaneConfig:
     Attributes:
         name: for logs and task names.
         max_groups: groups in work at the same time.
-        task_seconds: longest time to sample one task's group, once its version serves.
+        task_seconds: longest time to sample one task's group, once its version serves; None where the episodes end
+            by times of their own.
     """
 
     name: str
     max_groups: int
-    task_seconds: float
+    task_seconds: float | None
 
 
 class RolloutConsumer:
@@ -71,7 +72,7 @@ class RolloutConsumer:
     def __init__(
         self,
         lanes: list[tuple[LaneConfig, Hop]],
-        episodes: SingleTurnEpisodes,
+        episodes: Episodes,
         gate: VersionGate,
         on_engine_death: Callable[[WorkerDied], None],
         tally: SamplingTally | None = None,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
+from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.consumer import RolloutConsumer
 from services.rollout.engines.base import Engine
 from services.rollout.shutdown import GracefulShutdown, hand_over
@@ -45,6 +46,10 @@ class Session(reconciling.Session, Protocol):
     gate: VersionGate
     worker: RolloutConsumer
     receiver: WeightReceiver
+
+    @property
+    def agents(self) -> AgentEpisodes | None:
+        """The episodes that agents from outside drive; None where the fleet itself does."""
 
 
 OpenSession = Callable[
@@ -80,6 +85,11 @@ class RolloutService(SessionFollower[Session]):
             failure=self._failure,
             sampling=session.worker.tally.report() if session else None,
         )
+
+    def agents(self, experiment_id: str) -> AgentEpisodes | None:
+        """Find the episodes of an experiment that agents drive; None where there are none here."""
+        is_mine = self._assignment is not None and self._assignment.experiment_id == experiment_id
+        return self._session.agents if is_mine and self._session is not None else None
 
     async def apply(self, desired: DesiredState) -> None:
         """Note a desired state; a notice begins at once, and the receiver learns of publications at once."""
@@ -236,4 +246,5 @@ class RolloutService(SessionFollower[Session]):
                 "groups_answered": session.worker.answered,
                 "weight_switches": session.receiver.switches,
                 **session.worker.counts.to_load(),
+                **(session.agents.counts.to_load() if session.agents is not None else {}),
             }

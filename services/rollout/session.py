@@ -8,6 +8,8 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from services.rollout.agents.episodes import AgentEpisodes
+from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import Engine
 from services.rollout.engines.opening import make_engine
@@ -46,6 +48,7 @@ class RolloutSession:
     receiver: WeightReceiver
     endpoint: EndpointClient
     recorder: SampleRecorder | None = None
+    agents: AgentEpisodes | None = None
 
     async def close(self) -> None:
         """End the engine and the endpoint, delete the images that it staged, and write samples that wait."""
@@ -65,6 +68,7 @@ class SessionOpener:
         streams: leases and deliveries.
         pull: fetches versions that were missed.
         host: address that this service is reached at.
+        service_id: what the gateway calls this service.
         sglang_python: interpreter that has SGLang; None where there is none.
     """
 
@@ -73,6 +77,7 @@ class SessionOpener:
     streams: StreamsConfig
     pull: Puller
     host: str
+    service_id: Callable[[], str]
     sglang_python: Path | None = None
 
     async def __call__(
@@ -125,13 +130,28 @@ class SessionOpener:
         )
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
-        episodes = SingleTurnEpisodes(engine, renderer, turns, resume_rule(spec.asynchrony), tally)
+        agents = self._agents(spec, assignment, engine, renderer, template, tally) if spec.rollout.agents else None
+        episodes = agents or SingleTurnEpisodes(engine, renderer, turns, resume_rule(spec.asynchrony), tally)
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()
         failed = None if recorder is None else FailedSamples(recorder, renderer)
         worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally, failed)
-        return RolloutSession(engine, gate, worker, receiver, endpoint, recorder)
+        return RolloutSession(engine, gate, worker, receiver, endpoint, recorder, agents)
+
+    def _agents(
+        self,
+        spec: ExperimentSpec,
+        assignment: Assignment,
+        engine: Engine,
+        renderer: ChatRenderer,
+        template: PromptTemplate,
+        tally: SamplingTally,
+    ) -> AgentEpisodes:
+        chat = ChatTemplate(renderer.tokenizer, renderer.stop_token_ids, template)
+        experiment_id = assignment.experiment_id
+        mailbox = RedisDataPlane(self.redis, experiment_id, Lane.TRAIN, self.streams).mailbox
+        return AgentEpisodes(engine, chat, spec, mailbox, lambda: f"{experiment_id}.{self.service_id()}", tally)
 
     def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:
         sizes = {Lane.TRAIN: spec.rollout.group_size}
@@ -141,6 +161,8 @@ class SessionOpener:
         for lane, group_size in sizes.items():
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, self.streams)
             max_groups = math.ceil(SURPLUS * spec.rollout.engine.slots / group_size)
-            config = LaneConfig(lane.value, max_groups, spec.rollout.task_seconds)
+            # What agents drive ends by times of its own, which begin when the first agent does.
+            seconds = spec.rollout.task_seconds if spec.rollout.agents is None else None
+            config = LaneConfig(lane.value, max_groups, seconds)
             lanes.append((config, plane.hop(HopName.TASKS, self.holder)))
         return lanes

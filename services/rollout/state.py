@@ -36,13 +36,12 @@ class RolloutState:
 
 
 @contextlib.asynccontextmanager
-async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RolloutState]:
+async def open_state(settings: ServiceSettings, address: str, credentials: Credentials) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
     await asyncio.to_thread(sweep)
     await asyncio.to_thread(sweep_places)
     incarnation = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
-        credentials = Credentials(settings.token)
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
@@ -52,6 +51,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
             pull=WeightPuller(credentials),
             host=settings.host,
+            service_id=lambda: membership.service_id or "",
             sglang_python=settings.sglang_python,
         )
         service = RolloutService(opener)

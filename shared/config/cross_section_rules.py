@@ -15,7 +15,7 @@ from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
-from shared.config.reward import CodeConfig, MatchConfig, RewardConfig, VerlDefaultConfig
+from shared.config.reward import AgentRewardConfig, CodeConfig, MatchConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
 from shared.schemas.engine import EngineCapability
 
@@ -66,6 +66,7 @@ def check_sections(spec: Sections) -> None:
     _sandboxes(spec)
     _prompts(spec)
     _held_out_sets(spec)
+    _agents(spec)
 
 
 def _weights(spec: Sections) -> None:
@@ -182,3 +183,19 @@ def _prompts(spec: Sections) -> None:
 def _held_out_sets(spec: Sections) -> None:
     for number, each in enumerate((spec.evaluation and spec.evaluation.sets) or ()):
         check_data_source_column(each, f"evaluation.sets.{number}", spec.data)
+
+
+def _agents(spec: Sections) -> None:
+    rewarded = [number for number, each in enumerate(spec.reward.components) if isinstance(each, AgentRewardConfig)]
+    if spec.rollout.agents is None:
+        if rewarded:
+            raise ValueError(
+                f"reward.components.{rewarded[0]} is of kind agent, and rollout.agents is null, so that no agent "
+                "gives a reward: set rollout.agents (an empty section will do), or remove the component"
+            )
+        return
+    if spec.evaluation is not None:
+        raise ValueError(
+            "evaluation is answered by the fleet itself, and rollout.agents lets agents drive the episodes: remove "
+            "evaluation, and watch the reward of training"
+        )

@@ -128,6 +128,14 @@ class EnvironmentRewardConfig(ComponentConfig):
     kind: Literal["environment"] = "environment"
 
 
+class AgentRewardConfig(ComponentConfig):
+    """What the agent says that its episode was worth, with the episode's end or later."""
+
+    kind: Literal["agent"] = "agent"
+    window_seconds: float = Field(0.0, ge=0, le=2_592_000)
+    """How long after the end of an episode its reward is waited for. An episode without one is left out of training."""
+
+
 def _is_url(text: str) -> str:
     try:
         url = httpx.URL(text)
@@ -206,6 +214,7 @@ Component = Annotated[
     | CodeConfig
     | VerlDefaultConfig
     | EnvironmentRewardConfig
+    | AgentRewardConfig
     | RemoteConfig,
     Field(discriminator="kind"),
 ]
@@ -229,6 +238,11 @@ class RewardConfig(Config):
     """What happens to a reward between the graders and the trainer, except in evaluation; null: nothing."""
     max_consecutive_failures: int = Field(32, ge=1)
     """The experiment fails, with the grader's own words, when this many groups in a row could not be graded."""
+
+    @property
+    def waits_for_answers(self) -> bool:
+        """Whether grades may come long after they are asked for."""
+        return any(isinstance(each, AgentRewardConfig) and each.window_seconds > 0 for each in self.components)
 
     @model_validator(mode="after")
     def _one_filter(self) -> Self:

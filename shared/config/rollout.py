@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from shared.config.agents import AgentsConfig
 from shared.config.base import Config
 from shared.config.engine import EngineConfig, TorchEngineConfig
 from shared.schemas.engine import EngineCapability
@@ -37,6 +38,8 @@ class RolloutConfig(Config):
     """What samples: without a kind the embedded engine."""
     requires: tuple[EngineCapability, ...] = ()
     """What the engine must promise; a spec whose engine does not is refused."""
+    agents: AgentsConfig | None = None
+    """Agents from outside drive the episodes of training, through the gateway; null: the fleet itself does."""
     task_seconds: float = Field(300.0, gt=0)
     """Longest time that sampling one group may take before it counts as failed."""
 

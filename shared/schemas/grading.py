@@ -68,6 +68,8 @@ class GradingSample(TolerantWire):
     """Why the answer or the episode ended: stop, length, turns, tokens. Null: the sender does not say."""
     measured: dict[Text, FiniteFloat] = Field(default_factory=dict)
     """What the environment measured, such as ``environment/success``."""
+    episode: str | None = None
+    """Id of the episode, where an agent from outside drove it; several samples may be branches of one."""
 
 
 class Grade(TolerantWire):

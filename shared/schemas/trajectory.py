@@ -50,6 +50,7 @@ class Trajectory:
         timings: durations in seconds by name (``generation_seconds``, ``grading_seconds``).
         resumed_tokens: sampled tokens that came from an earlier rollout, which handed the task over.
         turns: of an episode, one after the other; empty where there is one prompt and one completion.
+        episode: of an agent from outside, to whom it belongs; several trajectories may be branches of one.
         is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
     """
 
@@ -69,6 +70,7 @@ class Trajectory:
     answer: str | None = None
     turns: tuple[Turn, ...] = ()
     is_baseline: bool = False
+    episode: str | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -137,6 +139,7 @@ class Trajectory:
             answer,
             self.turns,
             self.is_baseline,
+            self.episode,
         )
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
@@ -153,6 +156,7 @@ class Trajectory:
             and self.resumed_tokens == other.resumed_tokens
             and self.turns == other.turns
             and self.is_baseline == other.is_baseline
+            and self.episode == other.episode
         )
 
     def sampled_to_wire(self) -> dict[str, Any]:
@@ -171,6 +175,8 @@ class Trajectory:
             wire["turns"] = [turn.to_wire() for turn in self.turns]
         if self.is_baseline:
             wire["is_baseline"] = True
+        if self.episode is not None:
+            wire["episode"] = self.episode
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
@@ -211,6 +217,7 @@ class Trajectory:
             wire.get("answer"),
             tuple([Turn.from_wire(turn) for turn in wire.get("turns", ())]),
             wire.get("is_baseline", False),
+            wire.get("episode"),
         )
         received.__post_init__()
         return received

@@ -173,6 +173,7 @@ GATEWAY_ORDER = (
     "evaluation",
     "samples",
     "membership",
+    "episodes",
     "scheduler",
     "runtime",
     "state",

@@ -39,6 +39,8 @@ class Rule:
 READING: Final = Rule(frozenset({Scope.READER}))
 OPERATING: Final = Rule(frozenset())
 TRAINING: Final = Rule(frozenset({Scope.SERVICE}), frozenset({ServiceKind.TRAINER}))
+ACTING: Final = Rule(frozenset({Scope.AGENT}), is_for_bound=True)
+"""Which episode it is about, the route compares."""
 MEMBER: Final = Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_own=True)
 
 RULES: Final[dict[tuple[str, str], Rule]] = {
@@ -75,6 +77,13 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/audit"): READING,
     ("GET", f"{EXPERIMENT}/steps/{{step}}"): READING,
     ("GET", f"{EXPERIMENT}/samples"): READING,
+    ("POST", f"{EXPERIMENT}/episodes"): Rule(frozenset({Scope.AGENT})),
+    ("GET", f"{EXPERIMENT}/episodes"): READING,
+    ("POST", "/v1/episodes/{episode_id}/complete"): ACTING,
+    ("POST", "/v1/episodes/{episode_id}/reward"): ACTING,
+    ("POST", "/v1/chat/completions"): ACTING,
+    ("POST", "/v1/completions"): ACTING,
+    ("GET", "/v1/models"): ACTING,
     ("POST", "/v1/experiments"): OPERATING,
     ("PATCH", EXPERIMENT): OPERATING,
     ("DELETE", EXPERIMENT): OPERATING,

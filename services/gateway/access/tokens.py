@@ -112,6 +112,10 @@ class Tokens:
         """What a service of a kind shows to those that it calls."""
         return {peer: self._key.peer_token(peer) for peer in CALLS[kind]}
 
+    def peer_of(self, kind: ServiceKind) -> str:
+        """What the gateway shows to services of a kind where it calls one."""
+        return self._key.peer_token(kind)
+
     def accepted_by(self, kind: ServiceKind) -> tuple[str, ...]:
         """Digests of the tokens that a service of a kind lets in: its callers' and the operator's."""
         return digest_of(self._key.peer_token(kind)), digest_of(self._operator)

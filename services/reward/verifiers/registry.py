@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from services.reward.remote import RemoteVerifier
+from services.reward.verifiers.agent import AgentVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.custom import CustomVerifier
@@ -17,6 +18,7 @@ from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
 from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from shared.config.reward import (
+    AgentRewardConfig,
     CodeConfig,
     Component,
     CustomConfig,
@@ -32,6 +34,7 @@ from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import GradeStatus
 from shared.settings import LOOPBACK, IPNetwork
+from shared.streams.mailbox import Mailbox
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Surroundings:
         sandbox_token: its bearer token.
         grader_networks: networks that are not public and may be asked, where a spec says ``allow_private``.
         secrets: environment variables by name, for ``secret_env``.
+        mailbox: where rewards and answers come that are late; None where nothing is graded.
     """
 
     experiment: str
@@ -51,6 +55,7 @@ class Surroundings:
     sandbox_token: str | None = None
     grader_networks: Sequence[IPNetwork] = LOOPBACK
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    mailbox: Mailbox | None = None
 
 
 def new_client() -> httpx.AsyncClient:
@@ -80,6 +85,10 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
         case EnvironmentRewardConfig():
             return EnvironmentVerifier()
+        case AgentRewardConfig():
+            if surroundings.mailbox is None:
+                raise InvalidSpec("a reward component of kind agent needs the data plane of an experiment")
+            return AgentVerifier(surroundings.mailbox)
         case RemoteConfig():
             secret = _secret(config, surroundings)
             networks = surroundings.grader_networks

@@ -46,6 +46,11 @@ class ChatRenderer:
         stops |= set(configured if isinstance(configured, list) else [configured]) - {None}
         return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, for who renders by other means."""
+        return self._tokenizer
+
     def special_tokens(self) -> SpecialTokens:
         """Describe the tokenizer's special tokens."""
         return SpecialTokens.of(self._tokenizer, self.stop_token_ids)

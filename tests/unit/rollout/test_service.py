@@ -43,6 +43,7 @@ class ScriptedSession:
         self.counts = HandOverCounts()
         self.busy = BusyTime()
         self.tally = SamplingTally()
+        self.agents = None
 
     @property
     def is_idle(self) -> bool:

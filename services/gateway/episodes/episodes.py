@@ -1,0 +1,186 @@
+"""What agents from outside ask of the gateway: an episode, its end, a reward that comes later.
+
+The gateway holds nothing of an episode: its id names experiment and rollout, its key is a pass that the gateway signs.
+So a gateway that restarts goes on where the one before was.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from services.gateway.access.tokens import Tokens
+from services.gateway.episodes.naming import EpisodeName
+from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
+from services.gateway.records.repository import Experiment, ExperimentRepository
+from services.gateway.signals import wait_for_any
+from shared.access import Principal, Scope
+from shared.clock import Clock
+from shared.config.reward import AgentRewardConfig
+from shared.errors import ActionNotAllowed, Conflict, FlotillaError, Forbidden, InvalidRequest, Unavailable
+from shared.schemas.episode import (
+    LONGEST_WAIT_SECONDS,
+    CompleteEpisode,
+    EndedEpisode,
+    EpisodeReward,
+    HandedOutEpisode,
+    OpenedEpisode,
+    OpenEpisode,
+)
+from shared.schemas.experiment import ExperimentState
+from shared.streams.mailbox import Delivery
+
+SLICE_SECONDS: Final = 2.0
+"""How long one rollout is waited for before the next is asked."""
+PAUSE_SECONDS: Final = 0.2
+"""Between two rounds, where no rollout is at work that would wait."""
+KEY_SECONDS: Final = 60.0
+"""How much longer than its episode a key lives, for rewards and repeated calls."""
+LATEST_STATES: Final = frozenset(
+    {ExperimentState.STOPPING, ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
+)
+
+
+class NoTask(Unavailable):
+    """There is no task to hand out now."""
+
+    code, title = "no_task", "There is no task now"
+
+
+class Episodes:
+    """The gateway's side of agents from outside.
+
+    Args:
+        tokens: signs the keys.
+    """
+
+    def __init__(self, repository: ExperimentRepository, rollouts: Rollouts, tokens: Tokens, clock: Clock) -> None:
+        self._repository = repository
+        self._tokens = tokens
+        self._clock = clock
+        self._turn = 0
+        self.rollouts = rollouts
+
+    async def open(self, experiment_id: str, wanted: OpenEpisode, who: Principal, base_url: str) -> HandedOutEpisode:
+        """Hand out a task and the key to an episode.
+
+        Raises:
+            NotFound: there is no such experiment.
+            Forbidden: who asks has the key of one episode.
+            InvalidRequest: its episodes are not driven by agents.
+            ActionNotAllowed: it has ended; agents need not ask again.
+            NoTask: there is none now.
+        """
+        if who.subject is not None:
+            raise Forbidden("this is the key of one episode: begin another one with the token that began this one")
+        experiment = self._repository.get(experiment_id)
+        if experiment.spec.rollout.agents is None:
+            raise InvalidRequest(f"experiment {experiment_id} is not for agents: its spec has no rollout.agents")
+        end = self._clock.monotonic() + min(wanted.wait_seconds, LONGEST_WAIT_SECONDS)
+        while True:
+            self._check_state(experiment)
+            opened = await self._from_some_rollout(experiment, end)
+            if opened is not None:
+                return self._handed_out(experiment, opened, base_url)
+            if self._clock.monotonic() >= end:
+                raise NoTask("no task is free now: ask again", experiment_id=experiment_id)
+            await wait_for_any(min(PAUSE_SECONDS, max(0.0, end - self._clock.monotonic())), experiment.changed.next)
+
+    def _check_state(self, experiment: Experiment) -> None:
+        if experiment.state in LATEST_STATES or experiment.state is ExperimentState.DRAFT:
+            raise ActionNotAllowed(f"experiment {experiment.id} is {experiment.state.value}: it has no episodes")
+
+    async def _from_some_rollout(self, experiment: Experiment, end: float) -> OpenedEpisode | None:
+        """Ask one rollout after another, each from the beginning of another one; only the last may wait."""
+        services = self.rollouts.at_work(experiment.id)
+        self._turn += 1
+        path = f"/v1/experiments/{experiment.id}/episodes"
+        for number in range(len(services)):
+            service = services[(self._turn + number) % len(services)]
+            left = max(0.0, min(SLICE_SECONDS, end - self._clock.monotonic()))
+            wait = left if number == len(services) - 1 else 0.0
+            try:
+                return OpenedEpisode.model_validate(
+                    await self.rollouts.call(service, path, OpenEpisode(wait_seconds=wait).model_dump(), wait)
+                )
+            except FlotillaError as error:
+                if not error.retryable and error.status not in {404, 503}:
+                    raise
+        return None
+
+    def _handed_out(self, experiment: Experiment, opened: OpenedEpisode, base_url: str) -> HandedOutEpisode:
+        window = max(
+            (each.window_seconds for each in experiment.spec.reward.components if isinstance(each, AgentRewardConfig)),
+            default=0.0,
+        )
+        agent = Principal(Scope.AGENT, "an agent", experiment_id=experiment.id, subject=opened.episode_id)
+        key = self._tokens.issue(agent, opened.seconds + window + KEY_SECONDS)
+        return HandedOutEpisode(**dict(opened), key=key, base_url=f"{base_url}/v1", model=experiment.record.name)
+
+    def allowed(self, episode_id: str, who: Principal) -> EpisodeName:
+        """Read an episode's id for somebody.
+
+        Raises:
+            NotFound: it is none.
+            Forbidden: it is another's.
+        """
+        name = EpisodeName.parse(episode_id)
+        if who.experiment_id not in (None, name.experiment_id) or who.subject not in (None, name.text):
+            raise Forbidden(f"this token is not for episode {episode_id}")
+        self._repository.get(name.experiment_id)
+        return name
+
+    async def complete(self, name: EpisodeName, ending: CompleteEpisode) -> EndedEpisode:
+        """End an episode.
+
+        Raises:
+            EpisodeGone: it ended otherwise.
+            InvalidRequest: nothing was sampled in it, or its reward would have no effect.
+        """
+        service = self.rollouts.find(name.service_id, name.text)
+        path = f"/v1/experiments/{name.experiment_id}/episodes/{name.text}/complete"
+        try:
+            return EndedEpisode.model_validate(await self.rollouts.call(service, path, ending.model_dump(mode="json")))
+        except FlotillaError as error:
+            if error.status == 404:
+                raise EpisodeGone(f"episode {name.text} is gone: its rollout works for others now") from error
+            raise
+
+    async def reward(self, name: EpisodeName, given: EpisodeReward) -> None:
+        """Take a reward that comes after the end of its episode; the same one again changes nothing.
+
+        Raises:
+            EpisodeGone: nobody waits for it, or no more.
+            Conflict: it had another one.
+        """
+        mailbox = self._repository.get(name.experiment_id).train.mailbox
+        match await mailbox.deliver(name.text, given.model_dump_json().encode()):
+            case Delivery.TAKEN | Delivery.AGAIN:
+                return
+            case Delivery.OTHER:
+                raise Conflict(f"episode {name.text} has another reward already")
+            case Delivery.LATE:
+                raise EpisodeGone(f"episode {name.text} ended too long ago: its window for rewards is over")
+            case Delivery.UNKNOWN:
+                raise EpisodeGone(
+                    f"episode {name.text} is not complete, or ended otherwise: there is nothing to reward"
+                )
+
+    def counts(self, experiment_id: str) -> dict[str, int]:
+        """Sum what an experiment's rollouts say of their episodes, each since its own start.
+
+        Raises:
+            NotFound: there is no such experiment.
+        """
+        self._repository.get(experiment_id)
+        totals: dict[str, int] = {}
+        for service in self.rollouts.at_work(experiment_id):
+            for name, value in service.observed.load.items():
+                if name.startswith("episodes_"):
+                    totals[name] = totals.get(name, 0) + int(value)
+        return totals
+
+
+def models_of(models: Sequence[tuple[str, float]]) -> bytes:
+    """Make the answer to ``GET /v1/models`` of names and the times at which they were made."""
+    found = [{"id": name, "object": "model", "created": int(at), "owned_by": "flotilla"} for name, at in models]
+    return json.dumps({"object": "list", "data": found}).encode()

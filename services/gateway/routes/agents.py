@@ -1,0 +1,192 @@
+"""Agents from outside: episodes, and what OpenAI clients call.
+
+Requests for completions are passed on to the rollout of the episode byte by byte: an agent waits for each of them.
+"""
+
+import asyncio
+import json
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.episodes.episodes import models_of
+from services.gateway.episodes.naming import EpisodeName
+from services.gateway.episodes.rollouts import EpisodeGone
+from services.gateway.routes.dependencies import Gateway
+from services.gateway.state import GatewayState
+from shared.access import Principal
+from shared.errors import FlotillaError, InvalidRequest
+from shared.schemas.episode import CompleteEpisode, EndedEpisode, EpisodeReward, HandedOutEpisode, OpenEpisode
+from shared.serving import PROBLEM_JSON, problem_response
+
+router = APIRouter(tags=["agents"])
+
+RETRIES: Final = b"x-stainless-retry-count"
+LOOK_SECONDS: Final = 2.0
+"""How often it is looked whether the rollout that is waited for is still there."""
+ANY_EPISODE = OpenEpisode()
+NO_REWARD = CompleteEpisode()
+
+
+def _principal(request: Request) -> Principal:
+    principal: Principal = request.state.shown.principal
+    return principal
+
+
+@router.post("/experiments/{experiment_id}/episodes", status_code=201)
+async def begin(
+    experiment_id: str, gateway: Gateway, request: Request, wanted: OpenEpisode = ANY_EPISODE
+) -> HandedOutEpisode:
+    """Hand out a task, and the key and base URL with which an OpenAI client answers it.
+
+    Raises:
+        InvalidRequest: the spec has no ``rollout.agents`` (422).
+        ActionNotAllowed: the experiment has ended (409).
+        NoTask: there is none now; ask again (503).
+    """
+    base_url = str(request.base_url).rstrip("/")
+    return await gateway.episodes.open(experiment_id, wanted, _principal(request), base_url)
+
+
+@router.get("/experiments/{experiment_id}/episodes")
+async def counts(experiment_id: str, gateway: Gateway) -> dict[str, int]:
+    """Count the episodes that the rollouts handed out: opened = open + completed + abandoned + lost."""
+    return gateway.episodes.counts(experiment_id)
+
+
+@router.post("/episodes/{episode_id}/complete")
+async def complete(
+    episode_id: str, gateway: Gateway, request: Request, ending: CompleteEpisode = NO_REWARD
+) -> EndedEpisode:
+    """End an episode, with its reward or without.
+
+    Raises:
+        EpisodeGone: it ended otherwise (410).
+        InvalidRequest: nothing was sampled in it, or no component takes the reward (422).
+    """
+    return await gateway.episodes.complete(gateway.episodes.allowed(episode_id, _principal(request)), ending)
+
+
+@router.post("/episodes/{episode_id}/reward", status_code=204)
+async def reward(episode_id: str, given: EpisodeReward, gateway: Gateway, request: Request) -> None:
+    """Give a completed episode its reward, within the window of the spec.
+
+    Raises:
+        EpisodeGone: nobody waits for it, or no more (410).
+        Conflict: it had another one (409).
+    """
+    await gateway.episodes.reward(gateway.episodes.allowed(episode_id, _principal(request)), given)
+
+
+@router.get("/models")
+async def models(gateway: Gateway, request: Request) -> Response:
+    """List the model of the key's experiment, or those of all experiments for agents."""
+    experiment_id = _principal(request).experiment_id
+    known = gateway.repository if experiment_id is None else [gateway.repository.get(experiment_id)]
+    found = [each.record for each in known if each.spec.rollout.agents is not None]
+    return Response(models_of([(each.name, each.created_at) for each in found]), media_type="application/json")
+
+
+@router.post("/chat/completions", response_class=Response)
+async def chat(request: Request) -> Response:
+    """Sample the reply to a chat, as OpenAI's endpoint of this name; the API key is the key of an episode.
+
+    Raises:
+        EpisodeGone: the episode has ended (410).
+        InvalidRequest: what is asked for cannot be had, or a limit of the episode is reached (400, 422).
+    """
+    return PassedOn("chat", await request.body())
+
+
+@router.post("/completions", response_class=Response)
+async def text(request: Request) -> Response:
+    """Sample the completion of a text or of token ids, as OpenAI's endpoint of this name."""
+    return PassedOn("text", await request.body())
+
+
+class PassedOn(Response):
+    """The answer of the rollout that holds the key's episode."""
+
+    def __init__(self, what: str, content: bytes) -> None:
+        super().__init__()
+        self._what = what
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on as it comes."""
+        answer = _Answer(send)
+        try:
+            await _pass_on(scope, self._what, self._content, answer, receive)
+        except FlotillaError as error:
+            if answer.has_begun:
+                # Too late for a status: the connection breaks, and the client knows that the answer is not whole.
+                raise
+            await answer.refuse(error)
+
+
+class _Answer:
+    """What is sent to the client."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def begin(self, status: int, content_type: bytes) -> None:
+        self.has_begun = True
+        headers = [(b"content-type", content_type), (b"x-accel-buffering", b"no")]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def go_on(self, piece: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+    async def refuse(self, error: FlotillaError) -> None:
+        """Send a problem document that OpenAI clients read as an error of theirs."""
+        problem: dict[str, Any] = json.loads(bytes(problem_response(error).body))
+        problem["error"] = {"message": error.detail, "type": error.code, "code": error.code, "param": None}
+        await self.begin(error.status, PROBLEM_JSON.encode())
+        await self.go_on(json.dumps(problem).encode(), is_last=True)
+
+
+async def _pass_on(scope: Scope, what: str, body: bytes, answer: _Answer, receive: Receive) -> None:
+    gateway: GatewayState = scope["state"]["gateway"]
+    rollouts = gateway.episodes.rollouts
+    name = _episode_of(scope["state"]["shown"].principal)
+    service = rollouts.find(name.service_id, name.text)
+    path = f"/v1/experiments/{name.experiment_id}/episodes/{name.text}/{what}"
+    retries = {RETRIES.decode(): value.decode() for key, value in scope["headers"] if key == RETRIES}
+
+    async def pass_on() -> None:
+        async with rollouts.streamed(service, path, body, retries) as streamed:
+            await answer.begin(streamed.status, streamed.content_type)
+            async for piece in streamed.pieces:
+                await answer.go_on(piece)
+        await answer.go_on(b"", is_last=True)
+
+    passing, hanging_up = asyncio.ensure_future(pass_on()), asyncio.ensure_future(_hung_up(receive))
+    try:
+        while not passing.done() and not hanging_up.done():
+            await asyncio.wait([passing, hanging_up], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            # One that hangs ends with its lease; the episode's own deadlines end everything else.
+            rollouts.find(name.service_id, name.text)
+    finally:
+        # The connection to the rollout is closed with it: so the rollout hears that nobody waits any more.
+        for task in (passing, hanging_up):
+            task.cancel()
+        await asyncio.gather(passing, hanging_up, return_exceptions=True)
+    if not passing.cancelled() and (error := passing.exception()) is not None:
+        raise error
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _episode_of(who: Principal) -> EpisodeName:
+    if who.subject is None:
+        raise InvalidRequest("this token is of no episode: POST /v1/experiments/ID/episodes gives the key of one")
+    name = EpisodeName.parse(who.subject)
+    if name.experiment_id != who.experiment_id:
+        raise EpisodeGone("this key is of no episode")
+    return name

@@ -1,0 +1,213 @@
+"""The conversations of one episode, as tokens: what continues a recorded reply is appended, anything else is a branch.
+
+Clients send a whole conversation with every request. Its longest beginning that was recorded here is found by what its
+messages say, and stays the tokens that the engine sampled: only what comes behind it is tokenised. A conversation that
+goes on from an earlier reply, or that cannot be appended to (another template render, edited messages), begins a
+trajectory of its own. There earlier replies are context: each sampled token is trained in one trajectory, once.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.rollout.agents.requests import canonical, plain_messages
+from services.rollout.agents.template import Template
+from services.rollout.engines.base import Completion
+from shared.errors import InvalidRequest
+from shared.schemas.trajectory import FinishReason, Trajectory
+from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TooManyBranches(InvalidRequest):
+    """The episode has as many conversations as it may have."""
+
+    code, title, status = "too_many_branches", "Too many branches", 400
+
+
+@dataclass(eq=False)
+class Branch:
+    """One trajectory in the making."""
+
+    builder: TrajectoryBuilder
+    is_busy: bool = False
+    finish_reason: FinishReason = FinishReason.STOP
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A recorded reply: where one may go on from.
+
+    Attributes:
+        num_tokens: of its branch, up to its end.
+        history: messages up to the reply, which is the last; of a text completion none.
+        text: of a text completion, prompt and completion.
+    """
+
+    branch: Branch
+    num_tokens: int
+    history: tuple[Mapping[str, Any], ...] = ()
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Draft:
+    """A completion that is being sampled; nothing is recorded before it is kept.
+
+    Attributes:
+        prompt_ids: all tokens before it.
+        shown: the last of them, which its branch does not have yet.
+        shown_text: the same, for people.
+    """
+
+    branch: Branch
+    prompt_ids: tuple[int, ...]
+    shown: tuple[int, ...]
+    shown_text: str
+    is_new: bool
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    text: str = ""
+
+
+@dataclass
+class Conversations:
+    """All conversations of one episode.
+
+    Attributes:
+        template: of the model.
+        max_branches: trajectories at most.
+        tally: counts renders.
+    """
+
+    template: Template
+    max_branches: int
+    tally: RenderTally = field(default_factory=RenderTally)
+
+    def __post_init__(self) -> None:
+        self._branches: list[Branch] = []
+        self._replies: dict[bytes, Reply] = {}
+        self._texts: list[Reply] = []
+
+    @property
+    def num_branches(self) -> int:
+        """Trajectories so far."""
+        return len(self._branches)
+
+    def begin_chat(self, messages: Messages, tools: Messages) -> Draft:
+        """Prepare the reply to a chat.
+
+        Raises:
+            InvalidRequest: the template does not take it.
+            TooManyBranches: it begins a branch too many.
+        """
+        plain = plain_messages(messages)
+        names = _names(messages, tools)
+        given = {"messages": tuple(plain), "tools": tuple(tools)}
+        for count in range(len(plain) - 1, 0, -1):
+            reply = self._replies.get(names[count])
+            if reply is None:
+                continue
+            last = reply.branch.builder.token_ids[reply.num_tokens - 1]
+            added = self.template.continuation([*reply.history], [*reply.history, *plain[count:]], tools, last)
+            if added is None:
+                self.tally.refused += 1
+                break
+            return self._behind(reply, self.template.token_ids(added), added, **given)
+        text = self.template.prompt(plain, tools)
+        return self._fresh(self.template.token_ids(text), text, **given)
+
+    def begin_text(self, prompt: str | Sequence[int]) -> Draft:
+        """Prepare the completion of a text, or of token ids.
+
+        Raises:
+            InvalidRequest: there is no token in it.
+            TooManyBranches: it begins a branch too many.
+        """
+        if not isinstance(prompt, str):
+            return self._of_tokens(tuple(prompt))
+        found = [reply for reply in self._texts if reply.text and prompt.startswith(reply.text)]
+        if not found:
+            return self._fresh(self.template.token_ids(prompt), prompt, text=prompt)
+        reply = max(found, key=lambda each: len(each.text))
+        added = prompt[len(reply.text) :]
+        return self._behind(reply, self.template.token_ids(added), added, text=prompt)
+
+    def _of_tokens(self, prompt: tuple[int, ...]) -> Draft:
+        text = self.template.text(prompt, with_special_tokens=True)
+        found = [
+            reply
+            for reply in self._texts
+            if prompt[: reply.num_tokens] == reply.branch.builder.token_ids[: reply.num_tokens]
+        ]
+        if not found:
+            return self._fresh(prompt, text, text=text)
+        reply = max(found, key=lambda each: each.num_tokens)
+        added = prompt[reply.num_tokens :]
+        return self._behind(reply, added, self.template.text(added, with_special_tokens=True), text=text)
+
+    def _behind(self, reply: Reply, added: tuple[int, ...], shown: str, **given: Any) -> Draft:
+        branch = reply.branch
+        recorded = branch.builder.token_ids
+        if added and not branch.is_busy and reply.num_tokens == len(recorded):
+            branch.is_busy = True
+            return Draft(branch, recorded + added, added, shown, is_new=False, **given)
+        before = recorded[: reply.num_tokens]
+        return self._fresh(before + added, self.template.text(before, with_special_tokens=True) + shown, **given)
+
+    def _fresh(self, prompt_ids: tuple[int, ...], shown: str, **given: Any) -> Draft:
+        if not prompt_ids:
+            raise InvalidRequest("the prompt has no token")
+        if len(self._branches) >= self.max_branches:
+            raise TooManyBranches(
+                f"the episode has {self.max_branches} conversations that do not continue each other already "
+                "(rollout.agents.max_branches)"
+            )
+        branch = Branch(TrajectoryBuilder(self.tally), is_busy=True)
+        return Draft(branch, prompt_ids, prompt_ids, shown, is_new=True, **given)
+
+    def keep(self, draft: Draft, completion: Completion, text: str, reply: Mapping[str, Any] | None) -> None:
+        """Record a completion.
+
+        Args:
+            text: of it, for people.
+            reply: the message that the client is given; None for a text completion.
+
+        Raises:
+            TooManyBranches: others began meanwhile.
+        """
+        branch, builder = draft.branch, draft.branch.builder
+        if draft.is_new:
+            if len(self._branches) >= self.max_branches:
+                raise TooManyBranches("other conversations of the episode began meanwhile")
+            self._branches.append(branch)
+        builder.show(draft.shown, draft.shown_text)
+        builder.sample(completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text)
+        branch.is_busy, branch.finish_reason = False, completion.finish_reason
+        if reply is None:
+            whole = draft.text + self.template.text(completion.token_ids.tolist(), with_special_tokens=False)
+            self._texts.append(Reply(branch, builder.num_tokens, text=whole))
+            return
+        history = (*draft.messages, *plain_messages([reply]))
+        self._replies[_names(history, draft.tools)[-1]] = Reply(branch, builder.num_tokens, history)
+
+    def drop(self, draft: Draft) -> None:
+        """Forget a completion that did not come about."""
+        draft.branch.is_busy = False
+
+    def trajectories(self, **fields: Any) -> list[Trajectory]:
+        """Make the trajectories, oldest first; each has a sampled token."""
+        return [branch.builder.build(branch.finish_reason, **fields) for branch in self._branches]
+
+
+def _names(messages: Messages, tools: Messages) -> list[bytes]:
+    """Name every beginning of a conversation, from that without a message on."""
+    name = hashlib.sha256(json.dumps(list(tools), sort_keys=True, default=str).encode()).digest()
+    names = [name]
+    for message in messages:
+        name = hashlib.sha256(name + canonical(message).encode("utf-8", "replace")).digest()
+        names.append(name)
+    return names

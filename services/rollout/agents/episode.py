@@ -1,0 +1,313 @@
+"""One episode with one agent: what it asks is sampled and recorded, within its limits of time and count."""
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from services.rollout.agents.conversation import Conversations, Draft
+from services.rollout.agents.replies import Reply, chat_reply, text_reply
+from services.rollout.agents.requests import (
+    AnyRequest,
+    ChatRequest,
+    read_chat,
+    read_text,
+    stops_of,
+    wanted_tokens,
+)
+from services.rollout.agents.template import Template
+from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from services.rollout.episodes.special_tokens import SamplingTally
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
+from shared.schemas.task import Task, sample_seed
+from shared.schemas.trajectory import FinishReason, Trajectory
+
+MAX_REPLAYED: Final = 8
+"""Last answers that are kept for clients that repeat a request whose answer was lost."""
+TURN_STRIDE: Final = 1 << 20
+"""Of the numbers that seeds are made of: more than an episode has turns."""
+
+
+class Ended(StrEnum):
+    """How an episode that was handed out ended."""
+
+    COMPLETED = "completed"
+    ABANDONED = "abandoned"
+    """Its agent was silent, or too slow; it is handed out again."""
+    LOST = "lost"
+    """Its group went elsewhere, or ended."""
+
+
+class EpisodeGone(FlotillaError):
+    """The episode is not open (any more)."""
+
+    code, title, status = "episode_gone", "The episode is gone", 410
+
+
+class LimitReached(InvalidRequest):
+    """The episode may not ask for more."""
+
+    code, title, status = "limit_reached", "A limit of the episode is reached", 400
+
+
+class ContextTooLong(InvalidRequest):
+    """The conversation leaves no room for a reply."""
+
+    code, title, status = "context_length_exceeded", "The conversation is too long", 400
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it came.
+
+    Attributes:
+        is_chat: whether it is a chat, not a text.
+        body: JSON.
+        is_repeated: the client says that it sent the same before, and got no answer.
+    """
+
+    is_chat: bool
+    body: bytes
+    is_repeated: bool = False
+
+    @property
+    def name(self) -> str:
+        """The same for the same request."""
+        return hashlib.sha256(self.body + (b"chat" if self.is_chat else b"text")).hexdigest()
+
+
+HasHungUp = Callable[[], Awaitable[bool]]
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A request that is being answered, or was; recorded once it has a reply."""
+
+    name: str
+    request: AnyRequest
+    draft: Draft
+    sampling: "asyncio.Task[Completion]"
+    reply: Reply | None = None
+
+
+class Episode:
+    """One episode.
+
+    Args:
+        prefix: what the episode's id begins with.
+        task: that it answers.
+        index: which of the task's group it is.
+        spec: of the experiment.
+        attempt: how often this episode was begun, this time included.
+        on_death: told when the engine's process ended under a request.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        task: Task,
+        index: int,
+        spec: ExperimentSpec,
+        engine: Engine,
+        template: Template,
+        clock: Callable[[], float],
+        *,
+        on_death: Callable[[WorkerDied], None],
+        tally: SamplingTally | None = None,
+        attempt: int = 1,
+    ) -> None:
+        assert spec.rollout.agents is not None
+        self.id = f"{prefix}.{task.group_id}-{index}-{secrets.token_hex(8)}"
+        self._config = spec.rollout.agents
+        self._sampling = spec.rollout.sampling
+        self._context_tokens = spec.rollout.engine.context_tokens
+        self._seed = sample_seed(task.seed, index * TURN_STRIDE + attempt)
+        self._engine = engine
+        self._template = template
+        self._clock = clock
+        self._on_death = on_death
+        self._tally = tally
+        self._conversations = Conversations(template, self._config.max_branches)
+        self._began = self._heard = clock()
+        self._under_way: set[str] = set()
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._is_ending = False
+        self._end: Ended | None = None
+        self.num_turns = 0
+
+    @property
+    def ends_at(self) -> float:
+        """When it is abandoned unless something is heard of its agent; an agent that waits for us is not silent."""
+        latest = self._began + self._config.episode_seconds
+        if self._is_ending:
+            return float("inf")
+        return latest if self._under_way else min(latest, self._heard + self._config.lease_seconds)
+
+    @asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """Keep it open while it is ended."""
+        self._is_ending = True
+        try:
+            yield
+        finally:
+            self._is_ending = False
+            self._heard = self._clock()
+
+    def close(self, how: Ended) -> None:
+        """End it: what is being sampled is given up, and told so."""
+        self._end = how
+        for turn in self._turns.values():
+            turn.sampling.cancel()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Make the trajectories so far."""
+        return self._conversations.trajectories(episode=self.id)
+
+    async def answer(self, asked: Asked, has_hung_up: HasHungUp) -> Reply | None:
+        """Sample what is asked for, record it, and make the answer; a repeated request gets the answer that was lost.
+
+        Args:
+            has_hung_up: asked before anything is recorded: what no agent sees is no turn of its conversation.
+
+        Returns:
+            None where nobody is there to be answered.
+
+        Raises:
+            EpisodeGone: the episode ended, perhaps meanwhile.
+            InvalidRequest: what is asked for cannot be had.
+            Unavailable: the engine is absent now.
+        """
+        self._check_open()
+        self._heard = self._clock()
+        turn = self._known(asked) or self._new(asked)
+        try:
+            # Whoever asks may hang up and ask again: what is sampled is then there.
+            completion = await asyncio.shield(turn.sampling)
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
+        except FlotillaError:
+            self._forget(turn)
+            raise
+        if turn.reply is None:
+            if await has_hung_up():
+                return None
+            turn.reply = self._keep(turn, completion)
+        return turn.reply
+
+    def _known(self, asked: Asked) -> "_Turn | None":
+        return self._turns.get(asked.name) if asked.is_repeated else None
+
+    def _new(self, asked: Asked) -> "_Turn":
+        request: AnyRequest = (
+            read_chat(asked.body, self._sampling) if asked.is_chat else read_text(asked.body, self._sampling)
+        )
+        if self.num_turns >= self._config.max_turns:
+            raise LimitReached(f"the episode had its {self._config.max_turns} turns (rollout.agents.max_turns)")
+        for former in [each for each in self._turns.values() if each.sampling.done() and each.reply is None]:
+            # Its client went away and did not come back for it.
+            self._forget(former)
+        draft = self._begin(request)
+        try:
+            parameters = self._parameters(len(draft.prompt_ids), request)
+        except InvalidRequest:
+            self._conversations.drop(draft)
+            raise
+        self.num_turns += 1
+        name = f"{self.id}-{self.num_turns}"
+        sampling = asyncio.create_task(self._sample(name, draft, parameters), name=f"turn {name}")
+        turn = self._turns[asked.name] = _Turn(asked.name, request, draft, sampling)
+        self._turns.move_to_end(asked.name)
+        if len(self._turns) > MAX_REPLAYED and (oldest := next(iter(self._turns.values()))).reply is not None:
+            del self._turns[oldest.name]
+        return turn
+
+    def _forget(self, turn: "_Turn") -> None:
+        self._conversations.drop(turn.draft)
+        if self._turns.get(turn.name) is turn:
+            del self._turns[turn.name]
+
+    def _check_open(self) -> None:
+        if self._end is not None:
+            raise EpisodeGone(f"episode {self.id} was {self._end.value}: begin another one")
+
+    def _begin(self, request: AnyRequest) -> Draft:
+        if isinstance(request, ChatRequest):
+            tools = request.tools if request.tool_choice != "none" else ()
+            return self._conversations.begin_chat(request.messages, tools)
+        prompt = request.prompt
+        text = prompt if isinstance(prompt, str) else prompt[0] if isinstance(prompt[0], str) else None
+        return self._conversations.begin_text(text if text is not None else tuple(map(int, prompt)))
+
+    async def _sample(self, turn: str, draft: Draft, parameters: SamplingParameters) -> Completion:
+        self._under_way.add(turn)
+        try:
+            return await self._generate(turn, draft, parameters)
+        finally:
+            self._under_way.discard(turn)
+            self._heard = self._clock()
+
+    async def _generate(self, turn: str, draft: Draft, parameters: SamplingParameters) -> Completion:
+        generation = GenerationRequest(
+            request_id=turn,
+            prompt_ids=draft.prompt_ids,
+            seeds=(sample_seed(self._seed, self.num_turns),),
+            sampling=parameters,
+        )
+        try:
+            (completion,) = await self._engine.generate(generation)
+        except WorkerDied as error:
+            self._on_death(error)
+            raise Unavailable("the engine's process ended: this episode is lost, begin another one") from error
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort(turn))
+            raise
+        if completion.finish_reason is FinishReason.ABORTED or not len(completion.token_ids):
+            raise Unavailable("the engine gave this reply up: ask again")
+        return completion
+
+    async def _abort(self, turn: str) -> None:
+        try:
+            await self._engine.abort(turn)
+        except FlotillaError:
+            return
+
+    def _parameters(self, num_prompt: int, request: AnyRequest) -> SamplingParameters:
+        sampling = self._sampling
+        room = self._context_tokens - num_prompt
+        if room < 1:
+            raise ContextTooLong(
+                f"the conversation has {num_prompt} tokens, and the engine's context holds {self._context_tokens} with "
+                "the reply (rollout.engine.context_tokens)"
+            )
+        return SamplingParameters(
+            max_new_tokens=min(wanted_tokens(request) or sampling.max_new_tokens, sampling.max_new_tokens, room),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_token_ids=() if sampling.ignore_eos else self._template.stop_token_ids,
+            stop=sampling.stop + stops_of(request),
+            ignore_eos=sampling.ignore_eos,
+        )
+
+    def _keep(self, turn: "_Turn", completion: Completion) -> Reply:
+        self._check_open()
+        request, draft = turn.request, turn.draft
+        stops = self._sampling.stop + stops_of(request)
+        facts: dict[str, Any] = {"episode_id": self.id, "num_prompt": len(draft.prompt_ids), "stops": stops}
+        if isinstance(request, ChatRequest):
+            reply = chat_reply(request, completion, self._template, **facts)
+        else:
+            reply = text_reply(request, completion, self._template, **facts)
+        self._conversations.keep(draft, completion, reply.text, reply.message)
+        if self._tally is not None:
+            if draft.is_new:
+                self._tally.add_prompt(draft.prompt_ids)
+            self._tally.add_completion(completion.token_ids)
+        return reply

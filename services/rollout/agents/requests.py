@@ -1,0 +1,196 @@
+"""Requests of OpenAI clients: which are understood, and what of them must be as the spec says.
+
+Training needs the log-probability of each token under the sampling of the spec. So a temperature or a cut of another
+kind is refused, not ignored: an agent that asks for it would be trained on something else than it sees.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import Field, ValidationError
+
+from shared.config.rollout import SamplingConfig
+from shared.errors import InvalidRequest
+from shared.schemas.wire import TolerantWire
+
+MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 256
+MAX_STOPS: Final = 4
+
+Message = Mapping[str, Any]
+
+
+class StreamOptions(TolerantWire):
+    """What a stream has at its end."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(TolerantWire):
+    """``POST /v1/chat/completions``, as far as it has a meaning here."""
+
+    messages: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: tuple[dict[str, Any], ...] = Field((), max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: bool = False
+    response_format: dict[str, Any] | None = None
+    model: str = "policy"
+
+
+class TextRequest(TolerantWire):
+    """``POST /v1/completions``, as far as it has a meaning here."""
+
+    prompt: str | tuple[int, ...] | tuple[str, ...]
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    echo: bool = False
+    logprobs: int | None = None
+    model: str = "policy"
+
+
+AnyRequest = ChatRequest | TextRequest
+
+
+def read_chat(body: bytes, sampling: SamplingConfig) -> ChatRequest:
+    """Read a chat request.
+
+    Raises:
+        InvalidRequest: it is not one, or asks for what is not done.
+    """
+    request = _read(ChatRequest, body)
+    assert isinstance(request, ChatRequest)
+    _check_sampling(request, sampling)
+    for number, message in enumerate(request.messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"messages.{number}.role must be a string")
+        _check_content(number, message.get("content"))
+    if request.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("tool_choice must be auto or none: the policy decides which tools it calls")
+    if request.response_format not in (None, {"type": "text"}):
+        raise InvalidRequest("response_format must be text: what the policy writes is not constrained")
+    return request
+
+
+def read_text(body: bytes, sampling: SamplingConfig) -> TextRequest:
+    """Read a completion request.
+
+    Raises:
+        InvalidRequest: it is not one, or asks for what is not done.
+    """
+    request = _read(TextRequest, body)
+    assert isinstance(request, TextRequest)
+    _check_sampling(request, sampling)
+    if request.echo:
+        raise InvalidRequest("echo is not done: the prompt is yours already")
+    prompt = request.prompt
+    if not prompt or (not isinstance(prompt, str) and len(prompt) != 1 and isinstance(prompt[0], str)):
+        raise InvalidRequest("prompt must be one text, or the token ids of one")
+    return request
+
+
+def _read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        entries = [
+            {"path": ".".join(map(str, each["loc"])), "allowed": each["msg"]}
+            for each in error.errors(include_url=False, include_context=False, include_input=False)[:20]
+        ]
+        first = entries[0]
+        detail = f"{first['path']}: {first['allowed']}" if first["path"] else str(first["allowed"])
+        raise InvalidRequest(detail, errors=entries) from None
+
+
+def _check_sampling(request: AnyRequest, sampling: SamplingConfig) -> None:
+    for name, given, wanted in (
+        ("temperature", request.temperature, sampling.temperature),
+        ("top_p", request.top_p, sampling.top_p),
+    ):
+        if given is not None and given != wanted:
+            raise InvalidRequest(
+                f"{name} {given:g} is not the spec's {wanted:g} (rollout.sampling.{name}), under which the tokens are "
+                "trained: leave it out"
+            )
+    if request.n not in (None, 1):
+        raise InvalidRequest("n must be 1: ask again for another answer, which becomes a branch of the episode")
+    stops = stops_of(request)
+    if len(stops) > MAX_STOPS or not all(stops):
+        raise InvalidRequest(f"stop has at most {MAX_STOPS} strings, none of them empty")
+
+
+def _check_content(number: int, content: object) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") in {"text", "refusal"} for part in content
+    ):
+        return
+    raise InvalidRequest(f"messages.{number}.content must be text, or parts of type text")
+
+
+def stops_of(request: AnyRequest) -> tuple[str, ...]:
+    """List the stop strings that a request adds."""
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def wanted_tokens(request: AnyRequest) -> int | None:
+    """Return the most tokens that a request wants, if it says."""
+    longer = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    return longer or request.max_tokens
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Make messages as chat templates take them: contents are texts, arguments of tool calls are mappings."""
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
+    made = {name: value for name, value in message.items() if value is not None and name not in {"content", "refusal"}}
+    made["content"] = content or ""
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_plain_call(call) for call in calls if isinstance(call, Mapping)]
+    return made
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return dict(call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # What is no JSON stays the text that it is.
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def canonical(message: Message) -> str:
+    """Name a message by what it says; white space around an assistant's text and ids of calls say nothing.
+
+    What an assistant said is recorded as tokens, so two spellings of it that mean the same reply are the same.
+    """
+    plain = _plain(message)
+    if plain["role"] == "assistant":
+        calls = [call.get("function", call) for call in plain.get("tool_calls", ())]
+        said = [[each.get("name"), each.get("arguments")] for each in calls if isinstance(each, Mapping)]
+        return json.dumps(["assistant", plain["content"].strip(), said], sort_keys=True, default=str)
+    told = {name: value for name, value in plain.items() if name not in {"tool_call_id", "name"}}
+    return json.dumps(told, sort_keys=True, default=str)

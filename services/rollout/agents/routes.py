@@ -1,0 +1,133 @@
+"""How the gateway reaches the episodes of a rollout: requests of agents, passed on with the fleet's token.
+
+Bodies are bounded by the gateway, and again here. Errors are problem documents that OpenAI clients can read, too.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+
+from services.rollout.agents.episode import Asked, Episode
+from services.rollout.agents.episodes import AgentEpisodes
+from services.rollout.agents.replies import Reply
+from shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
+from shared.schemas.episode import (
+    LONGEST_WAIT_SECONDS,
+    CompleteEpisode,
+    EndedEpisode,
+    EpisodeReward,
+    OpenedEpisode,
+    OpenEpisode,
+)
+from shared.serving import problem_response
+
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+ALIVE_SECONDS: Final = 5.0
+ALIVE: Final = b": the policy is writing\n\n"
+RETRIES: Final = "x-stainless-retry-count"
+"""Header in which OpenAI's clients say that they send a request again."""
+
+Accepts = Callable[[str | None], bool]
+
+
+def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accepts: Accepts) -> APIRouter:
+    """Make the routes.
+
+    Args:
+        find: finds the episodes of an experiment in what the app's lifespan opened; None if it is not worked for here.
+        accepts: tells whether an ``Authorization`` header is let in.
+    """
+
+    async def is_let_in(request: Request) -> None:
+        if not accepts(request.headers.get("authorization")):
+            raise Unauthorized("a token of the fleet is needed: agents talk to the gateway")
+
+    router = APIRouter(
+        prefix="/v1/experiments/{experiment_id}/episodes", tags=["episodes"], dependencies=[Depends(is_let_in)]
+    )
+
+    def found(request: Request, experiment_id: str) -> AgentEpisodes:
+        episodes = find(request, experiment_id)
+        if episodes is None:
+            raise NotFound(f"no agents work for experiment {experiment_id} here")
+        return episodes
+
+    @router.post("", status_code=201)
+    async def begin(experiment_id: str, wanted: OpenEpisode, request: Request) -> OpenedEpisode:
+        """Hand out an episode."""
+        return await found(request, experiment_id).open(min(wanted.wait_seconds, LONGEST_WAIT_SECONDS))
+
+    @router.post("/{episode_id}/complete")
+    async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:
+        """End an episode."""
+        reward = None
+        if ending.reward is not None:
+            reward = EpisodeReward(reward=ending.reward, metrics=ending.metrics)
+        return await found(request, experiment_id).complete(episode_id, reward)
+
+    @router.post("/{episode_id}/{what}")
+    async def ask(experiment_id: str, episode_id: str, what: str, request: Request) -> Response:
+        """Sample a reply: ``chat`` or ``text``."""
+        try:
+            if what not in {"chat", "text"}:
+                raise NotFound(f"an episode has no {what}")
+            episode = found(request, experiment_id).find(episode_id)
+            is_repeated = request.headers.get(RETRIES, "0") != "0"
+            asked = Asked(what == "chat", await _body(request), is_repeated)
+            if _is_streamed(asked.body):
+                return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
+            reply = await episode.answer(asked, request.is_disconnected)
+        except FlotillaError as error:
+            return openai_problem(error)
+        return Response(reply.to_json() if reply is not None else b"", media_type="application/json")
+
+    return router
+
+
+def openai_problem(error: FlotillaError) -> Response:
+    """Make a problem document that OpenAI clients read as an error of theirs."""
+    response = problem_response(error)
+    problem = json.loads(bytes(response.body))
+    problem["error"] = {"message": error.detail, "type": error.code, "code": error.code, "param": None}
+    return Response(json.dumps(problem), status_code=error.status, media_type="application/problem+json")
+
+
+async def _body(request: Request) -> bytes:
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > MAX_BODY_BYTES:
+            raise InvalidRequest(f"the body must not be larger than {MAX_BODY_BYTES} bytes")
+    return bytes(content)
+
+
+def _is_streamed(body: bytes) -> bool:
+    if b'"stream"' not in body:
+        return False
+    try:
+        return bool(json.loads(body).get("stream"))
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
+async def _stream(episode: Episode, asked: Asked, request: Request) -> AsyncIterator[bytes]:
+    """Send comments while the reply is sampled, so that nobody takes the silence for a broken connection."""
+    answering = asyncio.ensure_future(episode.answer(asked, request.is_disconnected))
+    try:
+        while not answering.done():
+            await asyncio.wait([answering], timeout=ALIVE_SECONDS)
+            if not answering.done():
+                yield ALIVE
+        reply: Reply | None = answering.result()
+    except FlotillaError as error:
+        content = {"error": {"message": error.detail, "type": error.code, "code": error.code}}
+        yield b"data: " + json.dumps(content).encode() + b"\n\n"
+        return
+    finally:
+        answering.cancel()
+    for event in reply.to_stream() if reply is not None else ():
+        yield event

@@ -1,0 +1,90 @@
+"""Episodes that agents from outside drive: what the gateway hands out, and how an episode ends."""
+
+from typing import Any, Final
+
+from pydantic import Field, FiniteFloat
+
+from shared.schemas.wire import TolerantWire, Wire
+
+LONGEST_WAIT_SECONDS: Final = 30.0
+MAX_METRICS: Final = 32
+
+
+class OpenEpisode(TolerantWire):
+    """Asks for an episode."""
+
+    wait_seconds: float = Field(0.0, ge=0)
+    """How long to wait for a task where there is none now; cut to 30."""
+
+
+class EpisodeMessage(Wire):
+    """One message of a task's prompt."""
+
+    role: str
+    content: str
+
+
+class EpisodeTask(Wire):
+    """What the agent shall do: a row of the dataset."""
+
+    group_id: int
+    """Episodes of the same task have the same, and are compared with each other."""
+    index: int
+    """Which of its group it is, from 0."""
+    row: int
+    """Of the dataset."""
+    messages: tuple[EpisodeMessage, ...]
+    label: str | None = None
+    data_source: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class OpenedEpisode(Wire):
+    """An episode as a rollout hands it out."""
+
+    episode_id: str
+    task: EpisodeTask
+    lease_seconds: float
+    """After so much silence of the agent the episode is abandoned."""
+    seconds: float
+    """How long it may last at most."""
+
+
+class HandedOutEpisode(OpenedEpisode):
+    """An episode as an agent gets it."""
+
+    key: str
+    """The API key of this episode."""
+    base_url: str
+    """The base URL for an OpenAI client."""
+    model: str
+    """Name to give as the model; any other is taken for it."""
+
+
+class EpisodeReward(TolerantWire):
+    """What the episode was worth."""
+
+    reward: FiniteFloat
+    metrics: dict[str, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
+    """Free numbers for charts; they do not enter the reward."""
+
+
+class CompleteEpisode(TolerantWire):
+    """Ends an episode."""
+
+    reward: FiniteFloat | None = None
+    """Null: it comes later, or other components of the reward grade the episode."""
+    metrics: dict[str, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
+
+
+class EndedEpisode(Wire):
+    """How an episode ended."""
+
+    episode_id: str
+    num_turns: int
+    """Completions that were sampled."""
+    num_trajectories: int
+    """Conversations that they make, branches counted."""
+    has_reward: bool
+    reward_until_seconds: float
+    """How much longer a reward is taken; 0 if none is."""

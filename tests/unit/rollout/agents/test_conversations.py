@@ -1,0 +1,252 @@
+"""What agents ask becomes trajectories: tokens of the engine, appended to, branched where they cannot be."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.agents.conversation import TooManyBranches
+from services.rollout.agents.episode import Asked, ContextTooLong, Episode, LimitReached
+from services.rollout.agents.tool_calls import parse_tool_calls
+from services.rollout.engines.scripted import log_prob_of
+from shared.errors import InvalidRequest
+from shared.schemas.trajectory import FinishReason, Trajectory
+from shared.testing.characters import END, CharacterTokenizer
+from tests.unit.rollout.agents.world import World, a_lone_episode, a_spec, ask, stays, user
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    await made.engine.start()
+    yield made
+    await made.engine.close()
+
+
+async def started(world: World) -> Episode:
+    await world.engine.start()
+    return a_lone_episode(world)
+
+
+def text_of(trajectory: Trajectory, *, sampled: bool = False) -> str:
+    chosen = trajectory.token_ids[trajectory.loss_mask.astype(bool)] if sampled else trajectory.token_ids
+    return "".join(map(chr, chosen)).replace(chr(END), "~")
+
+
+async def test_a_chat_of_several_turns_is_one_trajectory_of_the_engines_tokens(world: World) -> None:
+    episode = a_lone_episode(world)
+    chat = [user("a?")]
+
+    for question in ("b?", "c?", None):
+        chat.append(await ask(episode, *chat))
+        chat += [user(question)] if question else []
+
+    (trajectory,) = episode.trajectories()
+    assert text_of(trajectory) == "<user>a?~\n<assistant>yes~\n<user>b?~\n<assistant>yes~\n<user>c?~\n<assistant>yes~"
+    assert text_of(trajectory, sampled=True) == "yes~" * 3
+    assert len(trajectory.turns) == 3
+    assert trajectory.episode == episode.id
+    expected = [log_prob_of(token) for token in trajectory.token_ids[trajectory.loss_mask.astype(bool)]]
+    assert np.allclose(trajectory.log_probs[trajectory.loss_mask.astype(bool)], expected)
+    # What the policy wrote was never tokenised.
+    assert not any("yes" in text for text in world.tokenizer.tokenised)
+
+
+async def test_a_reply_that_was_cut_off_is_ended_by_the_template() -> None:
+    world = World(a_spec(max_new_tokens=2))
+    episode = await started(world)
+    reply = await ask(episode, user("a?"))
+
+    await ask(episode, user("a?"), reply, user("b?"))
+
+    (trajectory,) = episode.trajectories()
+    assert text_of(trajectory) == "<user>a?~\n<assistant>ye~\n<user>b?~\n<assistant>ye"
+    assert text_of(trajectory, sampled=True) == "yeye"
+    assert trajectory.finish_reason is FinishReason.LENGTH
+
+
+async def test_white_space_that_a_framework_strips_does_not_matter() -> None:
+    world = World(writes=lambda _: "  yes \n~")
+    episode = await started(world)
+    reply = await ask(episode, user("a?"))
+
+    await ask(episode, user("a?"), {**reply, "content": "yes"}, user("b?"))
+
+    assert len(episode.trajectories()) == 1
+
+
+async def test_going_on_from_an_earlier_reply_is_a_branch_that_trains_no_token_twice(world: World) -> None:
+    episode = a_lone_episode(world)
+    first = await ask(episode, user("a?"))
+    await ask(episode, user("a?"), first, user("b?"))
+
+    await ask(episode, user("a?"), first, user("other?"))
+
+    one, two = episode.trajectories()
+    assert text_of(one, sampled=True) == "yes~yes~"
+    assert text_of(two) == "<user>a?~\n<assistant>yes~\n<user>other?~\n<assistant>yes~"
+    assert text_of(two, sampled=True) == "yes~"
+
+
+async def test_edited_replies_begin_a_conversation_of_their_own(world: World) -> None:
+    episode = a_lone_episode(world)
+    await ask(episode, user("a?"))
+
+    await ask(episode, user("a?"), {"role": "assistant", "content": "no"}, user("b?"))
+
+    _, other = episode.trajectories()
+    assert text_of(other) == "<user>a?~\n<assistant>no~\n<user>b?~\n<assistant>yes~"
+    assert text_of(other, sampled=True) == "yes~"
+
+
+async def test_a_template_that_hides_thoughts_makes_a_branch_not_other_tokens() -> None:
+    world = World(writes=lambda _: "(hm)yes~", tokenizer=CharacterTokenizer(hides_thoughts=True))
+    episode = await started(world)
+    reply = await ask(episode, user("a?"))
+
+    await ask(episode, user("a?"), reply, user("b?"))
+
+    one, two = episode.trajectories()
+    assert text_of(one, sampled=True) == text_of(two, sampled=True) == "(hm)yes~"
+    assert text_of(two) == "<user>a?~\n<assistant>yes~\n<user>b?~\n<assistant>(hm)yes~"
+
+
+async def test_calls_at_the_same_time_are_branches(world: World) -> None:
+    episode = a_lone_episode(world)
+    first = await ask(episode, user("a?"))
+
+    chats = [[user("a?"), first, user(f"{number}?")] for number in range(3)]
+    await asyncio.gather(*(ask(episode, *chat) for chat in chats))
+
+    sampled = sorted(text_of(each, sampled=True) for each in episode.trajectories())
+    assert sampled == ["yes~", "yes~", "yes~yes~"]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+async def test_tools_are_shown_called_and_answered_in_one_trajectory() -> None:
+    world = World(writes=lambda prompt: f"Well.{CALL}~" if "<tool>" not in prompt else "2~")
+    episode = await started(world)
+
+    reply = await ask(episode, user("1+1?"), tools=[TOOL])
+    (call,) = reply["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    last = await ask(episode, user("1+1?"), reply, result, tools=[TOOL])
+
+    assert (reply["content"], call["function"]) == ("Well.", {"name": "add", "arguments": '{"a": 1}'})
+    assert last == {"role": "assistant", "content": "2"}
+    (trajectory,) = episode.trajectories()
+    assert text_of(trajectory).startswith("<tools>['add']~\n<user>1+1?~\n<assistant>Well.<tool_call>")
+    assert text_of(trajectory, sampled=True) == f"Well.{CALL}~2~"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (CALL + CALL, 2),
+        (CALL.replace("add", "other"), 0),
+        ("<tool_call>{not json}</tool_call>", 0),
+        ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', 0),
+        ('<tool_call>{"name": "add"}</tool_call>', 1),
+        ("plain", 0),
+    ],
+)
+def test_what_is_no_call_stays_text(text: str, calls: int) -> None:
+    rest, found = parse_tool_calls(text, {"add"})
+
+    assert len(found) == calls
+    assert rest == ("" if calls else text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.1},
+        {"top_p": 0.5},
+        {"n": 2},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"stop": ["a", "b", "c", "d", "e"]},
+        {"max_tokens": 0},
+        {"messages": []},
+        {"messages": [{"content": "?"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "refused", "content": "?"}]},
+        {"messages": "a"},
+    ],
+)
+async def test_what_would_train_on_something_else_is_refused(world: World, fields: dict[str, Any]) -> None:
+    episode = a_lone_episode(world)
+    body = json.dumps({"messages": [user("a?")]} | fields).encode()
+
+    with pytest.raises(InvalidRequest):
+        await episode.answer(Asked(True, body), stays)
+
+    assert episode.trajectories() == []
+
+
+async def test_the_specs_own_sampling_may_be_named(world: World) -> None:
+    assert (await ask(a_lone_episode(world), user("a?"), temperature=0.9, top_p=1, max_tokens=2))["content"] == "ye"
+
+
+async def test_a_repeated_request_gets_the_answer_that_was_lost(world: World) -> None:
+    episode = a_lone_episode(world)
+    body = json.dumps({"messages": [user("a?")]}).encode()
+
+    async def is_gone() -> bool:
+        return True
+
+    assert await episode.answer(Asked(True, body), is_gone) is None
+    assert episode.trajectories() == []
+    again = await ask(episode, user("a?"), repeated=True)
+    await ask(episode, user("a?"), repeated=True)
+
+    assert again["content"] == "yes"
+    assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
+
+
+async def test_the_same_question_asked_twice_is_answered_twice(world: World) -> None:
+    episode = a_lone_episode(world)
+
+    await ask(episode, user("a?"))
+    await ask(episode, user("a?"))
+
+    assert len(episode.trajectories()) == 2
+
+
+async def test_texts_are_continued_as_texts_and_as_tokens(world: World) -> None:
+    episode = a_lone_episode(world)
+
+    async def complete(prompt: Any) -> str:
+        reply = await episode.answer(Asked(False, json.dumps({"prompt": prompt}).encode()), stays)
+        assert reply is not None
+        return str(reply.body["choices"][0]["text"])
+
+    assert await complete("Once") == "yes"
+    assert await complete("Onceyes and") == "yes"
+    (trajectory,) = episode.trajectories()
+    await complete([*trajectory.token_ids.tolist(), ord("!")])
+
+    (trajectory,) = episode.trajectories()
+    assert text_of(trajectory) == "Onceyes~ andyes~!yes~"
+    assert text_of(trajectory, sampled=True) == "yes~yes~yes~"
+
+
+async def test_turns_branches_and_context_have_limits() -> None:
+    world = World(a_spec(max_turns=3, max_branches=2))
+    episode = await started(world)
+    await ask(episode, user("a?"))
+    await ask(episode, user("b?"))
+
+    with pytest.raises(TooManyBranches):
+        await ask(episode, user("c?"))
+    with pytest.raises(ContextTooLong):
+        await ask(episode, user("a?"), {"role": "assistant", "content": "yes"}, user("x" * 4000))
+    await ask(episode, user("a?"), {"role": "assistant", "content": "yes"}, user("d?"))
+    with pytest.raises(LimitReached):
+        await ask(episode, user("b?"), {"role": "assistant", "content": "yes"}, user("d?"))

@@ -1,0 +1,216 @@
+"""Groups that are held open: handed out, finished, abandoned, lost; every episode and every group is accounted for."""
+
+import asyncio
+
+import pytest
+
+from services.rollout.agents.episode import EpisodeGone
+from services.rollout.agents.episodes import NoTask
+from shared.errors import InvalidRequest
+from shared.schemas.episode import EpisodeReward
+from shared.schemas.trajectory import Group
+from shared.streams.keys import HopName
+from shared.streams.mailbox import Delivery
+from tests.unit.rollout.agents.world import World, a_spec, ask, user
+
+REWARD = EpisodeReward(reward=0.5)
+
+
+async def forwarded(world: World) -> list[Group]:
+    hop = world.plane.hop(HopName.GENERATED, "reward")
+    return [claim.group() for claim in await hop.claim(100, wait_seconds=0)]
+
+
+async def finish(world: World, reward: EpisodeReward | None = REWARD) -> str:
+    episode = await world.begin()
+    await ask(episode, user("a?"))
+    await world.episodes.complete(episode.id, reward)
+    return episode.id
+
+
+async def test_episodes_of_one_task_make_its_group() -> None:
+    async with World(a_spec(group_size=3)).running() as world:
+        await world.issue(2)
+        names = [await finish(world) for _ in range(3)]
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+        (group,) = await forwarded(world)
+
+    assert [each.episode for each in group.trajectories] == names
+    assert group.prompt == "<user>What is 0 plus 1?\x03\n<assistant>"
+
+
+async def test_without_a_task_an_agent_is_told_to_ask_again() -> None:
+    async with World().running() as world:
+        with pytest.raises(NoTask):
+            await world.episodes.open(0.0)
+        waiting = asyncio.create_task(world.episodes.open(5.0))
+        await world.issue()
+
+        assert (await waiting).task.label == "1"
+
+
+async def test_branches_are_trajectories_of_one_episode() -> None:
+    async with World(a_spec(group_size=1)).running() as world:
+        await world.issue()
+        episode = await world.begin()
+        await ask(episode, user("a?"))
+        await ask(episode, user("b?"))
+        ended = await world.episodes.complete(episode.id, REWARD)
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+        (group,) = await forwarded(world)
+
+    assert (ended.num_turns, ended.num_trajectories) == (2, 2)
+    assert {each.episode for each in group.trajectories} == {episode.id}
+
+
+async def test_ending_an_episode_again_is_answered_as_the_first_time() -> None:
+    async with World().running() as world:
+        await world.issue()
+        name = await finish(world)
+
+        again = await world.episodes.complete(name, REWARD)
+
+        assert again.has_reward
+        assert world.episodes.counts.opened == 1
+        with pytest.raises(EpisodeGone):
+            await world.episodes.complete("rollout-1.0-0-unknown", REWARD)
+
+
+async def test_an_episode_without_a_reply_cannot_be_completed() -> None:
+    async with World().running() as world:
+        await world.issue()
+        episode = await world.begin()
+
+        with pytest.raises(InvalidRequest, match="nothing was sampled"):
+            await world.episodes.complete(episode.id, REWARD)
+
+
+async def test_a_silent_agents_episode_is_handed_out_again() -> None:
+    async with World(a_spec(group_size=1, lease_seconds=0.1)).running() as world:
+        await world.issue()
+        silent = await world.begin()
+        await ask(silent, user("a?"))
+        world.seconds += 1
+
+        other = await world.begin()
+
+        assert other.id != silent.id
+        with pytest.raises(EpisodeGone, match="abandoned"):
+            await ask(silent, user("b?"))
+        with pytest.raises(EpisodeGone):
+            await world.episodes.complete(silent.id, REWARD)
+        counts = world.episodes.counts.to_load()
+        assert (counts["episodes_opened"], counts["episodes_abandoned"], counts["episodes_open"]) == (2, 1, 1)
+
+
+async def test_an_agent_that_waits_for_a_reply_is_not_silent() -> None:
+    async with World(a_spec(group_size=1, lease_seconds=0.05)).running() as world:
+        await world.issue()
+        episode = await world.begin()
+        world.engine.pause()
+        waiting = asyncio.create_task(ask(episode, user("a?")))
+        await asyncio.sleep(0.01)
+        world.seconds += 10
+        await asyncio.sleep(0.05)
+        world.engine.resume()
+
+        assert (await waiting)["content"] == "yes"
+
+
+async def test_a_group_goes_on_without_an_episode_that_is_abandoned_too_often() -> None:
+    async with World(a_spec(group_size=2, lease_seconds=0.1, max_attempts=2)).running() as world:
+        await world.issue()
+        done = await finish(world)
+        for _ in range(2):
+            await world.begin()
+            world.seconds += 1
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+        (group,) = await forwarded(world)
+
+    assert [each.episode for each in group.trajectories] == [done]
+
+
+async def test_a_task_that_no_agent_finishes_fails_with_a_reason() -> None:
+    async with World(a_spec(group_size=1, lease_seconds=0.1, max_attempts=1)).running() as world:
+        await world.issue()
+        await world.begin()
+        world.seconds += 1
+
+        ledger = await world.until(lambda ledger: bool(ledger.failed))
+
+    assert ledger.failed == {"episodes_abandoned": 1}
+
+
+async def test_a_group_that_takes_too_long_goes_on_with_what_it_has() -> None:
+    async with World(a_spec(group_size=3, lease_seconds=1000, group_seconds=100)).running() as world:
+        await world.issue()
+        await finish(world)
+        slow = await world.begin()
+        world.seconds += 101
+        other = world.episodes._offers[0]
+        other.changed.set()
+
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+        with pytest.raises(EpisodeGone):
+            await ask(slow, user("a?"))
+
+
+async def test_a_rollout_that_leaves_hands_finished_episodes_over() -> None:
+    async with World(a_spec(group_size=2)).running() as world:
+        await world.issue()
+        done = await finish(world)
+        lost = await world.begin()
+
+        await world.consumer.interrupt()
+        await world.until(lambda ledger: ledger.waiting.tasks == 1)
+        with pytest.raises(EpisodeGone):
+            await ask(lost, user("a?"))
+        world.consumer.resume()
+        last = await finish(world)
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+        (group,) = await forwarded(world)
+
+    assert [each.episode for each in group.trajectories] == [done, last]
+
+
+async def test_a_dead_engine_ends_the_episodes_and_gives_the_task_back() -> None:
+    async with World().running() as world:
+        await world.issue()
+        episode = await world.begin()
+        world.consumer.pause()
+        world.engine.die()
+
+        with pytest.raises(Exception, match="begin another one"):
+            await ask(episode, user("a?"))
+        await world.until(lambda ledger: ledger.waiting.tasks == 1)
+
+    assert world.episodes.counts.to_load()["episodes_lost"] == 1
+
+
+async def test_rewards_are_left_where_they_are_looked_for() -> None:
+    async with World(a_spec(group_size=2, window_seconds=60)).running() as world:
+        await world.issue()
+        at_once, later = await finish(world), await finish(world, None)
+        mailbox = world.plane.mailbox
+
+        found = await mailbox.find(at_once)
+        assert found is not None and found.answer is not None
+        assert EpisodeReward.model_validate_json(found.answer) == REWARD
+        assert await mailbox.deliver(later, b'{"reward": 1}') is Delivery.TAKEN
+
+
+async def test_a_reward_that_nothing_uses_is_refused() -> None:
+    spec = a_spec()
+    unused = spec.model_copy(update={"reward": spec.reward.model_copy(update={"components": ()})})
+    async with World(unused).running() as world:
+        await world.issue()
+        episode = await world.begin()
+        await ask(episode, user("a?"))
+
+        with pytest.raises(InvalidRequest, match="kind agent"):
+            await world.episodes.complete(episode.id, REWARD)

@@ -18,8 +18,8 @@ REF = "actor_rollout_ref.ref"
 OPTIM = f"{ACTOR}.optim"
 
 SHARDING = (
-    "the model is trained by one process that shards, offloads and moves nothing: this changes speed and memory, not "
-    "what is computed"
+    "how the model is sharded is said by parallelism.ranks and parallelism.replicas, and nothing is offloaded: this "
+    "changes speed and memory, not what is computed"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
@@ -139,7 +139,11 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
              f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload",
              f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
              f"{ACTOR}.fsdp_config.forward_prefetch"),
-    *unsupported(SHARDING, f"{ACTOR}.fsdp_config.fsdp_size", default=-1, harmless=(1,)),
+    translated(f"{ACTOR}.fsdp_config.fsdp_size", "parallelism.replicas", integer,
+               "GPUs that a copy of the weights is divided among, where those of the trainer are ranks (trainer.device "
+               "is cuda): with fewer than these there are several copies (HSDP)",
+               example=2, default=-1, harmless=(1, -1),
+               context={"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
     refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
             "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
     *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",

@@ -252,10 +252,29 @@ def placement(source: Source) -> Fields:
         device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
         if device is not None:
             fields |= {"parallelism.device": device, "rollout.engine.device": device}
+        if device == "cuda:0":
+            fields |= _ranks(source)
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
+    return fields
+
+
+def _ranks(source: Source) -> Fields:
+    """Make the training processes, one for each GPU of the trainer's machine, where their number is written."""
+    if not source.has("trainer.n_gpus_per_node") or source.value("trainer.nnodes") not in {None, UNSET, 1}:
+        return {}
+    ranks = int(source.required("trainer.n_gpus_per_node"))
+    if ranks == 1:
+        return {}
+    fields: Fields = {"parallelism.device": "cuda", "parallelism.ranks": ranks}
+    size = source.value(f"{ACTOR}.fsdp_config.fsdp_size")
+    if isinstance(size, int) and 1 < size < ranks:
+        if ranks % size:
+            source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", f"it does not divide the {ranks} GPUs")
+        else:
+            fields["parallelism.replicas"] = ranks // size
     return fields
 
 

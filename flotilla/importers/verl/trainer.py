@@ -9,7 +9,10 @@ from flotilla.importers.verl.launch import MODULE
 ASYNC = "async_training"
 ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
-DEVICES = "one process trains, on parallelism.device; batch sizes are global: this changes speed, not what is computed"
+DEVICES = (
+    "the trainer's ranks are on one machine, as many as parallelism.ranks says; batch sizes are global: this changes "
+    "speed, not what is computed"
+)
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
     translated(MODULE, ("asynchrony.staleness_threshold", "asynchrony.max_lag"), text,
@@ -62,7 +65,7 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     *unsupported("the critic's part is kept with its checkpoint, as checkpoint.keep says",
                  "trainer.max_critic_ckpt_to_keep", default=Inherit("trainer.max_actor_ckpt_to_keep")),
     *unsupported(FOLDER, "trainer.default_local_dir"),
-    *ignored("one process trains; micro-batches are balanced by themselves", "trainer.balance_batch"),
+    *ignored("ranks get shares of equal work by themselves", "trainer.balance_batch"),
     *ignored("there is no Ray here", "trainer.ray_wait_register_center_timeout", "ray_init.num_cpus",
              "ray_init.timeline_json_file"),
     *ignored("there is no Ray here", "ray_init", "ray_kwargs", is_tree=True),
@@ -112,7 +115,11 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
              "rollout.total_epochs"),
     *ignored("no trainer of verl reads it, though its file has it: they read actor_rollout_ref.rollout.n",
              "rollout.n"),
-    *unsupported(DEVICES, "trainer.nnodes", "trainer.n_gpus_per_node", default=1),
+    *unsupported(DEVICES, "trainer.nnodes", default=1),
+    translated("trainer.n_gpus_per_node", "parallelism.ranks", count,
+               "where trainer.device is cuda and there is one node: training processes that share the weights, one for "
+               "each GPU; else where to run is not what to run", example=4, default=1, harmless=(1,),
+               context={"trainer.device": "cuda"}, unread=Verdict.UNSUPPORTED),
     translated(f"{ASYNC}.checkpoint_engine.device_buffer_size_M", "asynchrony.publication.slice_megabytes", integer,
                "size of one broadcast, at most 64: larger ones gain nothing", example=16, context=FULLY_ASYNC),
     translated(f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes", "asynchrony.publication.slice_megabytes", integer,

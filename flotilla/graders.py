@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from services.reward.verifiers.registry import Surroundings, build_component
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Scalar
+from shared.settings import DEFAULT_GATEWAY
 from shared.streams.memory.mailbox import MemoryMailbox
 
 
@@ -24,6 +25,7 @@ async def unbuildable(spec: ExperimentSpec, environment: Mapping[str, str] = os.
         sandbox_url="http://sandbox.invalid",
         secrets=environment,
         mailbox=MemoryMailbox(time.monotonic),
+        gateway_url=DEFAULT_GATEWAY,
     )
     entries: list[dict[str, Scalar]] = []
     for number, component in enumerate(spec.reward.components):

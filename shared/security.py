@@ -41,3 +41,17 @@ def bearer_of(header: str | None) -> str | None:
 def signature(secret: str, timestamp: str, body: bytes) -> str:
     """Sign a body for a receiver that shares ``secret``: HMAC-SHA-256 over ``timestamp + "." + body``, hexadecimal."""
     return hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+
+
+def new_callback_key(secret: str | None, name: str) -> str:
+    """Make what a mailbox keeps of an expected callback: the token of its address, a colon, and its signing key.
+
+    The signing key is derived from the secret that is shared with the grader, so that who checks signatures needs no
+    more than the key of this one request; without a secret it is empty, and callbacks are not signed.
+    """
+    return f"{secrets.token_hex(16)}:{'' if secret is None else callback_key(secret, name)}"
+
+
+def callback_key(secret: str, name: str) -> str:
+    """Derive the key that signs the callback of the request ``name``: HMAC-SHA-256 over its id, hexadecimal."""
+    return hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()

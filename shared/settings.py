@@ -13,6 +13,7 @@ NOTICE_SECONDS = 25.0
 """So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
 IPNetwork = IPv4Network | IPv6Network
 GRADER_NETWORKS = "FLOTILLA_GRADER_NETWORKS"
+PUBLIC_URL = "FLOTILLA_PUBLIC_URL"
 LOOPBACK: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
 """A grader on the reward service's own host: what a fleet on a laptop has."""
 VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
@@ -27,6 +28,7 @@ class ServiceSettings:
     Attributes:
         gateway_url: where to register.
         token: bearer token of the fleet.
+        public_url: the gateway as graders outside reach it; None: as this service does.
         redis_url: the data plane's server.
         host, port: where its own HTTP interface listens; port 0 takes a free one.
         data: directory for files that outlive the process.
@@ -52,6 +54,7 @@ class ServiceSettings:
     notice_seconds: float = NOTICE_SECONDS
     sglang_python: Path | None = None
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
+    public_url: str | None = None
 
 
 def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
@@ -94,6 +97,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
         sglang_python=sglang_python_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
+        public_url=values.get(PUBLIC_URL) or None,
     )
 
 

@@ -16,6 +16,7 @@ from services.gateway.routes import (
     events,
     experiments,
     fleet,
+    gradings,
     health,
     ledger,
     metrics,
@@ -55,7 +56,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (agents, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
+    series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.

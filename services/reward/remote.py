@@ -8,6 +8,8 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
@@ -18,9 +20,11 @@ from services.reward.reply import parse_grades, parse_openrlhf, read_json
 from shared.clock import Clock, SystemClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
-from shared.retry import Backoff, retry
+from shared.retry import DATA_PLANE, Backoff, retry
 from shared.schemas.grading import Grade, GradingRequest, GradingSample
+from shared.security import new_callback_key
 from shared.settings import LOOPBACK, IPNetwork
+from shared.streams.mailbox import Mailbox, wait_for_answer
 
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
@@ -36,6 +40,23 @@ def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Where graders may answer later.
+
+    Attributes:
+        mailbox: where their answers are found.
+        base_url: of the gateway, as graders reach it.
+    """
+
+    mailbox: Mailbox
+    base_url: str
+
+    def url(self, experiment: str, name: str, token: str) -> str:
+        """Make the address of one answer; only who was told it may post there."""
+        return f"{self.base_url.rstrip('/')}/v1/gradings/{name}?experiment={experiment}&token={token}"
+
+
 class RemoteVerifier:
     """Posts samples to a grader.
 
@@ -44,6 +65,7 @@ class RemoteVerifier:
         experiment: id of the experiment that asks.
         client: closed by this object; must not follow redirects nor use the environment's proxies.
         secret: signs the requests; None leaves them unsigned.
+        callbacks: for answers that come later, where the spec says ``callback_seconds``.
         private: networks that are not public and may be asked, where the spec says ``allow_private``.
         resolver, clock: how names and the time are found.
         backoff_seconds: the first pause between attempts; it doubles, and a random part of it is taken.
@@ -56,6 +78,7 @@ class RemoteVerifier:
         client: httpx.AsyncClient,
         secret: str | None = None,
         *,
+        callbacks: Callbacks | None = None,
         private: Sequence[IPNetwork] = LOOPBACK,
         resolver: Resolver = resolve,
         clock: Clock | None = None,
@@ -63,6 +86,8 @@ class RemoteVerifier:
     ) -> None:
         self._config = config
         self._experiment = experiment
+        self._secret = secret
+        self._callbacks = callbacks if config.callback_seconds is not None else None
         self._client = client
         self._clock = clock or SystemClock()
         self._backoff_seconds = backoff_seconds
@@ -80,34 +105,58 @@ class RemoteVerifier:
         """Ask for the samples' grades; a failure of the grader is an error of each."""
         if not samples:
             return []
-        body, name = self._body(samples)
+        name = request_id(self._experiment, samples)
         try:
-            # Those before in the queue have a deadline each.
-            async with self._room:
-                answer = read_json(await self._ask(body, name))
+            answer = read_json(await self._answer(samples, name))
             if self._config.dialect == "openrlhf":
                 return parse_openrlhf(answer, len(samples))
             return parse_grades(answer, len(samples), name)
         except GradingFailed as error:
             return [Grade.error(error.detail)] * len(samples)
 
+    async def _answer(self, samples: Sequence[GradingSample], name: str) -> bytes:
+        callbacks, seconds = self._callbacks, self._config.callback_seconds
+        if callbacks is None or seconds is None:
+            # Those before in the queue have a deadline each.
+            async with self._room:
+                answer = await self._ask(self._body(samples, name), name)
+            assert answer is not None
+            return answer
+        expecting = partial(callbacks.mailbox.expect, name, key=new_callback_key(self._secret, name), seconds=seconds)
+        # Whoever asked before, perhaps another process, goes on: with the same address, until the same deadline.
+        expected = await retry(expecting, waiting_for=DATA_PLANE)
+        if expected.answer is None and not expected.is_accepted:
+            token = expected.key.partition(":")[0]
+            body = self._body(samples, name, callbacks.url(self._experiment, name, token))
+            async with self._room:
+                answer = await self._ask(body, name)
+            if answer is not None:
+                return answer
+            await retry(partial(callbacks.mailbox.accept, name), waiting_for=DATA_PLANE)
+        later = await wait_for_answer(callbacks.mailbox, name)
+        if later is None:
+            raise GradingFailed(f"the grader answered 202 (later), and did not call back within {seconds:g} s")
+        return later
+
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    def _body(self, samples: Sequence[GradingSample]) -> tuple[bytes, str]:
-        name = request_id(self._experiment, samples)
-        if self._config.dialect == "flotilla":
-            request = GradingRequest(id=name, experiment=self._experiment, samples=tuple(samples))
-            return request.model_dump_json().encode(), name
-        return json.dumps(openrlhf_lists(samples)).encode(), name
+    def _body(self, samples: Sequence[GradingSample], name: str, callback_url: str | None = None) -> bytes:
+        if self._config.dialect == "openrlhf":
+            return json.dumps(openrlhf_lists(samples)).encode()
+        request = GradingRequest(
+            id=name, experiment=self._experiment, samples=tuple(samples), callback_url=callback_url
+        )
+        return request.model_dump_json().encode()
 
-    async def _ask(self, body: bytes, name: str) -> bytes:
+    async def _ask(self, body: bytes, name: str) -> bytes | None:
+        """Ask until there is an answer; None if it comes later."""
         config = self._config
         deadline = self._clock.monotonic() + config.deadline_seconds
         asked: list[str] = []
 
-        async def attempt() -> bytes:
+        async def attempt() -> bytes | None:
             url = self._endpoints.pick(avoid=asked)
             if url is None:
                 raise _AllRest("every URL of the grader failed and rests", self._endpoints.seconds_until_usable())
@@ -115,11 +164,9 @@ class RemoteVerifier:
             with self._endpoints.asking(url, _is_outage):
                 try:
                     async with asyncio.timeout(min(config.attempt_seconds, deadline - self._clock.monotonic())):
-                        answer = await self._call.post(url, body, name)
+                        return await self._call.post(url, body, name, may_be_later=self._callbacks is not None)
                 except TimeoutError:
                     raise Retryable("no answer in time") from None
-            assert answer is not None
-            return answer
 
         last: list[Retryable] = []
 

@@ -91,6 +91,7 @@ class SessionOpener:
             sandbox_token=self.credentials.for_peer(ServiceKind.SANDBOX),
             grader_networks=self.settings.grader_networks,
             secrets=os.environ,
+            gateway_url=self.settings.public_url or self.settings.gateway_url,
             mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
         )
         verifier = build_verifier(spec.reward, surroundings)

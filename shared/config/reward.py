@@ -187,6 +187,8 @@ class RemoteConfig(ComponentConfig):
     """Time for one attempt."""
     max_attempts: int = Field(4, ge=1, le=100)
     """Attempts within the deadline."""
+    callback_seconds: float | None = Field(None, gt=0, le=2_592_000)
+    """Offer a callback: a grader that answers 202 posts grades within this time. Null: they are expected at once."""
     allow_private: bool = False
     """Allow a URL that resolves to an address that is not public, if the operator of the reward service has named its
     network (``FLOTILLA_GRADER_NETWORKS``; loopback where nothing is set)."""
@@ -198,6 +200,8 @@ class RemoteConfig(ComponentConfig):
         given = [each.url for each in self.urls]
         if len(set(given)) < len(given):
             raise ValueError("a URL is named twice in `urls`: give it once, with the sum of the weights")
+        if self.callback_seconds is not None and self.dialect == "openrlhf":
+            raise ValueError("callback_seconds has no effect with dialect openrlhf, which knows no callbacks: drop one")
         return self
 
     @property
@@ -242,7 +246,11 @@ class RewardConfig(Config):
     @property
     def waits_for_answers(self) -> bool:
         """Whether grades may come long after they are asked for."""
-        return any(isinstance(each, AgentRewardConfig) and each.window_seconds > 0 for each in self.components)
+        return any(
+            each.window_seconds > 0 if isinstance(each, AgentRewardConfig) else each.callback_seconds is not None
+            for each in self.components
+            if isinstance(each, AgentRewardConfig | RemoteConfig)
+        )
 
     @model_validator(mode="after")
     def _one_filter(self) -> Self:

@@ -146,3 +146,11 @@ class GradingResponse(TolerantWire):
     """The request's id. Optional in a direct answer, required in a callback."""
     grades: tuple[Grade, ...]
     """As many as there were samples."""
+
+
+class TakenGrading(TolerantWire):
+    """What a grader's callback is answered."""
+
+    id: str
+    is_first: bool
+    """False for a repetition of the same answer."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from services.reward.remote import RemoteVerifier
+from services.reward.remote import Callbacks, RemoteVerifier
 from services.reward.verifiers.agent import AgentVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
@@ -48,6 +48,7 @@ class Surroundings:
         grader_networks: networks that are not public and may be asked, where a spec says ``allow_private``.
         secrets: environment variables by name, for ``secret_env``.
         mailbox: where rewards and answers come that are late; None where nothing is graded.
+        gateway_url: where graders call back.
     """
 
     experiment: str
@@ -56,6 +57,7 @@ class Surroundings:
     grader_networks: Sequence[IPNetwork] = LOOPBACK
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     mailbox: Mailbox | None = None
+    gateway_url: str | None = None
 
 
 def new_client() -> httpx.AsyncClient:
@@ -92,7 +94,14 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case RemoteConfig():
             secret = _secret(config, surroundings)
             networks = surroundings.grader_networks
-            return RemoteVerifier(config, surroundings.experiment, new_client(), secret, private=networks)
+            callbacks = None
+            if surroundings.mailbox is not None and surroundings.gateway_url is not None:
+                callbacks = Callbacks(surroundings.mailbox, surroundings.gateway_url)
+            if config.callback_seconds is not None and callbacks is None:
+                raise InvalidSpec("callback_seconds needs a gateway that graders can call")
+            return RemoteVerifier(
+                config, surroundings.experiment, new_client(), secret, callbacks=callbacks, private=networks
+            )
 
 
 def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:

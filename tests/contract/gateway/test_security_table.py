@@ -97,6 +97,7 @@ async def walk(app: FastAPI, state: Mapping[str, Any], tokens: Mapping[str, str 
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         for method, template in routes:
             path = template.replace("{experiment_id}", EXPERIMENT).replace("{service_id}", SERVICE)
+            path = path.replace("{grading_id}", "0" * 32)
             path = re.sub(r"\{\w+(:path)?\}", "1", path)
             let_in = []
             for column in COLUMNS:
@@ -143,6 +144,9 @@ async def test_nobody_but_operators_changes_an_experiment_and_nobody_without_a_t
     assert [route for _, route, let_in in changing if let_in[place["nobody"]]] == []
     assert [route for _, route, let_in in changing if let_in[place["reader"]]] == []
     for _, route, let_in in rows:
+        # It lets in by the token of an address, which nobody here was told.
+        if route == "POST /v1/gradings/{grading_id}":
+            continue
         assert let_in[place["operator"]], route
     for column in ("agent", "grader", "reader", "joining", "rollout", "reward", "sandbox"):
         changed = [row[1] for row in changing if row[2][place[column]] and "/experiments" in row[1]]

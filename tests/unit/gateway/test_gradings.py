@@ -1,0 +1,87 @@
+"""Who may call back for a grader, with what, and when."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from shared.clock import ManualClock
+from shared.security import callback_key, new_callback_key, signature
+from tests.unit.gateway.builders import a_gateway, add_experiment
+
+NAME = "0123456789abcdef" * 2
+GRADES = b'{"grades": [{"reward": 1}]}'
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1_000_000.0)
+        self.gateway = a_gateway(clock=self.clock)
+        self.token = ""
+
+    async def expect(self, secret: str | None = None, seconds: float = 60.0) -> None:
+        experiment = await add_experiment(self.gateway)
+        key = new_callback_key(secret, NAME)
+        await experiment.train.mailbox.expect(NAME, key=key, seconds=seconds)
+        self.token = key.partition(":")[0]
+
+    async def post(
+        self, body: bytes = GRADES, *, token: str | None = None, key: str | None = None, age: float = 0, **given: str
+    ) -> int:
+        headers = {}
+        if key is not None:
+            timestamp = str(int(self.clock.now() - age))
+            headers = {
+                "X-Flotilla-Timestamp": timestamp,
+                "X-Flotilla-Signature": f"sha256={signature(key, timestamp, body)}",
+            }
+        query = {"experiment": "tiny-1", "token": self.token if token is None else token} | given
+        answer = await self.client.post(f"/v1/gradings/{NAME}", params=query, content=body, headers=headers)
+        return answer.status_code
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    app = create_app(GatewaySettings(token="t", redis_url="redis://nowhere", data=Path("/nowhere")))
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"state": {"gateway": made.gateway}}, receive, send)
+
+    transport = httpx.ASGITransport(with_state)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as made.client:
+        yield made
+
+
+async def test_the_same_answer_again_is_taken_and_another_one_is_not(world: World) -> None:
+    await world.expect()
+
+    assert [await world.post(), await world.post(), await world.post(b"{}")] == [200, 200, 409]
+
+
+async def test_only_who_was_told_the_address_may_post(world: World) -> None:
+    await world.expect()
+
+    assert [await world.post(token="other"), await world.post(token=""), await world.post(experiment="x")] == [401] * 3
+    assert await world.post() == 200
+
+
+async def test_a_callback_is_signed_where_the_grader_has_a_secret(world: World) -> None:
+    await world.expect("s3cret")
+    key = callback_key("s3cret", NAME)
+
+    assert await world.post() == 401
+    assert await world.post(key="s3cret") == 401
+    assert await world.post(key=key, age=301) == 401
+    assert await world.post(key=key) == 200
+
+
+async def test_a_late_or_endless_answer_is_refused(world: World) -> None:
+    await world.expect(seconds=0.0)
+
+    assert await world.post(b"x" * (1024 * 1024 + 1)) == 422
+    assert await world.post() == 410

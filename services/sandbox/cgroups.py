@@ -14,10 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from services.sandbox.limits import Limits
+from services.sandbox.limits import MEBIBYTE, Limits
 from shared.errors import Unavailable
 
 REMOVE_SECONDS = 2.0
+OWN_PROCESSES = 4
+OWN_BYTES = 32 * MEBIBYTE
+"""What the isolation's own processes may use beyond the program's limits."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def _inside(point: str, root: str, path: str) -> Path:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of one program; one directory (version 2), or one per controller (version 1)."""
+    """A group of one fork server; one directory (version 2), or one per controller (version 1)."""
 
     memory: Path
     pids: Path
@@ -72,6 +75,36 @@ class Group:
         """
         for directory in {self.memory, self.pids}:
             (directory / "cgroup.procs").write_text(str(pid))
+
+    def bound(self, limits: Limits) -> None:
+        """Set what the next program may use.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        # The isolation's own processes are in the group too: room for them.
+        memory = limits.memory_bytes + OWN_BYTES
+        (self.pids / "pids.max").write_text(str(limits.processes + OWN_PROCESSES))
+        if self.is_unified:
+            (self.memory / "memory.max").write_text(str(memory))
+            _write_if_present(self.memory / "memory.swap.max", "0")
+            return
+        bound, with_swap = self.memory / "memory.limit_in_bytes", self.memory / "memory.memsw.limit_in_bytes"
+        # Memory with swap is never bounded below memory alone, whichever way the bounds move.
+        if with_swap.exists() and int(with_swap.read_text()) < memory:
+            _write_if_present(with_swap, str(memory))
+        bound.write_text(str(memory))
+        _write_if_present(with_swap, str(memory))
+
+    def held_bytes(self) -> int:
+        """Sum the memory in use that the kernel cannot take back: of processes, and in memory file systems.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        names = {"anon", "shmem"} if self.is_unified else {"rss", "shmem"}
+        lines = (line.split() for line in (self.memory / "memory.stat").read_text().splitlines())
+        return sum(int(value) for name, value in lines if name in names)
 
     def num_memory_kills(self) -> int:
         """Count the processes that the kernel ended because the group's memory was used up."""
@@ -139,7 +172,7 @@ class ControlGroups:
         raise Unavailable(f"no usable control groups ({'; '.join(reasons)})")
 
     def create(self, name: str, limits: Limits) -> Group:
-        """Make a group for one program.
+        """Make a group for one fork server and its programs, one after the other.
 
         Raises:
             OSError: the kernel refused.
@@ -148,26 +181,12 @@ class ControlGroups:
         try:
             for directory in {group.memory, group.pids}:
                 directory.mkdir()
-            for file, value in self._bounds(limits).items():
-                directory = group.pids if file.startswith("pids") else group.memory
-                (directory / file).write_text(str(value))
-            if self._is_unified:
-                _write_if_present(group.memory / "memory.swap.max", "0")
-                _write_if_present(group.memory / "memory.oom.group", "1")
-            else:
-                bound = (group.memory / "memory.limit_in_bytes").read_text()
-                _write_if_present(group.memory / "memory.memsw.limit_in_bytes", bound)
+            group.bound(limits)
         except OSError:
             with suppress(OSError):
                 group.remove()
             raise
         return group
-
-    def _bounds(self, limits: Limits) -> dict[str, int]:
-        # The isolation's own processes are in the group too: room for them.
-        own_processes, own_bytes = 4, 32 * 1024 * 1024
-        memory = "memory.max" if self._is_unified else "memory.limit_in_bytes"
-        return {memory: limits.memory_bytes + own_bytes, "pids.max": limits.processes + own_processes}
 
 
 def _write_if_present(file: Path, value: str) -> None:

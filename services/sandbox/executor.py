@@ -1,4 +1,4 @@
-"""Running one program: start a guard in its isolation, give it the job, read its result, leave nothing behind.
+"""Running one program: have the slot's fork server run it, read the guard's result, leave nothing behind.
 
 The service trusts the guard's result only as far as the program cannot gain by forging it. Whatever happens, when
 ``run`` returns no process and no file of the program is left.
@@ -11,34 +11,23 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from services.sandbox.cgroups import ControlGroups, Group
-from services.sandbox.guard.job import OVER_LIMIT, READY, Job, JobResult, Phase, PhaseResult
-from services.sandbox.guard.watch import descendants
+from services.sandbox.cgroups import ControlGroups
+from services.sandbox.fork_servers import ForkServer, SandboxFailed
+from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
 from services.sandbox.isolation import Isolation, Slot
-from services.sandbox.languages import TOOL_PATH
 from services.sandbox.limits import Limits, longest_seconds
 from services.sandbox.slots import sweep
 from services.sandbox.trees import remove_tree
-from shared.errors import FlotillaError, Unavailable
-from shared.processes import reap
+from shared.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 20.0
-END_SECONDS = 15.0
-"""Beyond the time of the phases: for the guard to end the program and to answer."""
-MAX_COMPLAINT_BYTES = 4096
-
-
-class SandboxFailed(FlotillaError):
-    """The sandbox itself failed; this says nothing about the program."""
-
-    code, title, status, retryable = "sandbox_failed", "The sandbox failed", 500, True
+END_SECONDS = 35.0
+"""Beyond the time of the phases: for the guard to make the place, to end the program and to answer."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ class Program:
 
 
 class Executor:
-    """Runs programs under one isolation.
+    """Runs programs under one isolation, each in a fork of its slot's warm interpreter.
 
     Args:
         isolation: the level and the machine.
@@ -62,9 +51,12 @@ class Executor:
     def __init__(self, isolation: Isolation, groups: ControlGroups | None) -> None:
         self.isolation = isolation
         self._groups = groups
+        self._servers: dict[int, ForkServer] = {}
         self._spoiled: dict[int, str] = {}
         self.num_spoiled = 0
         """How often something was left behind in a slot."""
+        self.num_servers_lost = 0
+        """How often a fork server ended by itself."""
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
         """Run a program in a slot that nobody else uses.
@@ -73,13 +65,26 @@ class Executor:
             SandboxFailed: the program could not be run; nothing is known about it.
         """
         try:
-            async with AsyncExitStack() as stack:
-                await stack.enter_async_context(self._directory(slot))
-                group = await stack.enter_async_context(self._group(slot, program.limits))
-                process = await stack.enter_async_context(self._guard(slot, program.limits))
-                return await self._attend(process, group, slot, program)
+            async with self._directory(slot):
+                try:
+                    return await self._run_once(slot, program)
+                except ConnectionError:
+                    self.num_servers_lost += 1
+                    log.warning("a fork server was lost and is replaced", extra={"slot": slot.number})
+            async with self._directory(slot):
+                return await self._run_once(slot, program)
         except (OSError, TimeoutError, Unavailable) as error:
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
+
+    def servers(self) -> list[ForkServer]:
+        """List the fork servers that are there."""
+        return list(self._servers.values())
+
+    async def close(self) -> None:
+        """End all fork servers."""
+        servers, self._servers = self._servers, {}
+        for server in servers.values():
+            await server.end()
 
     async def renewed(self, slot: Slot) -> Slot | None:
         """Return a slot that can be used next: the same, or another in place of one where something was left behind.
@@ -113,46 +118,60 @@ class Executor:
             self.num_spoiled += 1
             log.exception("a slot could not be cleaned and is replaced", extra={"slot": slot.number})
 
-    async def _attend(
-        self, process: asyncio.subprocess.Process, group: Group | None, slot: Slot, program: Program
-    ) -> JobResult:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        complaint = asyncio.create_task(_read_at_most(process.stderr, MAX_COMPLAINT_BYTES))
+    async def _run_once(self, slot: Slot, program: Program) -> JobResult:
+        """Run a program on the slot's server, which is ended unless all of the run is surely gone.
+
+        Raises:
+            ConnectionError: the server was lost.
+        """
+        is_clean = False
         try:
-            async with asyncio.timeout(START_SECONDS):
-                greeting = await process.stdout.readline()
-                if greeting != READY:
-                    said = (await complaint).decode(errors="replace").strip()
-                    raise SandboxFailed(f"the guard did not start: {said or 'it said nothing'}")
-            if group is not None:
-                _add_tree(group, process.pid)
-            job = json.dumps(self._job(slot, program).to_wire()).encode()
-            async with asyncio.timeout(
-                sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS
-            ):
-                answer = await _converse(process, job, _answer_bytes(program.limits))
+            server = await self._server(slot, program.limits)
+            kills_before = server.num_memory_kills()
+            answer = await server.run(
+                json.dumps(self._job(slot, program).to_wire()).encode(),
+                max_bytes=_answer_bytes(program.limits),
+                seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
+            )
+            result = _read_result(answer, program)
+            is_clean = bool(answer) and await server.is_empty()
+            if server.num_memory_kills() > kills_before:
+                return _blame_memory(result, program.limits)
+            return result
         finally:
-            complaint.cancel()
-            with suppress(asyncio.CancelledError):
-                await complaint
-        result = _read_result(answer, program)
-        if group is not None and group.num_memory_kills():
-            return _blame_memory(result, program.limits)
-        return result
+            if not is_clean:
+                with self._cleaning(slot):
+                    await asyncio.shield(self._end_server(slot))
+
+    async def _server(self, slot: Slot, limits: Limits) -> ForkServer:
+        """Find the slot's server, or start one."""
+        server = self._servers.get(slot.number)
+        if server is not None and server.slot == slot and server.is_usable:
+            server.bound(limits)
+            return server
+        await self._end_server(slot)
+        server = await ForkServer.start(self.isolation, slot, self._groups, limits)
+        self._servers[slot.number] = server
+        return server
+
+    async def _end_server(self, slot: Slot) -> None:
+        server = self._servers.pop(slot.number, None)
+        if server is None:
+            return
+        await server.end()
+        if slot.uid is not None:
+            await sweep(slot.uid, self.isolation.place.python)
 
     def _job(self, slot: Slot, program: Program) -> Job:
-        directory = self.isolation.work_directory(slot)
-        environment = {
-            "PATH": TOOL_PATH,
-            "HOME": directory,
-            "TMPDIR": directory,
-            "LANG": "C.UTF-8",
-            "OPENSSL_CONF": "/dev/null",  # node does not start without a configuration that it can read
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        confinement = self.isolation.confinement(slot)
-        return Job(directory, program.files, program.phases, program.fetch, environment, program.limits, confinement)
+        return Job(
+            self.isolation.work_directory(slot),
+            program.files,
+            program.phases,
+            program.fetch,
+            self.isolation.environment(slot),
+            program.limits,
+            self.isolation.confinement(slot),
+        )
 
     @asynccontextmanager
     async def _directory(self, slot: Slot) -> AsyncIterator[None]:
@@ -170,92 +189,14 @@ class Executor:
             with self._cleaning(slot):
                 await asyncio.shield(asyncio.to_thread(remove_tree, work))
 
-    @asynccontextmanager
-    async def _group(self, slot: Slot, limits: Limits) -> AsyncIterator[Group | None]:
-        if self._groups is None:
-            yield None
-            return
-        group = self._groups.create(f"flotilla-sandbox-{os.getpid()}-{slot.number}-{secrets.token_hex(4)}", limits)
-        try:
-            yield group
-        finally:
-            with self._cleaning(slot):
-                await asyncio.shield(asyncio.to_thread(group.remove))
-
-    @asynccontextmanager
-    async def _guard(self, slot: Slot, limits: Limits) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Start the guard, and end it with all that it started."""
-        identity: dict[str, Any] = {}
-        if slot.uid is not None:
-            identity = {"user": slot.uid, "group": slot.uid, "extra_groups": []}
-        process = await asyncio.create_subprocess_exec(
-            *self.isolation.command(slot, limits),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd="/",
-            env={},
-            start_new_session=True,
-            **identity,
-        )
-        try:
-            yield process
-        finally:
-            with self._cleaning(slot):
-                await asyncio.shield(self._end(process, slot))
-
-    async def _end(self, process: asyncio.subprocess.Process, slot: Slot) -> None:
-        # Without a namespace the tree is known only while the guard, its reaper, lives.
-        for pid in () if process.returncode is not None else descendants(process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = await reap(process)
-        # A process namespace that ended by itself took everything with it; in every other case look for survivors.
-        is_surely_empty = self.isolation.has_private_root and code == 0
-        if slot.uid is not None and not is_surely_empty:
-            await sweep(slot.uid, self.isolation.place.python)
-
 
 def _sibling(directory: Path) -> Path:
     return directory.with_name(f"slot-{secrets.token_hex(8)}")
 
 
-def _add_tree(group: Group, pid: int) -> None:
-    """Put the guard, and bwrap around it, into a group: they have started nothing yet."""
-    for member in (pid, *descendants(pid)):
-        group.add(member)
-
-
 def _answer_bytes(limits: Limits) -> int:
     # Two phases with two streams each and the files, in base64; and some room for the rest.
     return (4 * limits.output_bytes + limits.fetch_bytes) * 3 // 2 + 65536
-
-
-async def _converse(process: asyncio.subprocess.Process, job: bytes, max_bytes: int) -> bytes:
-    """Give the job and read the answer until the guard has ended.
-
-    Raises:
-        SandboxFailed: the answer is longer than any right answer.
-    """
-    assert process.stdin is not None and process.stdout is not None
-    with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
-        process.stdin.write(job)
-        await process.stdin.drain()
-        process.stdin.close()
-    answer = await _read_at_most(process.stdout, max_bytes + 1)
-    if len(answer) > max_bytes:
-        raise SandboxFailed("the guard's answer is too long")
-    await process.wait()
-    return answer
-
-
-async def _read_at_most(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
-    content = bytearray()
-    while len(content) < max_bytes and (piece := await stream.read(max_bytes - len(content))):
-        content += piece
-    return bytes(content)
 
 
 def _read_result(answer: bytes, program: Program) -> JobResult:

@@ -7,9 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.sandbox.cgroups import ControlGroups, read_mounts
-from services.sandbox.executor import Executor, Program, SandboxFailed
+from services.sandbox.executor import Executor, Program
+from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import EXITED, Phase
-from services.sandbox.isolation import Isolation, Place, Slot, why_not
+from services.sandbox.isolation import START, Isolation, Place, Slot, why_not
 from services.sandbox.limits import Limits
 from shared.errors import Unavailable
 from shared.processes import reap
@@ -39,8 +40,8 @@ def install_guard(target: Path) -> None:
     """
     source = Path(__file__).parent
     package = target / "services" / "sandbox"
-    (package / "guard").mkdir(mode=0o755, parents=True)
-    for file in (source / "limits.py", *sorted((source / "guard").glob("*.py"))):
+    (target / START).mkdir(mode=0o755, parents=True)
+    for file in (source / "limits.py", *sorted((source / "guard").rglob("*.py"))):
         shutil.copyfile(file, package / file.relative_to(source))
     for directory in (target / "services", package):
         (directory / "__init__.py").touch()
@@ -73,12 +74,13 @@ def find_groups() -> ControlGroups:
     )
 
 
-async def try_level(level: IsolationLevel, place: Place, slot: Slot, marker: Path) -> Executor:
+async def try_level(level: IsolationLevel, place: Place, limits: Limits, slot: Slot, marker: Path) -> Executor:
     """Make the executor of a level after a program has shown that it works and holds.
 
     Args:
         level: which.
         place: what programs get.
+        limits: what they may use.
         slot: a free one.
         marker: a file outside, readable by everybody, that the program must not be able to read.
 
@@ -88,16 +90,31 @@ async def try_level(level: IsolationLevel, place: Place, slot: Slot, marker: Pat
     if (reason := why_not(level)) is not None:
         raise Unavailable(reason)
     groups = find_groups() if level is IsolationLevel.A else None
-    executor = Executor(Isolation(level, place), groups)
+    executor = Executor(Isolation(level, place, limits), groups)
+    try:
+        await _test(executor, slot, marker)
+    except BaseException:
+        await executor.close()
+        raise
+    return executor
+
+
+async def _test(executor: Executor, slot: Slot, marker: Path) -> None:
+    """Run a program that tries to get out.
+
+    Raises:
+        Unavailable: it could not be run, or got out.
+    """
+    python = executor.isolation.place.python
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         host, port = server.sockets[0].getsockname()
-        argv = (place.python, "-s", "-B", "test.py", host, str(port), str(marker))
+        argv = (python, "-s", "-B", "test.py", host, str(port), str(marker))
         program = Program(
             files={"test.py": base64.b64encode(SELF_TEST.encode()).decode()},
             phases=(Phase("run", argv, SELF_TEST_SECONDS),),
             fetch=(),
-            limits=Limits(),
+            limits=executor.isolation.limits,
         )
         try:
             result = (await executor.run(slot, program)).phases[0]
@@ -106,6 +123,5 @@ async def try_level(level: IsolationLevel, place: Place, slot: Slot, marker: Pat
     stdout, stderr = result.output()
     if result.outcome != EXITED or result.return_code != 0:
         raise Unavailable(f"the self-test failed: {result.detail or stderr.strip()[-300:]}")
-    if level is not IsolationLevel.D and stdout.split("\n")[0] != "contained":
+    if executor.isolation.level is not IsolationLevel.D and stdout.split("\n")[0] != "contained":
         raise Unavailable(f"the self-test was not contained: it {stdout.split(chr(10))[0]}")
-    return executor

@@ -14,19 +14,19 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.sandbox.guard import landlock, seccomp
+from services.sandbox.guard import landlock, namespaces, seccomp
 from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement
-from services.sandbox.limits import MEBIBYTE, Limits
+from services.sandbox.languages import TOOL_PATH, python_command
+from services.sandbox.limits import Limits
 from shared.errors import Unavailable
 from shared.schemas.sandbox import IsolationLevel
 
-GUARD_START = "import sys; sys.path.insert(0, sys.argv[1]); from services.sandbox.guard.main import main; main()"
-INSIDE_WORK = "/work"
-INSIDE_CODE = "/guard"
-INSIDE_WRITABLE = (INSIDE_WORK, "/dev/shm", "/dev/null", "/proc")  # noqa: S108
+INSIDE_WRITABLE = (namespaces.WORK, namespaces.SHARED_MEMORY, "/dev/null")
+START = "services/sandbox/guard/start"
+"""Below the guard's code: the directory that is put first on the module path of a fork server."""
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -64,10 +64,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Isolation:
-    """One level, on this machine."""
+    """One level, on this machine.
+
+    Attributes:
+        limits: the service's, which no program's exceed.
+    """
 
     level: IsolationLevel
     place: Place
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def has_private_root(self) -> bool:
@@ -76,15 +81,34 @@ class Isolation:
 
     def work_directory(self, slot: Slot) -> str:
         """Where the program works, as it sees it."""
-        return INSIDE_WORK if self.has_private_root else str(slot.directory / "work")
+        return namespaces.WORK if self.has_private_root else str(slot.directory / "work")
 
-    def command(self, slot: Slot, limits: Limits) -> list[str]:
-        """Make the command line that starts the guard."""
-        code = INSIDE_CODE if self.has_private_root else self.place.code
-        guard = [self.place.python, "-I", "-S", "-B", "-c", GUARD_START, code]
-        if not self.has_private_root:
-            return guard
-        return [*bwrap_command(self.place, limits), *guard]
+    def command(self, slot: Slot) -> list[str]:
+        """Make the command line that starts the slot's fork server."""
+        server = python_command(self.place.python)
+        return [*bwrap_command(self.place), *server] if self.has_private_root else server
+
+    def start_directory(self, slot: Slot) -> str:
+        """Where the fork server is started: the interpreter notes where ``main.py`` will be."""
+        return "/" if self.has_private_root else self.work_directory(slot)
+
+    def environment(self, slot: Slot) -> dict[str, str]:
+        """Make the environment of programs."""
+        directory = self.work_directory(slot)
+        return {
+            "PATH": TOOL_PATH,
+            "HOME": directory,
+            "TMPDIR": directory,
+            "LANG": "C.UTF-8",
+            "OPENSSL_CONF": "/dev/null",  # node does not start without a configuration that it can read
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def start_environment(self, slot: Slot) -> dict[str, str]:
+        """Make the environment of the slot's fork server, which finds the guard where the module path says."""
+        code = namespaces.CODE if self.has_private_root else self.place.code
+        return {**self.environment(slot), "PYTHONPATH": f"{code}/{START}:{code}"}
 
     def confinement(self, slot: Slot) -> Confinement:
         """What the guard does to the program."""
@@ -106,13 +130,17 @@ class Isolation:
         )
 
 
-def bwrap_command(place: Place, limits: Limits) -> list[str]:
-    """Make the command line of bwrap, up to the program it starts."""
+def bwrap_command(place: Place) -> list[str]:
+    """Make the command line of bwrap, up to the fork server.
+
+    Its two capabilities count in its own user namespace alone: to mount, and to map its uid for a run.
+    """
     bwrap = shutil.which("bwrap")
     assert bwrap is not None, "why_not was not asked"
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    arguments += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    arguments += ["--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
+    arguments += ["--uid", "0", "--gid", "0", "--hostname", "sandbox"]
     arguments += ["--ro-bind", "/usr", "/usr"]
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
@@ -121,12 +149,11 @@ def bwrap_command(place: Place, limits: Limits) -> list[str]:
             arguments += ["--ro-bind-try", str(path), str(path)]
     for readable in (*SYSTEM_FILES, *place.readable):
         arguments += ["--ro-bind-try", readable, readable]
-    arguments += ["--ro-bind", place.code, INSIDE_CODE, "--proc", "/proc", "--dev", "/dev"]
-    arguments += ["--size", str(min(limits.disk_bytes, 16 * MEBIBYTE)), "--tmpfs", "/dev/shm"]  # noqa: S108
-    # A little more than the quota that the guard reports by name.
-    arguments += ["--size", str(limits.disk_bytes + MEBIBYTE), "--tmpfs", INSIDE_WORK, "--symlink", "work", "/tmp"]  # noqa: S108
+    arguments += ["--ro-bind", place.code, namespaces.CODE, "--proc", "/proc", "--dev", "/dev"]
+    # Each run has file systems of its own there.
+    arguments += ["--dir", namespaces.WORK, "--symlink", namespaces.WORK[1:], "/tmp"]  # noqa: S108
     # The root and /dev are memory file systems of no bounded size: nothing may be written there.
-    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", INSIDE_WORK, "--"]
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", namespaces.WORK, "--"]
     return arguments
 
 

@@ -70,9 +70,15 @@ def find_python(configured: str | None) -> str:
     return str(own)
 
 
+def python_command(python: str) -> list[str]:
+    """Make the command line of a Python program; that of the fork server, which becomes it, is the same."""
+    return [python, "-s", "-B", "main.py"]
+
+
 def find_languages(python: str) -> dict[str, Language]:
     """List what can be run here, by name."""
-    found = {"python": Language("python", python, "main.py", ("-s", "-B"))}
+    _, *options, source = python_command(python)
+    found = {"python": Language("python", python, source, tuple(options))}
     if (bash := shutil.which("bash", path=TOOL_PATH)) is not None:
         found["bash"] = Language("bash", bash, "main.sh")
     if (compiler := shutil.which("g++", path=TOOL_PATH)) is not None:

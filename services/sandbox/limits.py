@@ -41,7 +41,7 @@ class Limits:
     fetch_bytes: int = 8 * MEBIBYTE
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 

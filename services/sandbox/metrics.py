@@ -27,7 +27,14 @@ class SandboxMetrics:
         self._refused[code] += 1
 
     def families(
-        self, level: IsolationLevel, *, num_running: int, num_waiting: int, num_out_of_use: int, num_spoiled: int
+        self,
+        level: IsolationLevel,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_out_of_use: int,
+        num_spoiled: int,
+        num_servers_lost: int,
     ) -> Iterator[Metric]:
         """Make the metrics."""
         runs = CounterMetricFamily(
@@ -42,6 +49,9 @@ class SandboxMetrics:
         yield CounterMetricFamily("flotilla_sandbox_run_seconds", "Time that programs ran", value=self._run_seconds)
         yield CounterMetricFamily(
             "flotilla_sandbox_slots_spoiled", "Times that something was left behind in a slot", value=num_spoiled
+        )
+        yield CounterMetricFamily(
+            "flotilla_sandbox_fork_servers_lost", "Fork servers that ended by themselves", value=num_servers_lost
         )
         for name, meaning, value in (
             ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", num_out_of_use),

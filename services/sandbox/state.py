@@ -13,6 +13,7 @@ from services.sandbox.install import compile_guard, install_guard, try_level
 from services.sandbox.isolation import Place, Slot, candidates, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory
+from services.sandbox.limits import Limits
 from services.sandbox.metrics import SandboxMetrics
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import SlotPool, own_uids
@@ -65,7 +66,10 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
             renewed=executor.renewed,
         )
         log.info("isolation chosen", extra={"isolation": executor.isolation.level.value, "unavailable": unavailable})
-        yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
+        try:
+            yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
+        finally:
+            await executor.close()
 
 
 def _furnish(root: Path, uids: Sequence[int | None]) -> list[Slot]:
@@ -93,11 +97,11 @@ async def _choose(
     settings: SandboxSettings, place: Place, slot: Slot, marker: Path
 ) -> tuple[Executor, dict[IsolationLevel, str]]:
     wanted = candidates(settings.level, allows_unsafe=settings.unsafe_sandbox)
-    executor, reasons = await _first_that_works(wanted, place, slot, marker)
+    executor, reasons = await _first_that_works(wanted, place, settings.limits, slot, marker)
     if executor is not None:
         return executor, reasons
     others = [level for level in candidates(None, allows_unsafe=settings.unsafe_sandbox) if level not in wanted]
-    other, _ = await _first_that_works(others, place, slot, marker)
+    other, _ = await _first_that_works(others, place, settings.limits, slot, marker)
     works = other.isolation.level if other is not None else None
     ways = ways_out(uid=os.getuid(), landlock_version=landlock.version(), works=works)
     what = f"isolation level {settings.level.value} does not work" if settings.level else "no isolation works"
@@ -106,12 +110,12 @@ async def _choose(
 
 
 async def _first_that_works(
-    levels: Sequence[IsolationLevel], place: Place, slot: Slot, marker: Path
+    levels: Sequence[IsolationLevel], place: Place, limits: Limits, slot: Slot, marker: Path
 ) -> tuple[Executor | None, dict[IsolationLevel, str]]:
     reasons: dict[IsolationLevel, str] = {}
     for level in levels:
         try:
-            return await try_level(level, place, slot, marker), reasons
+            return await try_level(level, place, limits, slot, marker), reasons
         except Unavailable as error:
             reasons[level] = error.detail
     return None, reasons

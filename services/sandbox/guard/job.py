@@ -1,19 +1,35 @@
-"""What the service asks of the guard and what the guard answers: JSON, one message each way."""
+"""What the service asks of the guard and what the guard answers: JSON, one message each way.
+
+The job comes after its length; the answer ends with the stream.
+"""
 
 import base64
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from services.sandbox.limits import Limits
 
-READY = b"ready\n"
-"""The guard writes this line when it runs and has started nothing yet: the moment to put it into a control group."""
+READY = b"ready"
+"""What the fork server says when it is warm and has forked nothing yet: the moment to put it into a control group."""
+DONE = b"done"
+"""What it says when all of a run is gone."""
+LENGTH_BYTES = 8
 
 KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
 
 EXITED, TIMED_OUT, NOT_STARTED = "exited", "timed_out", "not_started"
 OVER_LIMIT = "over_limit"
+
+
+Made = TypeVar("Made")
+
+
+def _made(kind: type[Made], fields: Mapping[str, Any]) -> Made:
+    """Make an object of checked fields, all of them: in a fork every function that runs costs pages of memory."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,35 @@ class Confinement:
     has_seccomp: bool = True
     denies_metadata: bool = False
     is_quota_needed: bool = False
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Confinement":
+        """Read what came through JSON."""
+        fields = dict(wire)
+        for name in ("readable", "writable"):
+            fields[name] = None if fields[name] is None else tuple(fields[name])
+        return _made(cls, fields)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the places of all runs of one fork server have in common.
+
+    Attributes:
+        limits: of the service; a program's own may be lower.
+    """
+
+    confinement: Confinement
+    limits: Limits
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Orders":
+        """Read what ``to_wire`` made, after its way through JSON."""
+        return cls(Confinement.from_wire(wire["confinement"]), Limits.from_wire(wire["limits"]))
 
 
 @dataclass(frozen=True)
@@ -79,17 +124,15 @@ class Job:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Job":
         """Read what ``to_wire`` made, after its way through JSON."""
-        confinement = dict(wire["confinement"])
-        for name in ("readable", "writable"):
-            confinement[name] = None if confinement[name] is None else tuple(confinement[name])
-        return cls(
-            directory=wire["directory"],
-            files=wire["files"],
-            phases=tuple(Phase(**{**phase, "argv": tuple(phase["argv"])}) for phase in wire["phases"]),
-            fetch=tuple(wire["fetch"]),
-            environment=wire["environment"],
-            limits=Limits.from_wire(wire["limits"]),
-            confinement=Confinement(**confinement),
+        return _made(
+            cls,
+            {
+                **wire,
+                "phases": tuple(_made(Phase, {**phase, "argv": tuple(phase["argv"])}) for phase in wire["phases"]),
+                "fetch": tuple(wire["fetch"]),
+                "limits": _made(Limits, wire["limits"]),
+                "confinement": Confinement.from_wire(wire["confinement"]),
+            },
         )
 
 
@@ -129,7 +172,7 @@ class JobResult:
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it."""
-        return asdict(self)
+        return {**vars(self), "phases": [vars(phase) for phase in self.phases]}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "JobResult":

@@ -8,6 +8,9 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
+from functools import cache
+
+from services.sandbox.guard.kernel import system_call
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1
@@ -26,10 +29,13 @@ SCOPE_VERSION = 6
 """From this version on a program cannot send signals to processes outside its own domain."""
 
 
+@cache
 def version() -> int:
     """Ask the kernel for its Landlock version; 0 if it has none or it is switched off."""
-    found = _library().syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION_FLAG))
-    return max(0, int(found))
+    try:
+        return system_call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION_FLAG))
+    except OSError:
+        return 0
 
 
 def handled_rights(kernel_version: int) -> int:
@@ -60,13 +66,13 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
         attributes += struct.pack("=Q", NETWORK_RIGHTS)
     if kernel_version >= SCOPE_VERSION:
         attributes += struct.pack("=Q", SCOPES)
-    ruleset = _call(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
+    ruleset = system_call(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     try:
         for path in readable:
             _allow(ruleset, path, READ & handled)
         for path in writable:
             _allow(ruleset, path, handled)
-        _call(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+        system_call(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
 
@@ -79,18 +85,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         rule = struct.pack("=Qi", rights if is_directory else rights & FILE_RIGHTS, descriptor)
-        _call(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(RULE_PATH_BENEATH), rule, ctypes.c_uint32(0))
+        system_call(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(RULE_PATH_BENEATH), rule, ctypes.c_uint32(0))
     finally:
         os.close(descriptor)
-
-
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _call(number: int, *arguments: object) -> int:
-    result = int(_library().syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"landlock call {number}: {os.strerror(code)}")
-    return result

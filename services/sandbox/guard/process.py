@@ -2,18 +2,23 @@
 
 The guard is a single thread that forks. It is the reaper of all orphans below it, so nothing that the command starts
 can leave its sight, and a command is over only when every process below the guard is gone.
+
+A command that is the fork server's own command line (``python -s -B main.py``) is not executed: the forked child is
+that interpreter already, stopped just before it opens ``main.py``, and goes on.
 """
 
-import base64
+import binascii
 import os
 import platform
-import selectors
+import select
 import signal
+import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.sandbox.guard import landlock, seccomp
+from services.sandbox.guard import kernel, landlock, seccomp
 from services.sandbox.guard.job import (
     EXITED,
     KILL_DESCENDANTS,
@@ -28,13 +33,30 @@ from services.sandbox.guard.job import (
 from services.sandbox.guard.watch import descendants, find_excess, is_time_up
 from services.sandbox.limits import apply_rlimits
 
-PARENT = os.getppid()
-"""Who started the guard: when it is gone, the program ends."""
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 KILL_SECONDS = 5.0
-OWN_PROCESSES = 3
+OWN_PROCESSES = 4
 """The isolation's own processes, which count for the uid too."""
+MOST_DESCRIPTORS = 1 << 20
+MACHINE = platform.machine()
+
+
+class IsProgram(BaseException):
+    """Raised in the forked child that is to go on as the program: it leaves all frames of the guard."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the guard holds open besides the command's streams.
+
+    Attributes:
+        caller: stream of the service; it can be read once nobody waits for the answer any more.
+        hardness: the guard's own ``oom_score_adj``; its children inherit what is written there when they are forked.
+    """
+
+    caller: int
+    hardness: int
 
 
 class Drain:
@@ -66,26 +88,37 @@ class Drain:
     def text(self) -> str:
         """Return what was kept as base64; a cut stream ends with a note, so that it equals no expected output."""
         note = f"\n[output cut after {self._limit_bytes} bytes]\n".encode() if self._is_cut else b""
-        return base64.b64encode(bytes(self._kept) + note).decode()
+        return binascii.b2a_base64(bytes(self._kept) + note, newline=False).decode()
 
 
-def run_phase(phase: Phase, job: Job) -> PhaseResult:
-    """Run one command until it ends, exceeds a limit, or its time is over; then end all that it left behind."""
+def run_phase(phase: Phase, job: Job, surroundings: Surroundings) -> PhaseResult:
+    """Run one command until it ends, exceeds a limit, or its time is over; then end all that it left behind.
+
+    Raises:
+        IsProgram: in the child that is the program.
+    """
     started = time.monotonic()
-    given = base64.b64decode(phase.stdin)
+    given = binascii.a2b_base64(phase.stdin)
     child_stdin, stdin = os.pipe()
     stdout, child_stdout = os.pipe()
     stderr, child_stderr = os.pipe()
     failure, child_failure = os.pipe()
+    usual = os.pread(surroundings.hardness, 16, 0)
+    os.pwrite(surroundings.hardness, b"1000", 0)  # if memory runs out the program goes, not the guard
     pid = os.fork()
     if pid == 0:
         _become(phase, job, (child_stdin, child_stdout, child_stderr), child_failure)
+    os.pwrite(surroundings.hardness, usual, 0)
     for descriptor in (child_stdin, child_stdout, child_stderr, child_failure):
         os.close(descriptor)
-    with os.fdopen(failure, "rb") as file:
-        reason = file.read().decode(errors="replace")  # ends at once: exec closes the other end
+    reason = os.read(failure, 1000).decode(errors="replace")  # at once: the program's start closes the other end
+    os.close(failure)
     drains = [Drain(stdout, job.limits.output_bytes), Drain(stderr, job.limits.output_bytes)]
-    outcome, detail = (_not_started(phase, job), reason) if reason else _attend(pid, phase, job, stdin, given, drains)
+    outcome, detail = (
+        (_not_started(phase, job), reason)
+        if reason
+        else _attend(pid, phase, job, surroundings.caller, stdin, given, drains)
+    )
     if reason:
         os.close(stdin)
     status = _end_all(pid, job.confinement)
@@ -103,42 +136,50 @@ def _not_started(phase: Phase, job: Job) -> str:
 
 
 def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: int) -> None:
-    """Turn the forked child into the command; never returns."""
+    """Turn the forked child into the command; does not return.
+
+    Raises:
+        IsProgram: the command is this very interpreter.
+    """
     try:
         os.setsid()
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
+        failure = os.dup2(failure, len(streams), inheritable=False)
+        os.closerange(failure + 1, MOST_DESCRIPTORS)  # nothing of the guard or the fork server stays open
         os.chdir(job.directory)
         os.umask(0o077)
+        others = len(_processes_of_uid()) if job.confinement.kill_scope == KILL_DESCENDANTS else OWN_PROCESSES
+        _confine(phase, job, processes=job.limits.processes + others)
+        if list(phase.argv) == getattr(sys, "orig_argv", None):
+            os.close(failure)
+            raise IsProgram
         # Python ignores these two, and what is ignored stays so through exec.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        others = len(_processes_of_uid()) if job.confinement.kill_scope == KILL_DESCENDANTS else OWN_PROCESSES
-        _confine(phase, job, processes=job.limits.processes + others)
         os.execve(phase.argv[0], list(phase.argv), dict(job.environment))  # noqa: S606  no shell is the point
+    except IsProgram:
+        raise
     except BaseException as error:  # whatever it is, the parent reports it and this copy of the guard must end
         os.write(failure, f"{type(error).__name__}: {error}".encode()[:1000])
-    finally:
         os._exit(127)
 
 
 def _confine(phase: Phase, job: Job, *, processes: int) -> None:
     confinement = job.confinement
-    seccomp.set_dumpable(True)  # the guard is not, and its copy could not write the next file
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write("1000")  # if memory runs out the program goes, not the guard
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # the guard is not, and its copy's own files in /proc would be root's
     apply_rlimits(
         job.limits,
         cpu_seconds=phase.timeout_seconds + 1,
         limits_address_space=phase.limits_address_space,
         processes=processes,
     )
-    seccomp.forbid_new_privileges()
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if confinement.readable is not None:
         landlock.restrict(confinement.readable, confinement.writable)
     if confinement.has_seccomp:
         denies_metadata = confinement.denies_metadata and not phase.is_tool
-        seccomp.install(seccomp.build_filter(platform.machine(), denies_metadata=denies_metadata))
+        seccomp.filter_for(MACHINE, denies_metadata).install()
 
 
 def _processes_of_uid() -> "list[int]":
@@ -151,53 +192,56 @@ def _processes_of_uid() -> "list[int]":
     return found
 
 
-def _attend(pid: int, phase: Phase, job: Job, stdin: int, given: bytes, drains: "list[Drain]") -> "tuple[str, str]":
+def _attend(
+    pid: int, phase: Phase, job: Job, caller: int, stdin: int, given: bytes, drains: "list[Drain]"
+) -> "tuple[str, str]":
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
     started = time.monotonic()
     deadline = started + phase.timeout_seconds
-    next_look = time.monotonic() + POLL_SECONDS
+    next_look = started + POLL_SECONDS
     unsent = memoryview(given)
-    with selectors.DefaultSelector() as selector:
-        for drain in drains:
-            selector.register(drain.descriptor, selectors.EVENT_READ, drain)
-        os.set_blocking(stdin, False)
-        selector.register(stdin, selectors.EVENT_WRITE)
-        ending = _open_pidfd(pid)
-        if ending is not None:
-            selector.register(ending, selectors.EVENT_READ)
-        try:
-            while True:
-                now = time.monotonic()
-                if _has_ended(pid):
-                    return EXITED, ""
-                if os.getppid() != PARENT:
+    open_drains = {drain.descriptor: drain for drain in drains}
+    poll = select.poll()
+    for descriptor in (*open_drains, caller):
+        poll.register(descriptor, select.POLLIN)
+    os.set_blocking(stdin, False)
+    poll.register(stdin, select.POLLOUT)
+    ending = _open_pidfd(pid)
+    if ending is not None:
+        poll.register(ending, select.POLLIN)
+    try:
+        while True:
+            now = time.monotonic()
+            if _has_ended(pid):
+                return EXITED, ""
+            if now >= deadline:
+                if is_time_up(descendants(os.getpid()), now - started, phase.timeout_seconds):
+                    return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
+                deadline = now + POLL_SECONDS
+            if now >= next_look:
+                counts_deleted = job.confinement.is_quota_needed
+                excess = find_excess(os.getpid(), job.directory, job.limits, counts_deleted=counts_deleted)
+                if excess is not None:
+                    return OVER_LIMIT, excess
+                # Where looking is slow, for there are very many processes, look less often.
+                next_look = time.monotonic() + max(POLL_SECONDS, 10 * (time.monotonic() - now))
+            for descriptor, _ in poll.poll(1000 * max(0.0, min(next_look, deadline) - time.monotonic())):
+                if descriptor == caller:
                     return OVER_LIMIT, "nobody waits for the answer any more"
-                if now >= deadline:
-                    if is_time_up(descendants(os.getpid()), now - started, phase.timeout_seconds):
-                        return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
-                    deadline = now + POLL_SECONDS
-                if now >= next_look:
-                    counts_deleted = job.confinement.is_quota_needed
-                    excess = find_excess(os.getpid(), job.directory, job.limits, counts_deleted=counts_deleted)
-                    if excess is not None:
-                        return OVER_LIMIT, excess
-                    # Where looking is slow, for there are very many processes, look less often.
-                    next_look = time.monotonic() + max(POLL_SECONDS, 10 * (time.monotonic() - now))
-                for key, _ in selector.select(max(0.0, min(next_look, deadline) - time.monotonic())):
-                    if isinstance(key.data, Drain):
-                        if not key.data.read():
-                            selector.unregister(key.fd)
-                    elif key.fd == stdin:
-                        unsent = _feed(stdin, unsent)
-                        if not unsent:
-                            selector.unregister(stdin)
-                            os.close(stdin)
-                            stdin = -1
-        finally:
-            if stdin >= 0:
-                os.close(stdin)
-            if ending is not None:
-                os.close(ending)
+                if descriptor in open_drains and not open_drains[descriptor].read():
+                    poll.unregister(descriptor)
+                    del open_drains[descriptor]
+                elif descriptor == stdin:
+                    unsent = _feed(stdin, unsent)
+                    if not unsent:
+                        poll.unregister(stdin)
+                        os.close(stdin)
+                        stdin = -1
+    finally:
+        if stdin >= 0:
+            os.close(stdin)
+        if ending is not None:
+            os.close(ending)
 
 
 def _feed(descriptor: int, unsent: memoryview) -> memoryview:

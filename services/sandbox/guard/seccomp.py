@@ -11,7 +11,10 @@ import ctypes
 import errno
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
+
+from services.sandbox.guard import kernel
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
@@ -57,7 +60,6 @@ PRCTL = (157, 167)
 
 AF_UNIX = 1
 TIOCSTI = 0x5412
-PR_SET_DUMPABLE = 4
 CLONE_NEW_ANY = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
 
@@ -74,8 +76,6 @@ KILL_PROCESS = 0x80000000
 DENY = 0x00050000 | errno.EPERM
 NO_SUCH_CALL = 0x00050000 | errno.ENOSYS
 
-PR_SET_NO_NEW_PRIVS = 38
-PR_SET_CHILD_SUBREAPER = 36
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
 
@@ -122,7 +122,7 @@ def build_filter(machine: str, *, denies_metadata: bool) -> list[Instruction]:
     program += _when_argument(SOCKETPAIR[column], 0, JUMP_EQUAL, AF_UNIX, ALLOW, DENY)
     program += _when_argument(IOCTL[column], 1, JUMP_EQUAL, TIOCSTI, DENY, ALLOW)
     # A process that is not dumpable would hide its open files from the guard's accounting.
-    program += _when_argument(PRCTL[column], 0, JUMP_EQUAL, PR_SET_DUMPABLE, DENY, ALLOW)
+    program += _when_argument(PRCTL[column], 0, JUMP_EQUAL, kernel.PR_SET_DUMPABLE, DENY, ALLOW)
     return [*program, Instruction(RETURN, 0, 0, ALLOW)]
 
 
@@ -145,48 +145,25 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
-def forbid_new_privileges() -> None:
-    """Make set-uid programs powerless for this process for ever; Landlock and seccomp require it.
+class Filter:
+    """A filter as the kernel reads it, made once and installed in many forks."""
 
-    Raises:
-        OSError: the kernel refused.
-    """
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    def __init__(self, program: Sequence[Instruction]) -> None:
+        packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self._description = _Program(len(program), ctypes.addressof(self._buffer))
+        self._address = ctypes.addressof(self._description)
 
+    def install(self) -> None:
+        """Install it for this process and all that it becomes.
 
-def set_dumpable(is_dumpable: bool) -> None:
-    """Let other processes of this uid look into this one, or not.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    _prctl(PR_SET_DUMPABLE, int(is_dumpable))
-
-
-def become_reaper() -> None:
-    """Become the parent of every orphan below this process.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        Raises:
+            OSError: the kernel refused.
+        """
+        kernel.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, self._address)
 
 
-def install(program: Sequence[Instruction]) -> None:
-    """Install a filter for this process and all that it becomes.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(packed, len(packed))
-    description = _Program(len(program), ctypes.addressof(buffer))
-    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(description))
-
-
-def _prctl(option: int, *arguments: int) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    if library.prctl(ctypes.c_int(option), *padded) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {errno.errorcode.get(number, number)}")
+@cache
+def filter_for(machine: str, denies_metadata: bool) -> Filter:
+    """Make the filter of ``build_filter``, once."""
+    return Filter(build_filter(machine, denies_metadata=denies_metadata))

@@ -54,5 +54,6 @@ async def metrics(sandbox: Sandbox) -> Response:
         num_waiting=sandbox.pool.num_waiting,
         num_out_of_use=sandbox.pool.num_out_of_use,
         num_spoiled=sandbox.executor.num_spoiled,
+        num_servers_lost=sandbox.executor.num_servers_lost,
     )
     return await response_of(families)

@@ -4,7 +4,8 @@ import base64
 
 from fastapi import APIRouter
 
-from services.sandbox.executor import Program, SandboxFailed
+from services.sandbox.executor import Program
+from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import EXITED, NOT_STARTED, TIMED_OUT, JobResult, PhaseResult
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE

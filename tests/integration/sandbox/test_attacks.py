@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from services.sandbox import executor
+from services.sandbox.fork_servers import ForkServer
 from services.sandbox.guard import landlock
+from services.sandbox.guard.watch import descendants
 from services.sandbox.slots import living_processes_of
 from services.sandbox.state import SandboxState
 from shared.schemas.sandbox import CommandStatus, RunStatus
@@ -116,9 +118,13 @@ async def test_a_slot_whose_processes_live_waits_until_they_end(monkeypatch: pyt
     async def fail(uid: int, python: str) -> None:
         raise TimeoutError(f"{uid}, {python}")
 
+    async def is_not_empty(self: ForkServer) -> bool:
+        return False
+
     async with a_sandbox("C", concurrency=1, queue_seconds=5.0) as state:
         with monkeypatch.context() as patched:
             patched.setattr(executor, "sweep", fail)
+            patched.setattr(ForkServer, "is_empty", is_not_empty)
             await run(state, "print('first')")
             assert not state.pool.is_usable
         answer = await run(state, "print('second')")
@@ -369,9 +375,17 @@ def processes_called(name: str) -> list[str]:
 
 
 async def survivors_of(state: SandboxState) -> list[int]:
-    """List what of the slots' processes does not end: those of the last answer may just be about to."""
+    """List what lives of the slots' uids besides idle fork servers; the last program's may just be about to end."""
     uids = [slot.uid for slot in state.pool.slots if slot.uid is not None]
     end = time.monotonic() + ENDING_SECONDS
-    while (found := [pid for uid in uids for pid in living_processes_of(uid)]) and time.monotonic() < end:
+    while True:
+        idle = {pid for server in state.executor.servers() for pid in _tree(server.process.pid)}
+        found = [pid for uid in uids for pid in living_processes_of(uid) if pid not in idle]
+        # Of each server: bwrap twice, the server, and the guard of the next run.
+        if (not found and len(idle) <= 4 * len(state.executor.servers())) or time.monotonic() > end:
+            return found
         await asyncio.sleep(0.05)
-    return found
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *descendants(pid)]

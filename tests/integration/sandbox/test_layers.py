@@ -36,7 +36,8 @@ async def test_the_namespaces_alone_hide_the_services_environment(level: str, mo
         answer = await run(state, attacks.ENVIRONMENT)
 
     assert answer.run_result is not None
-    assert "\n1 b" in (answer.run_result.stdout or "")  # the namespace's first process can be read, and has nothing
+    assert "\nself b" in (answer.run_result.stdout or "")
+    assert "\n1 b" not in (answer.run_result.stdout or "")
     assert SECRET not in answer.model_dump_json()
 
 

@@ -78,7 +78,7 @@ def test_a_language_is_found_under_the_other_name() -> None:
 
 
 def test_bwrap_opens_no_namespace_and_no_writable_root() -> None:
-    command = bwrap_command(PLACE, Limits())
+    command = bwrap_command(PLACE)
 
     for option in ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--die-with-parent"):
         assert option in command

@@ -1,0 +1,142 @@
+"""Compare the sandbox's throughput with one plain bwrap call per program, in turns within one run.
+
+    python -m benchmarks.sandbox [--levels A,B,C] [--seconds 5] [--program 'print(1)']
+
+At each level and number of programs at a time, rounds of both alternate, so that whatever else the machine does weighs
+on both. bwrap is called with the same namespaces and the same interpreter and flags, without filter, Landlock, limits
+or control group. The ratio is the result; programs per second are this machine's.
+"""
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from pydantic import SecretStr
+
+from services.sandbox.executor import Executor, Program
+from services.sandbox.languages import find_languages, find_python, python_command
+from services.sandbox.routes.run_code import make_program
+from services.sandbox.settings import SandboxSettings
+from services.sandbox.state import SandboxState, open_state
+from shared.errors import Unavailable
+from shared.schemas.sandbox import IsolationLevel, RunCodeRequest
+
+WANTED_RATIO = 3.0
+ROUNDS = 4
+
+
+def bwrap_command(python: str, program: str) -> list[str]:
+    """Make one plain call: a private root and namespaces, nothing else."""
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib64"):
+        command += ["--symlink", f"usr/{name}", f"/{name}"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/work", "--chdir", "/work"]
+    return [*command, "--", *python_command(python)[:-1], "-c", program]
+
+
+async def call_bwrap(command: list[str]) -> None:
+    """Run one program in a bwrap of its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+    )
+    _, complaint = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"bwrap failed: {complaint.decode(errors='replace')[-300:]}")
+
+
+async def call_sandbox(state: SandboxState, program: Program) -> None:
+    """Run one program as the route does.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    async with state.pool.taken() as slot:
+        result = await state.executor.run(slot, program)
+    if result.phases[-1].return_code != 0:
+        raise RuntimeError(f"the program failed: {result.phases[-1]}")
+
+
+async def programs_per_second(call: Callable[[], Awaitable[None]], at_a_time: int, seconds: float) -> float:
+    """Call over and over for some time, so many at a time."""
+    started = time.monotonic()
+    done = 0
+
+    async def lane() -> None:
+        nonlocal done
+        while time.monotonic() < started + seconds:
+            await call()
+            done += 1
+
+    async with asyncio.TaskGroup() as lanes:
+        for _ in range(at_a_time):
+            lanes.create_task(lane())
+    return done / (time.monotonic() - started)
+
+
+async def compare(level: IsolationLevel, at_a_time: int, source: str, seconds: float) -> tuple[float, float]:
+    """Measure one level; returns programs per second of the sandbox and of bwrap, the medians of the rounds."""
+    settings = SandboxSettings(token=SecretStr("x" * 32), level=level, concurrency=at_a_time)
+    async with open_state(settings) as state:
+        executor: Executor = state.executor
+        language = state.languages["python"]
+        directory = executor.isolation.work_directory(state.pool.slots[0])
+        request = RunCodeRequest(code=source, language="python")
+        command = bwrap_command(executor.isolation.place.python, source)
+
+        async def in_sandbox() -> None:
+            await call_sandbox(state, make_program(request, language, directory, state))
+
+        await programs_per_second(in_sandbox, at_a_time, 0.5)  # the fork servers start
+        ours, plain = [], []
+        for _ in range(ROUNDS):
+            plain.append(await programs_per_second(lambda: call_bwrap(command), at_a_time, seconds / ROUNDS))
+            ours.append(await programs_per_second(in_sandbox, at_a_time, seconds / ROUNDS))
+    return statistics.median(ours), statistics.median(plain)
+
+
+async def measure(levels: list[IsolationLevel], source: str, seconds: float) -> bool:
+    """Print a line per level and number at a time; True if every ratio at the usual number is as wanted."""
+    usual = SandboxSettings(token=SecretStr("x" * 32)).concurrency
+    is_enough = True
+    print("level | at a time | sandbox/s | one bwrap each/s | ratio")
+    for level in levels:
+        for at_a_time in (1, usual):
+            try:
+                ours, plain = await compare(level, at_a_time, source, seconds)
+            except Unavailable as error:
+                print(f"{level.value:5} | {at_a_time:9} | not available here: {error.detail}")
+                continue
+            print(f"{level.value:5} | {at_a_time:9} | {ours:9.1f} | {plain:16.1f} | {ours / plain:5.2f}", flush=True)
+            is_enough = is_enough and (at_a_time != usual or ours >= WANTED_RATIO * plain)
+    return is_enough
+
+
+def main() -> int:
+    """Read the arguments, measure; 1 if a ratio at the usual concurrency is below what is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", default="A,B,C")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each cell of the table")
+    parser.add_argument("--program", default="print(1)")
+    arguments = parser.parse_args()
+    if shutil.which("bwrap") is None:
+        print("bwrap is not installed: there is nothing to compare with", file=sys.stderr)
+        return 2
+    assert "python" in find_languages(find_python(None))
+    levels = [IsolationLevel(name) for name in arguments.levels.split(",")]
+    return 0 if asyncio.run(measure(levels, arguments.program, arguments.seconds)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Programs run in forks of a warm interpreter: they cannot tell, and leave nothing in it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.sandbox import fork_servers
+from services.sandbox.languages import find_python, python_command
+from services.sandbox.state import SandboxState
+from shared.schemas.sandbox import RunStatus
+from tests.integration.sandbox.poison import CHECK, POISONS
+from tests.integration.sandbox.running import a_sandbox, run
+
+LIKE_PYTHON = {
+    "an exception": "def f():\n    raise ValueError('x')\n\nf()",
+    "an exception of an exception": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('y') from e",
+    "a group": "raise ExceptionGroup('g', [ValueError(1), TypeError(2)])",
+    "bad syntax": "x = = 1",
+    "bad indentation": "if True:\nx = 1",
+    "an encoding": "# -*- coding: latin-1 -*-\nprint(len('\u00e9'))",
+    "exit with a number": "import sys; print('a'); sys.exit(300)",
+    "exit with a text": "import sys; print('a'); sys.exit('b')",
+    "exit with nothing": "raise SystemExit",
+    "an interrupt": "raise KeyboardInterrupt",
+    "a signal": "import os; os.kill(os.getpid(), 15)",
+    "a hook": "import sys\ndef hook(*a): print('hook', a[0])\nsys.excepthook = hook\n1 / 0",
+    "a broken hook": "import sys\nsys.excepthook = None\n1 / 0",
+    "no end of line": "import sys; sys.stdout.write('a'); sys.stderr.write('b')",
+    "an unclosed file": "f = open('left', 'w'); f.write('x' * 100)\nimport atexit\natexit.register(print, 'end')",
+    "a file in a cycle": "class A: pass\na = A(); a.a = a; a.f = open('left', 'w'); a.f.write('y'); del a",
+    "destructors": "class A:\n    def __del__(self): print('gone', __name__)\na = A(); _b = A()",
+    "threads": "import threading as t, time\nt.Thread(target=lambda: (time.sleep(0.1), print(1))).start()\nprint('m')",
+    "a daemon thread": "import threading as t, time\nt.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "an exception in a thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
+    "exit functions": "import atexit\natexit.register(print, 'second')\natexit.register(print, 'first')",
+    "who it is": "import sys\nprint(__name__, __file__, sys.argv, sys.path[0], __spec__, __doc__, __builtins__)",
+    "what it has": "print(sorted(n for n in dir()), __annotations__, type(__loader__).__name__)",
+    "modules": "import sys; print(sorted(set(sys.modules) - {'sitecustomize'}))",
+    "flags": "import sys; print(sys.flags, sys.orig_argv[1:], sys.stdin.encoding, sys.stdout.line_buffering)",
+    "streams": "import sys; print(sys.stdin.readline(), sys.stdin.buffer.read(), sys.stdout.seekable())",
+    "no input": "print(input()); print(input()); print(input())",
+    "a helper": "import helper, inspect; print(helper.N, inspect.getsource(helper))",
+    "a name of the standard library": "import json; print(json.N)",
+    "itself": "import __main__, sys; x = 1; print(__main__.x, sys.modules['__main__'] is __main__)",
+    "forks": "import os\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait(); print('parent')",
+    "multiprocessing": "import multiprocessing as m\nm.get_context('fork').Process(target=print, args=('p',)).start()",
+    "ctypes": "import ctypes; ctypes.CDLL(None).printf(b'from C\\n'); print(ctypes.sizeof(ctypes.c_long))",
+    "closed output": "import sys; print('a'); sys.stdout.close()",
+    "enumerations": "import enum, signal\nclass A(enum.Enum): X = 1\nprint(A.X, signal.SIGINT, signal.getsignal(2))",
+    "annotations": "x: int = 1\nprint(__annotations__)",
+    "a future": "from __future__ import annotations\nx: nonsense = 1\nprint(__annotations__)",
+    "recursion": "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError: print('deep')",
+    "exec in main": "exec('y = 2'); print(y, eval('y'))",
+    "data classes": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nprint(P(1))",
+    "pickles": "import pickle\nclass P: pass\nprint(type(pickle.loads(pickle.dumps(P()))).__name__)",
+}
+GIVEN = {"helper.py": "TiA9IDIK", "json.py": "TiA9IDMK"}
+INPUT = "first\nsecond\n"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", params=["A", "B", "C"])
+async def one_slot(request: pytest.FixtureRequest) -> AsyncIterator[SandboxState]:
+    async with a_sandbox(request.param, concurrency=1) as opened:
+        yield opened
+
+
+async def test_no_program_changes_what_the_next_one_finds(one_slot: SandboxState) -> None:
+    before = await _state(one_slot)
+
+    for name, code in POISONS.items():
+        answer = await run(one_slot, code, run_timeout=5)
+        assert answer.status is not RunStatus.SANDBOX_ERROR, (name, answer)
+        assert answer.run_result is not None
+        assert answer.run_result.return_code != 77, (name, answer)
+        assert "SyntaxError" not in (answer.run_result.stderr or ""), (name, answer)
+        assert await _state(one_slot) == before, name
+
+    assert (one_slot.executor.num_servers_lost, one_slot.executor.num_spoiled) == (0, 0)
+
+
+async def _state(sandbox: SandboxState) -> object:
+    answer = await run(sandbox, CHECK)
+    assert answer.status is RunStatus.SUCCESS, answer
+    assert answer.run_result is not None
+    return json.loads(answer.run_result.stdout or "")
+
+
+async def test_a_fork_does_what_python_does(one_slot: SandboxState) -> None:
+    work = one_slot.executor.isolation.work_directory(one_slot.pool.slots[0])
+
+    different = {}
+    for name, code in LIKE_PYTHON.items():
+        expected = await asyncio.to_thread(_by_python, code, work)
+        answer = await run(one_slot, code, stdin=INPUT, files=GIVEN, fetch_files=("left",))
+        got = answer.run_result
+        assert got is not None, name
+        found = (got.return_code, got.stdout, got.stderr, answer.files.get("left"))
+        if found != expected:
+            different[name] = {"expected": expected, "found": found}
+
+    assert different == {}
+
+
+def _by_python(code: str, work: str) -> tuple[int, str, str, str | None]:
+    """Run a program by Python itself; paths in what it prints are those of the sandbox."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name).resolve()
+        (directory / "main.py").write_text(code)
+        (directory / "helper.py").write_text("N = 2\n")
+        (directory / "json.py").write_text("N = 3\n")
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": name}
+        command = python_command(find_python(None))
+        done = subprocess.run(
+            command, cwd=directory, input=INPUT.encode(), capture_output=True, timeout=60, env=environment
+        )
+        left = directory / "left"
+        streams = [stream.decode().replace(str(directory), work) for stream in (done.stdout, done.stderr)]
+        content = (
+            subprocess.run(["base64", "-w0", str(left)], capture_output=True).stdout.decode() if left.exists() else None
+        )
+        return done.returncode, streams[0], streams[1], content
+
+
+async def test_a_server_that_ends_is_replaced_and_its_program_runs_again(one_slot: SandboxState) -> None:
+    lost = one_slot.executor.num_servers_lost
+    await run(one_slot, "print('warm')")
+    (server,) = one_slot.executor.servers()
+    running = asyncio.create_task(run(one_slot, "import time; time.sleep(0.5); print('fine')"))
+    while server.num_runs < 2 and not running.done():
+        await asyncio.sleep(0.01)
+
+    os.kill(server.process.pid, signal.SIGKILL)
+
+    answer = await running
+    assert answer.run_result is not None and answer.run_result.stdout == "fine\n"
+    assert one_slot.executor.num_servers_lost == lost + 1
+    assert (await run(one_slot, "print('again')")).status is RunStatus.SUCCESS
+
+
+async def test_a_server_is_replaced_after_so_many_runs(one_slot: SandboxState, monkeypatch: pytest.MonkeyPatch) -> None:
+    await run(one_slot, "")
+    (first,) = one_slot.executor.servers()
+    monkeypatch.setattr(fork_servers, "MAX_RUNS", first.num_runs)
+
+    answer = await run(one_slot, "print('fine')")
+
+    (second,) = one_slot.executor.servers()
+    assert answer.status is RunStatus.SUCCESS
+    assert second is not first
+    assert first.process.returncode is not None
+
+
+async def test_a_server_does_not_grow_with_what_it_runs(one_slot: SandboxState) -> None:
+    large = "x" * 200_000
+    await run(one_slot, "print(1)")
+    (server,) = one_slot.executor.servers()
+    sizes = []
+
+    for _ in range(2):
+        for _ in range(15):
+            await run(one_slot, f"y = '{large}'; print(y)", stdin=large)
+        sizes.append(_resident_bytes(server.process.pid))
+
+    (same,) = one_slot.executor.servers()
+    assert same is server
+    assert sizes[1] <= sizes[0] + (3 << 20)  # a guard that is just forked shares more or less
+    assert sizes[1] < 40 << 20
+
+
+def _resident_bytes(pid: int) -> int:
+    """Sum the private memory of a process and its descendants."""
+    total = 0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith(("Private_Clean:", "Private_Dirty:")):
+            total += int(line.split()[1]) * 1024
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return total + sum(_resident_bytes(int(child)) for child in children)

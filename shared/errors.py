@@ -20,6 +20,8 @@
     ├── ClaimLost                    409  claim_lost
     ├── DataError                    422  data_error
     ├── ModelError                   422  model_error
+    ├── EpisodeFailed                502  episode_failed
+    │   └── EnvironmentDiverged      502  environment_diverged
     ├── GradingFailed                502  grading_failed
     ├── WeightTransferFailed         502  weight_transfer_failed
     └── WorkerDied                   500  worker_died
@@ -167,6 +169,18 @@ class ModelError(FlotillaError):
     """A model directory cannot be loaded as the spec says."""
 
     code, title, status = "model_error", "The model cannot be used", 422
+
+
+class EpisodeFailed(FlotillaError):
+    """An environment or a tool did not answer. Never a reward of zero."""
+
+    code, title, status = "episode_failed", "The episode failed", 502
+
+
+class EnvironmentDiverged(EpisodeFailed):
+    """Replayed from its seed and the recorded actions, an environment shows something else than before."""
+
+    code, title = "environment_diverged", "The environment cannot be replayed"
 
 
 class GradingFailed(FlotillaError):

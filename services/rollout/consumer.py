@@ -21,7 +21,7 @@ from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.weights.version import VersionGate
-from shared.errors import ClaimLost, FlotillaError, InvalidRequest, WorkerDied
+from shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
 from shared.retry import DATA_PLANE, retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
@@ -38,7 +38,7 @@ OTHER_VERSION_PAUSE_SECONDS = 0.2
 
 UNREADABLE = "unreadable"
 ROLLOUT_TIMEOUT = "rollout_timeout"
-"""Reasons for which a task fails, besides the codes of ``InvalidRequest`` and its kinds."""
+"""Reasons for which a task fails, besides the codes of ``InvalidRequest``, ``EpisodeFailed`` and their kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class RolloutConsumer:
                     await self._end(hop, claim, group)
         except ClaimLost as error:
             log.info("claim was lost, its request was ended", extra={"error": error.detail})
-        except InvalidRequest as error:
+        except (InvalidRequest, EpisodeFailed) as error:
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})
             await self._fail(hop, claim, error.code, error.detail)
         except WorkerDied as error:

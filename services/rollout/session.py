@@ -14,9 +14,9 @@ from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import Engine
 from services.rollout.engines.opening import make_engine
 from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.episodes.resumption import resume_rule
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
 from services.rollout.episodes.special_tokens import SamplingTally
+from services.rollout.episodes.turns import Turns
+from services.rollout.episodes_of import make_episodes
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
@@ -131,7 +131,7 @@ class SessionOpener:
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
         agents = self._agents(spec, assignment, engine, renderer, template, tally) if spec.rollout.agents else None
-        episodes = agents or SingleTurnEpisodes(engine, renderer, turns, resume_rule(spec.asynchrony), tally)
+        episodes = agents or make_episodes(spec, engine, renderer, turns, tally)
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()

@@ -9,13 +9,21 @@ from shared.config.advantage import GdpoConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.data import DataConfig, check_data_source_column
+from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
 from shared.config.resources import ResourcesConfig
-from shared.config.reward import AgentRewardConfig, CodeConfig, MatchConfig, RewardConfig, VerlDefaultConfig
+from shared.config.reward import (
+    AgentRewardConfig,
+    CodeConfig,
+    EnvironmentRewardConfig,
+    MatchConfig,
+    RewardConfig,
+    VerlDefaultConfig,
+)
 from shared.config.rollout import RolloutConfig
 from shared.schemas.engine import EngineCapability
 
@@ -61,6 +69,7 @@ def check_sections(spec: Sections) -> None:
     _engine(spec)
     _advantage(spec)
     _lengths(spec)
+    _episodes(spec)
     _labels(spec)
     _shuffle(spec)
     _sandboxes(spec)
@@ -116,6 +125,42 @@ def _advantage(spec: Sections) -> None:
         raise ValueError(
             f"rollout.group_size 1 leaves algorithm.advantage.kind {advantage.kind} nothing to compare, and so nothing "
             "to learn: raise group_size to at least 2, or use reinforce_plus_plus or gae"
+        )
+
+
+def _episodes(spec: Sections) -> None:
+    episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
+    has_environment = episodes.kind == "environment"
+    for number, component in enumerate(spec.reward.components):
+        if isinstance(component, EnvironmentRewardConfig) and not has_environment:
+            raise ValueError(
+                f"reward.components.{number} is of kind environment, and rollout.episodes.kind {episodes.kind} has "
+                "none, so that nothing would be graded: set rollout.episodes.kind to environment, or use another "
+                "component"
+            )
+    if kind in {"gigpo", "step_reinforce"} and not has_environment:
+        raise ValueError(
+            f"algorithm.advantage.kind {kind} compares the turns of an environment, and rollout.episodes.kind is "
+            f"{episodes.kind}: use {'grpo' if kind == 'gigpo' else 'reinforce'}, or set rollout.episodes.kind to "
+            "environment"
+        )
+    if isinstance(episodes, SingleTurnConfig):
+        return
+    if spec.rollout.agents is not None:
+        raise ValueError(
+            f"rollout.agents lets agents drive the episodes, so that rollout.episodes.kind {episodes.kind} has no "
+            "effect: remove one of the two"
+        )
+    if spec.data.input_template is not None:
+        raise ValueError(
+            f"data.input_template has no messages, so that no turn can follow another, and rollout.episodes.kind is "
+            f"{episodes.kind}: remove input_template, or set rollout.episodes.kind to single_turn"
+        )
+    context = spec.rollout.engine.context_tokens
+    if episodes.max_tokens is not None and episodes.max_tokens > context:
+        raise ValueError(
+            f"rollout.episodes.max_tokens {episodes.max_tokens} is more than rollout.engine.context_tokens {context} "
+            "holds: lower the first or raise the second"
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from shared.config.agents import AgentsConfig
 from shared.config.base import Config
 from shared.config.engine import EngineConfig, TorchEngineConfig
+from shared.config.episodes import EpisodesConfig, SingleTurnConfig
 from shared.schemas.engine import EngineCapability
 
 
@@ -36,6 +37,8 @@ class RolloutConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = TorchEngineConfig()
     """What samples: without a kind the embedded engine."""
+    episodes: EpisodesConfig = SingleTurnConfig()
+    """How an episode goes; without one a prompt has one completion."""
     requires: tuple[EngineCapability, ...] = ()
     """What the engine must promise; a spec whose engine does not is refused."""
     agents: AgentsConfig | None = None

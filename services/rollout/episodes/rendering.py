@@ -1,9 +1,11 @@
 """From chat messages to token ids, once per turn; from then on only tokens travel."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from services.rollout.episodes.special_tokens import SpecialTokens
+from shared.errors import ModelError
 from shared.prompts import PromptTemplate, load_tokenizer
 from shared.schemas.task import Message
 
@@ -18,6 +20,32 @@ class Renderer(Protocol):
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""
+
+
+class TurnRenderer(Renderer, Protocol):
+    """A renderer that also goes on behind a completion."""
+
+    def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
+        """Render what follows a completion: the end of its message, new messages, the beginning of the next answer.
+
+        Args:
+            messages: that are new.
+            last: the completion's last token; where it ends the message itself, the end is not repeated.
+
+        Raises:
+            ModelError: the chat template does not allow it.
+        """
+
+    def check_continuation(self) -> None:
+        """See whether a turn can follow another at all.
+
+        Raises:
+            ModelError: it cannot.
+        """
+
+
+MARK = "Answer-4f1c"
+"""Stands for what the policy sampled while the template is asked what comes behind it."""
 
 
 class ChatRenderer:
@@ -58,6 +86,62 @@ class ChatRenderer:
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a prompt so that the next token is the assistant's first."""
         return self._template.token_ids(self._tokenizer, messages)
+
+    def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
+        """Render what follows a completion; see ``TurnRenderer``.
+
+        The template never sees what was sampled: it renders a mark in its place, and only what is behind the mark is
+        made tokens. That begins with the special token that ends a message, where no tokenizer joins two texts.
+        """
+        tail = self._behind_mark(messages)
+        closing = self._closing
+        if closing is None:
+            return tuple(self._tokenizer(tail, add_special_tokens=False)["input_ids"])
+        token, text = closing
+        at = tail.find(text)
+        ids = tuple(self._tokenizer(tail[at:], add_special_tokens=False)["input_ids"]) if at >= 0 else ()
+        # Some tokenizers put a mark of their own before every text.
+        start = next((place for place, each in enumerate(ids[:2]) if each == token), None)
+        if start is None:
+            raise ModelError("the chat template ends messages in different ways, so that a turn cannot follow another")
+        return ids[start + 1 :] if last == token else ids[start:]
+
+    def check_continuation(self) -> None:
+        """See whether a turn can follow another; see ``TurnRenderer``."""
+        if self._template.input_template is not None:
+            raise ModelError("data.input_template has no messages, so that a turn cannot follow another: remove it")
+        self.continuation_ids([Message("user", ".")], -1)
+
+    def _behind_mark(self, messages: Sequence[Message]) -> str:
+        chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        chat += [{"role": each.role, "content": each.content} for each in messages]
+        if not self._tokenizer.chat_template:
+            return "".join(f"\n\n{each.content}" for each in messages)
+        options = {name: value for name, value in self._template.options.items() if name != "tools"}
+        try:
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # whatever a template raises: it is the model's own code
+            raise ModelError(f"the chat template cannot go on behind an answer: {error}") from error
+        _, mark, tail = str(text).partition(MARK)
+        if not mark:
+            raise ModelError("the chat template leaves the assistant's earlier answers out")
+        return tail
+
+    @cached_property
+    def _closing(self) -> tuple[int, str] | None:
+        """The token that ends the assistant's message in the template, and its text; None without a template."""
+        if not self._tokenizer.chat_template:
+            return None
+        tail = self._behind_mark([Message("user", ".")])
+        found = []
+        for token in self.stop_token_ids:
+            text = str(self._tokenizer.decode([token]))
+            if text and (at := tail.find(text)) >= 0:
+                found.append((at, token, text))
+        if not found:
+            raise ModelError("the chat template ends the assistant's message with none of the model's end tokens")
+        _, token, text = min(found)
+        return token, text
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""

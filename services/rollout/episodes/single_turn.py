@@ -4,61 +4,21 @@ A group that was handed over goes on from what it has: finished members stay, th
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from services.rollout.engines.base import Completion, Engine, GenerationRequest
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.episodes.resumption import Begun, begun, rule_of
 from services.rollout.episodes.special_tokens import SamplingTally
-from shared.config.rollout import SamplingConfig
-from shared.errors import FlotillaError
-from shared.prompts import PromptLimit
+from services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
 from shared.schemas.task import Task, sample_seed
 from shared.schemas.trajectory import Group, Trajectory
 from shared.streams.partials import Partials
-
-GENERATION_SECONDS = "generation_seconds"
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """How a turn is sampled, in training and in evaluation, and how long its prompt may be.
-
-    ``greedy_baseline``: whether each training task is answered greedily once more than its group size says.
-    """
-
-    train: SamplingConfig
-    evaluation: SamplingConfig
-    prompt: PromptLimit = field(default_factory=PromptLimit)
-    greedy_baseline: bool = False
-
-    def has_baseline(self, task: Task) -> bool:
-        """Whether a greedy answer belongs to the task's group."""
-        return self.greedy_baseline and task.pinned_version is None
-
-    def sampling_of(self, task: Task) -> SamplingConfig:
-        """Choose what the spec says of a task's turns."""
-        return self.train if task.pinned_version is None else self.evaluation
-
-    def parameters(self, task: Task, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParameters:
-        """Say to the engine how a task's turns are sampled."""
-        sampling = self.sampling_of(task)
-        return SamplingParameters(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            greedy=greedy or task.greedy,
-            stop_token_ids=() if sampling.ignore_eos else stop_token_ids,
-            stop=sampling.stop,
-            ignore_eos=sampling.ignore_eos,
-        )
 
 
 class SingleTurnEpisodes:
@@ -79,35 +39,20 @@ class SingleTurnEpisodes:
         tally: SamplingTally | None = None,
     ) -> None:
         self._tally = tally or SamplingTally()
-        self._engine = engine
+        self._requests = Requests(engine)
         self._renderer = renderer
         self._turns = turns
         self._resume = resume
-        self._in_flight: set[str] = set()
 
     async def run(self, task: Task, partials: Partials = (), serving: int = 0, *, delivery: str = "") -> Group:
-        """Sample the task's group; after ``interrupt`` its unfinished members are aborted, with the tokens they have.
-
-        Args:
-            task: what to answer.
-            partials: what its members have already.
-            serving: the version that serves now.
-            delivery: names this delivery of the task: the engine may still sample what an earlier one asked for.
-
-        Raises:
-            InvalidRequest: the engine does not take what the spec says of sampling.
-            PromptTooLong: the prompt is longer than the spec allows and not to be cut, or does not fit the engine's
-                context together with a completion.
-            WorkerDied: the engine's process ended.
-        """
+        """Sample the task's group; see ``Episodes.run``."""
         started = time.perf_counter()
         prompt_ids = self._turns.prompt.fit(self._renderer.prompt_ids(task.messages))
         num_members = task.group_size + self._turns.has_baseline(task)
         max_new_tokens = self._turns.sampling_of(task).max_new_tokens
         had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, max_new_tokens)
         wanted = [index for index in range(num_members) if index not in had.finished]
-        request_id = f"{'e' if task.pinned_version is not None else 't'}{task.group_id}-{delivery}"
-        completions = await self._complete(task, request_id, prompt_ids, had, wanted)
+        completions = await self._complete(task, request_name(task, delivery), prompt_ids, had, wanted)
         if task.pinned_version is None:
             self._tally.add_prompt(prompt_ids)
             for completion in completions:
@@ -124,10 +69,7 @@ class SingleTurnEpisodes:
 
     async def interrupt(self) -> None:
         """End what is being sampled now: each ``run`` returns with what it has."""
-        # An engine that has died says so to those who wait for it.
-        with contextlib.suppress(FlotillaError):
-            for request_id in list(self._in_flight):
-                await self._engine.abort(request_id)
+        await self._requests.abort_all()
 
     async def _complete(
         self, task: Task, request_id: str, prompt_ids: tuple[int, ...], had: Begun, wanted: Sequence[int]
@@ -147,15 +89,8 @@ class SingleTurnEpisodes:
                 prefixes=tuple(had.prefixes.get(index) for index in members) if had.prefixes else (),
                 resume=rule_of(task, self._resume),
             )
-            parts.append(self._generate(request))
+            parts.append(self._requests.generate(request))
         return [completion for part in await asyncio.gather(*parts) for completion in part]
-
-    async def _generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        self._in_flight.add(request.request_id)
-        try:
-            return await self._engine.generate(request)
-        finally:
-            self._in_flight.discard(request.request_id)
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:
         num_prompt, num_sampled = len(prompt_ids), completion.token_ids.shape[0]

@@ -20,9 +20,14 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "url": st.sampled_from(["https://grader.example.org/x", "http://127.0.0.1:5000"]),
     "hub": st.sampled_from(["squad", "own.er/na-me"]),
     "custom": st.sampled_from(["rows.py:Rows", "ünï/c ode.py:R"]),
+    "environment": st.sampled_from(["frozen_lake", "ünï/c ode.py:Lake", "gymnasium:CliffWalking-v1"]),
     "input_template": st.sampled_from(["{}", "Q: {}\nA:", "é{}# '"]),
 }
 """Fields whose text has a form."""
+WHOLE: dict[str, st.SearchStrategy[Any]] = {
+    "environments": st.just([{"environment": "sokoban", "data_sources": ["a"]}, {"environment": "frozen_lake"}]),
+}
+"""Fields whose parts depend on each other."""
 OFTEN = frozenset({"path", "hub", "custom", "sources", "sets"})
 """Without one of these a section of rows is empty, and refused."""
 RARELY = [False, False, True]
@@ -36,6 +41,8 @@ def bounds(field: FieldInfo) -> tuple[Any, Any]:
 
 def of_type(annotation: Any, name: str, field: FieldInfo) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if name in WHOLE:
+        return WHOLE[name]
     if origin is Annotated:
         return of_type(arguments[0], name, field)
     if origin is Literal:

@@ -9,7 +9,8 @@ import numpy as np
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.resumption import ResumeRule
 from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
+from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.turns import Turns
 from services.rollout.weights.version import VersionGate
 from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task

@@ -10,7 +10,8 @@ from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.resumption import UNMIXED
 from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
+from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.turns import Requests, Turns
 from services.rollout.weights.version import VersionGate
 from shared.config.rollout import SamplingConfig
 from shared.errors import InvalidRequest
@@ -163,7 +164,7 @@ class Refusing(ScriptedEngine):
 async def test_a_task_fails_under_the_reason_that_it_has(reason: str) -> None:
     world = World(limit=2 if reason == "prompt_too_long" else None)
     if reason == "invalid_request":
-        world.episodes._engine = Refusing()
+        world.episodes._requests = Requests(Refusing())
     async with running(world):
         await world.plane.admission.issue(a_task(0), limit=1)
         async with asyncio.timeout(5):

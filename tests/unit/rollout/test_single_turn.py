@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from services.rollout.engines.base import Completion, GenerationRequest
 from services.rollout.engines.resumption import UNMIXED
 from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes, Turns
+from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.turns import Turns
 from shared.config.evaluation import EvaluationConfig
 from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task

@@ -22,6 +22,10 @@ from shared.trajectory_builder import TrajectoryBuilder
 from tests.unit.trainer.builders import a_model, a_spec
 
 ENVIRONMENT = {"components": [{"kind": "environment"}]}
+EPISODES = {
+    "group_size": 4,
+    "episodes": {"kind": "environment", "environments": [{"environment": "frozen_lake"}]},
+}
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("values", "old_log_probs", "ref_log_probs", "sum_pi_squared", "importance_weights")
 )
@@ -46,7 +50,7 @@ def a_group(*members: Trajectory, number: int = 0) -> Group:
 
 
 def spec_of(**advantage: Any) -> ExperimentSpec:
-    return a_spec(algorithm={"advantage": advantage}, reward=ENVIRONMENT)
+    return a_spec(algorithm={"advantage": advantage}, reward=ENVIRONMENT, rollout=EPISODES)
 
 
 def advantages_of(spec: ExperimentSpec, *groups: Group) -> Advantages:
@@ -116,6 +120,7 @@ def test_an_estimator_trains_whole_and_cut_steps_alike(kind: str) -> None:
         spec = a_spec(
             algorithm={"advantage": {"kind": kind}},
             reward=ENVIRONMENT,
+            rollout=EPISODES,
             optimisation={"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1.0, **layout},
         )
         learner = Learner(spec, LoadedModel(a_model(), Path()))

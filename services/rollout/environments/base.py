@@ -1,0 +1,88 @@
+"""What an environment is, and how a text becomes an action.
+
+The contract is the one of gymnasium, with text for observations and actions, so environments written for it (or for
+GEM and ROLL) run as they are.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+Info = Mapping[str, Any]
+"""What an environment says beside the observation; all of it may be left out.
+
+``instruction`` (of ``reset``): put before the first observation where the task has no prompt of its own.
+``metrics``: numbers by name, of the episode so far; those of the last step count. ``success`` is shown as such.
+``state``: anything that equal states of the environment share, for estimators that compare steps (gigpo); the
+observation where it is left out.
+"""
+Step = tuple[str, float, bool, bool, Info]
+"""Observation, reward, whether the episode is over, whether a limit of the environment's own ended it, and info."""
+
+
+class Environment(Protocol):
+    """A task that answers each text with an observation and a reward. Same seed, same episode.
+
+    Methods may be coroutines. A plain one of an environment that is not ours runs on a thread.
+    """
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        """Begin an episode."""
+
+    def step(self, text: str) -> Step:
+        """Take what the policy wrote."""
+
+
+THOUGHT_END = "</think>"
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def without_thought(text: str) -> str:
+    """Leave out a reasoning model's thoughts."""
+    return text.rpartition(THOUGHT_END)[2]
+
+
+class ActionTable:
+    """Reads one of a few named actions.
+
+    Args:
+        names: of the actions, in the order of their numbers.
+        pattern: a regular expression whose last group is the action; the first match counts. None: what is between
+            ``<answer>`` and ``</answer>``, or the whole text where there is no such mark.
+    """
+
+    def __init__(self, names: Sequence[str], pattern: str | None = None) -> None:
+        self._numbers = {name.casefold(): number for number, name in enumerate(names)}
+        self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
+
+    def read(self, text: str) -> int | None:
+        """Return the number of the action; None if the text names none."""
+        text = without_thought(text)
+        found = (self._pattern or ANSWER).search(text)
+        if found is None and self._pattern is not None:
+            return None
+        written = text if found is None else found.group(found.re.groups)
+        return self._numbers.get(written.strip().casefold())
+
+
+def answer_of(text: str) -> str:
+    """Read what is between ``<answer>`` and ``</answer>``, or the whole text where there is no such mark."""
+    text = without_thought(text)
+    found = ANSWER.search(text)
+    return (text if found is None else found.group(1)).strip()
+
+
+class Validity:
+    """The share of an episode's actions that could be read, and whether it succeeded, as metrics."""
+
+    def __init__(self) -> None:
+        self._read = self._all = 0
+
+    def count(self, is_valid: bool) -> None:
+        """Count an action."""
+        self._read += is_valid
+        self._all += 1
+
+    def metrics(self, success: bool) -> dict[str, float]:
+        """Make the metrics so far."""
+        return {"success": float(success), "action_is_valid": self._read / max(1, self._all)}

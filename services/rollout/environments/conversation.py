@@ -1,0 +1,149 @@
+"""An environment as the other side of an episode: actions are the policy's texts, observations the user's messages."""
+
+import asyncio
+import hashlib
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.rollout.environments.base import Environment
+from services.rollout.environments.loading import is_ours, load_environment
+from services.rollout.episodes.conversation import Conversation, Reply, with_observation
+from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
+from shared.custom_code import describe
+from shared.daemon_threads import on_daemon_thread
+from shared.errors import EpisodeFailed, InvalidRequest
+from shared.schemas.task import Message, Task
+from shared.schemas.turns import FinishReason
+
+NAME = "environment"
+SECONDS = "seconds"
+
+
+class EnvironmentConversation:
+    """One episode in an environment.
+
+    Args:
+        make: makes the environment.
+        task: its messages come before the first observation.
+        step_seconds: time for one call.
+        is_quick: whether calls take microseconds, and so need no thread.
+    """
+
+    is_replayable = True
+
+    def __init__(self, make: Callable[[], Environment], task: Task, step_seconds: float, *, is_quick: bool) -> None:
+        self._make = make
+        self._task = task
+        self._step_seconds = step_seconds
+        self._is_quick = is_quick
+        self._environment: Environment | None = None
+        self._metrics: dict[str, float] = {}
+        self._seconds = 0.0
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the environment measured, and the time that it took."""
+        return {f"{NAME}/{name}": value for name, value in self._metrics.items()} | {f"{NAME}/{SECONDS}": self._seconds}
+
+    async def begin(self) -> Reply:
+        """Reset the environment with the row's seed, or the task's."""
+        self._environment = await self._call(self._make)
+        given = self._task.metadata.get("seed")
+        seed = given if isinstance(given, int) and not isinstance(given, bool) else self._task.seed
+        found = await self._call(lambda: self._made.reset(seed))
+        observation, info = found if isinstance(found, tuple) else (found, {})
+        self._measure(info)
+        messages = self._task.messages
+        if not any(message.content for message in messages) and info.get("instruction"):
+            messages = (Message("user", str(info["instruction"])),)
+        return Reply(with_observation(messages, str(observation)), state=_number(info, observation))
+
+    async def answer(self, text: str, *, is_cut: bool) -> Reply:
+        """Step."""
+        del is_cut  # a text that was cut is an action like others, valid or not
+        result = await self._call(lambda: self._made.step(text))
+        try:
+            observation, reward, is_terminated, is_truncated, info = result
+            value = float(reward)
+        except (TypeError, ValueError) as error:
+            raise EpisodeFailed(
+                f"{self._what}.step must return observation, reward, terminated, truncated, info: {error}"
+            ) from error
+        if not math.isfinite(value):
+            raise EpisodeFailed(f"{self._what}.step returned the reward {value}")
+        self._measure(info)
+        finish = FinishReason.TURNS if is_truncated else FinishReason.STOP if is_terminated else None
+        return Reply((Message("user", str(observation)),), value, finish, _number(info, observation))
+
+    async def close(self) -> None:
+        """Close the environment, if it can be closed; what that raises is nobody's."""
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            try:
+                await self._call(close)
+            except EpisodeFailed:
+                return
+
+    @property
+    def _made(self) -> Environment:
+        assert self._environment is not None, "begin comes first"
+        return self._environment
+
+    @property
+    def _what(self) -> str:
+        return type(self._environment).__name__
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._step_seconds):
+                found = work() if self._is_quick else await on_daemon_thread(work, NAME)
+                return await found if inspect.isawaitable(found) else found
+        except TimeoutError as error:
+            raise EpisodeFailed(f"{self._what} took longer than {self._step_seconds:g} s") from error
+        except Exception as error:  # whatever the user's environment raises is this episode's error
+            raise EpisodeFailed(f"{self._what}: {describe(error, None)}") from error
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def _measure(self, info: Mapping[str, Any]) -> None:
+        for name, value in dict(info.get("metrics") or {}).items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._metrics[str(name)] = float(value)
+
+
+class EnvironmentConversations:
+    """Opens the environment that a task is for.
+
+    Raises:
+        InvalidSpec: an environment cannot be loaded or made.
+    """
+
+    def __init__(self, config: EnvironmentEpisodesConfig) -> None:
+        self._step_seconds = config.step_seconds
+        self._makers = [(each, load_environment(each)) for each in config.environments]
+
+    def __call__(self, task: Task, member: int) -> Conversation:
+        """Open one.
+
+        Raises:
+            InvalidRequest: none is for the task's data source.
+        """
+        del member  # all members of a group begin alike
+        for config, make in self._makers:
+            if _is_for(config, task):
+                return EnvironmentConversation(make, task, self._step_seconds, is_quick=is_ours(config))
+        raise InvalidRequest(f"no environment is for the data source {task.data_source!r}")
+
+
+def _is_for(config: EnvironmentConfig, task: Task) -> bool:
+    return config.data_sources is None or task.data_source in config.data_sources
+
+
+def _number(info: Mapping[str, Any], observation: object) -> int:
+    """Number a state: equal ones alike, on every machine."""
+    text = repr(info.get("state", observation))
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,54 @@
+"""From the name of an environment to the object: ours, one in a file, or one of gymnasium."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from services.rollout.environments.base import Environment
+from services.rollout.environments.countdown import Countdown
+from services.rollout.environments.frozen_lake import FrozenLake
+from services.rollout.environments.gymnasium_text import GymnasiumText
+from services.rollout.environments.sokoban import Sokoban
+from services.rollout.environments.word_game import WordGame
+from shared.config.episodes import GYMNASIUM, EnvironmentConfig
+from shared.custom_code import load_callable
+from shared.errors import InvalidSpec
+
+BUILT_IN: Final[Mapping[str, type[Any]]] = {
+    "frozen_lake": FrozenLake,
+    "sokoban": Sokoban,
+    "countdown": Countdown,
+    "word_game": WordGame,
+}
+
+
+def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """Load an environment's class, and make one to see that it can be made.
+
+    Returns:
+        What makes an environment, for one episode.
+
+    Raises:
+        InvalidSpec: there is no such environment, or it does not take the options.
+    """
+    name, options = config.environment, config.options
+    if name in BUILT_IN:
+        make: Callable[..., Any] = BUILT_IN[name]
+    elif name.startswith(GYMNASIUM):
+        make = partial(GymnasiumText, name.removeprefix(GYMNASIUM))
+    else:
+        make = load_callable(name, what="environment", kind="class", accepts=inspect.isclass)
+    try:
+        made = make(**options)
+    except (TypeError, ValueError) as error:
+        raise InvalidSpec(f"environment {name!r} does not take the options {dict(options)}: {error}") from error
+    for method in ("reset", "step"):
+        if not callable(getattr(made, method, None)):
+            raise InvalidSpec(f"environment {name!r} has no method {method}")
+    return partial(make, **options)
+
+
+def is_ours(config: EnvironmentConfig) -> bool:
+    """Whether its methods take microseconds and never wait, so that they need no thread."""
+    return config.environment in BUILT_IN

@@ -1,0 +1,62 @@
+"""The other side of an episode: what the policy is shown first, and what each of its answers is answered with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.schemas.task import Message, Task
+from shared.schemas.turns import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What comes of a completion.
+
+    Attributes:
+        messages: shown before the next one.
+        reward: for this completion; None where nothing is given.
+        finish: why the episode ends here; None where it goes on.
+        state: of the environment, that the next turn begins in.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    finish: FinishReason | None = None
+    state: int | None = None
+
+
+class Conversation(Protocol):
+    """One episode's other side. What it raises is an ``EpisodeFailed``: the episode becomes an error.
+
+    Begun again with the same task and told the same answers, it says the same; one that cannot says so by
+    ``is_replayable``, and its episodes begin afresh when they change hands.
+    """
+
+    is_replayable: bool
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What it measured so far, by ``NAME/METRIC``."""
+
+    async def begin(self) -> Reply:
+        """Return the whole first prompt."""
+
+    async def answer(self, text: str, *, is_cut: bool) -> Reply:
+        """Take a completion; ``is_cut`` where it reached the most tokens of a turn."""
+
+    async def close(self) -> None:
+        """Release what it holds."""
+
+
+class ConversationOpener(Protocol):
+    """Opens the other side of one member's episode."""
+
+    def __call__(self, task: Task, member: int) -> Conversation: ...
+
+
+def with_observation(messages: tuple[Message, ...], shown: str) -> tuple[Message, ...]:
+    """Put an observation behind the task's messages: into the last one if that is the user's, since roles alternate."""
+    if messages and messages[-1].role == "user":
+        content = "\n\n".join(filter(None, (messages[-1].content, shown)))
+        return (*messages[:-1], Message("user", content))
+    return (*messages, Message("user", shown))

@@ -1,0 +1,239 @@
+"""One member of a group: a trajectory that grows, turn by turn, while a conversation answers it."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import Prefix, ResumeRule
+from services.rollout.episodes.conversation import Conversation, Reply
+from services.rollout.episodes.rendering import TurnRenderer
+from services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
+from shared.errors import EnvironmentDiverged, EpisodeFailed, PromptTooLong
+from shared.schemas.task import Message, Task, sample_seed
+from shared.schemas.trajectory import GradeStatus, Trajectory
+from shared.schemas.turns import FinishReason, Turn
+from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+
+Value = TypeVar("Value")
+
+
+class _Interrupted(Exception):  # no error: the member goes on elsewhere
+    """The session was interrupted while the conversation was waited for."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Member:
+    """Plays one episode, once.
+
+    Attributes:
+        task, index: what is answered, and which member of its group this is.
+        before: what there is of it from an earlier rollout.
+        conversation: its other side.
+        requests: to the engine.
+        renderer, turns: how messages become tokens, and how a turn is sampled.
+        max_turns, max_tokens: bounds of the episode.
+        request_id: of the group; those of turns begin with it.
+        rule: which tokens of an earlier rollout may be kept.
+        renders: counts what was shown.
+        interrupted: set when the session is interrupted.
+    """
+
+    task: Task
+    index: int
+    before: Trajectory | None
+    conversation: Conversation
+    requests: Requests
+    renderer: TurnRenderer
+    turns: Turns
+    max_turns: int
+    max_tokens: int
+    request_id: str
+    rule: ResumeRule
+    renders: RenderTally
+    interrupted: asyncio.Event
+    _builder: TrajectoryBuilder = field(init=False)
+    _sampling_seconds: float = 0.0
+    _resumed: int = 0
+
+    async def play(self) -> Trajectory:
+        """Play the episode to its end, or to the interruption.
+
+        An error of the conversation is the trajectory's, which then has no reward.
+
+        Raises:
+            EnvironmentDiverged: the conversation does not say again what it said before.
+            PromptTooLong: the first prompt leaves no room for a completion.
+        """
+        self._builder = TrajectoryBuilder(self.renders)
+        try:
+            finish = await self._play()
+        except _Interrupted:
+            finish = FinishReason.ABORTED
+        except EnvironmentDiverged:
+            raise
+        except EpisodeFailed as error:
+            return self._failed(error)
+        finally:
+            await self.conversation.close()
+        return self._built(finish)
+
+    async def _play(self) -> FinishReason:
+        opening = await self._wait_for(self.conversation.begin())
+        prompt = self.turns.prompt.fit(self.renderer.prompt_ids(opening.messages))
+        if len(prompt) >= self.max_tokens:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in the {self.max_tokens} of an episode"
+            )
+        self._builder.show(prompt, state=opening.state)
+        prefix = None
+        if self.before is not None and self._begins_alike(prompt):
+            ended, prefix = await self._replay(self.before)
+            if ended is not None:
+                return ended
+        while True:
+            completion = await self._sample(prefix)
+            prefix = None
+            if completion.finish_reason is FinishReason.ABORTED:
+                return FinishReason.ABORTED
+            turn = self._builder.turns[-1]
+            ended = self._take(await self._answer(turn), turn)
+            if ended is not None:
+                return ended
+
+    async def _answer(self, turn: Turn) -> Reply:
+        is_cut = turn.finish_reason is FinishReason.LENGTH
+        return await self._wait_for(self.conversation.answer(turn.text, is_cut=is_cut))
+
+    def _take(self, reply: Reply, turn: Turn) -> FinishReason | None:
+        """Record what came of a turn, and show what is next; return why the episode ends, if it does."""
+        if reply.reward is not None:
+            self._builder.reward(reply.reward)
+        if reply.finish is not None:
+            return reply.finish
+        if len(self._builder.turns) >= self.max_turns:
+            return FinishReason.TURNS
+        last = self._builder.token_ids[-1]
+        context = self.renderer.continuation_ids(reply.messages, last)
+        if self._builder.num_tokens + len(context) >= self.max_tokens:
+            return FinishReason.TOKENS
+        self._builder.show(context, _text(reply.messages), state=reply.state)
+        return None
+
+    async def _sample(self, prefix: Prefix | None) -> Completion:
+        """Sample a turn and append it."""
+        if self.interrupted.is_set():
+            raise _Interrupted
+        number = len(self._builder.turns)
+        seed = sample_seed(self.task.seed, self.index)
+        room = self.max_tokens - self._builder.num_tokens
+        request = GenerationRequest(
+            request_id=f"{self.request_id}-{self.index}.{number}",
+            prompt_ids=self._builder.token_ids,
+            # The first turn's is that of a single turn; every later one has its own.
+            seeds=(sample_seed(seed, number) if number else seed,),
+            sampling=self.turns.parameters(
+                self.task, self.renderer.stop_token_ids, greedy=self.index >= self.task.group_size, most=room
+            ),
+            holds_weights=self.task.pinned_version is not None,
+            prefixes=(prefix,) if prefix is not None else (),
+            resume=self.rule,
+        )
+        started = time.perf_counter()
+        (completion,) = await self.requests.generate(request)
+        self._sampling_seconds += time.perf_counter() - started
+        self._resumed += completion.num_resumed
+        text = self.renderer.text(completion.token_ids.tolist())
+        self._builder.sample(
+            completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text
+        )
+        return completion
+
+    def _begins_alike(self, prompt: tuple[int, ...]) -> bool:
+        """Whether what there is of the episode began with this prompt; tokens behind another are of no use."""
+        assert self.before is not None
+        first = self.before.turns[:1]
+        return bool(first) and tuple(self.before.token_ids[: first[0].sampled].tolist()) == prompt
+
+    async def _replay(self, before: Trajectory) -> tuple[FinishReason | None, Prefix | None]:
+        """Give the conversation the recorded answers again, and keep their tokens.
+
+        Returns:
+            Why the episode ends with them, if it does, and the tokens of the turn that was interrupted.
+        """
+        if not self.conversation.is_replayable:
+            return None, None
+        whole = [turn for turn in before.turns if turn.finish_reason is not FinishReason.ABORTED]
+        ended: FinishReason | None = None
+        for number, turn in enumerate(whole, start=1):
+            self._builder = self._at(before, number)
+            self._resumed = before.loss_mask[: turn.end].sum()
+            reply = await self._answer(turn)
+            # What was interrupted before its answer came has no reward yet.
+            is_known = turn.reward is not None
+            ended = self._take(replace(reply, reward=None) if is_known else reply, turn)
+            following = before.turns[number] if number < len(before.turns) else None
+            is_other = following is not None and (ended is not None or not self._shows(before, following))
+            if is_other or (is_known and reply.reward != turn.reward):
+                raise EnvironmentDiverged(
+                    f"turn {number + 1} of group {self.task.group_id} shows something else when it is replayed"
+                )
+        interrupted = before.turns[len(whole) :]
+        return ended, _prefix(before, interrupted[0]) if interrupted else None
+
+    def _at(self, before: Trajectory, num_turns: int) -> TrajectoryBuilder:
+        return TrajectoryBuilder.continuing(before, num_turns, self.renders)
+
+    def _shows(self, before: Trajectory, turn: Turn) -> bool:
+        recorded = before.token_ids[: turn.sampled].tolist()
+        return self._builder.token_ids == tuple(recorded)
+
+    async def _wait_for(self, work: Awaitable[Value]) -> Value:
+        """Wait for the conversation, unless the session is interrupted first."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.interrupted.wait())
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _Interrupted
+            return await working
+        finally:
+            for each in (working, stopping):
+                each.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    def _built(self, finish: FinishReason, **fields: object) -> Trajectory:
+        earlier = self.before.timings.get(GENERATION_SECONDS, 0.0) if self.before is not None and self._resumed else 0.0
+        return self._builder.build(
+            finish,
+            timings={GENERATION_SECONDS: earlier + self._sampling_seconds},
+            metrics=self._metrics() if finish is not FinishReason.ABORTED else {},
+            resumed_tokens=int(self._resumed),
+            **fields,
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        turns = len(self._builder.turns)
+        return {**self.conversation.metrics, "episode/turns": float(turns)}
+
+    def _failed(self, error: EpisodeFailed) -> Trajectory:
+        if not self._builder.num_tokens:
+            messages = self.task.messages or (Message("user", ""),)
+            self._builder.show(self.renderer.prompt_ids(messages))
+        return self._built(FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
+
+
+def _text(messages: tuple[Message, ...]) -> str:
+    return "\n".join(message.content for message in messages)
+
+
+def _prefix(before: Trajectory, turn: Turn) -> Prefix:
+    """Cut the tokens of an interrupted turn out, with versions that count from its first one."""
+    span = slice(turn.sampled, turn.end)
+    versions = before.token_versions()[span].tolist()
+    runs = tuple(
+        (place, version) for place, version in enumerate(versions) if not place or versions[place - 1] != version
+    )
+    return Prefix(tuple(before.token_ids[span].tolist()), tuple(before.log_probs[span].tolist()), runs)

@@ -1,0 +1,150 @@
+"""Episodes of many turns: each member of a group talks to a conversation of its own until one of the two ends it.
+
+Tokens are only appended. A group that was handed over goes on: finished members stay, the conversation of each other
+one is replayed from its beginning with the recorded answers, and must say what it said before.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.resumption import ResumeRule
+from services.rollout.episodes.conversation import ConversationOpener
+from services.rollout.episodes.member import Member
+from services.rollout.episodes.rendering import TurnRenderer
+from services.rollout.episodes.resumption import rule_of
+from services.rollout.episodes.special_tokens import SamplingTally
+from services.rollout.episodes.turns import Requests, Turns, request_name
+from shared.config.episodes import TurnLimits
+from shared.schemas.task import Task
+from shared.schemas.trajectory import Group, Trajectory
+from shared.streams.partials import Partials, is_finished
+from shared.trajectory_builder import RenderTally
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds an episode.
+
+    Attributes:
+        max_turns: completions.
+        max_tokens: all tokens, sampled or not.
+    """
+
+    max_turns: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, config: TurnLimits, context_tokens: int) -> "Limits":
+        """Read what a spec says of it."""
+        return cls(config.max_turns, min(config.max_tokens or context_tokens, context_tokens))
+
+
+class MultiTurnEpisodes:
+    """Answers a task with ``group_size`` episodes, and a greedy one where a baseline is wanted.
+
+    Args:
+        turns: how each turn is sampled.
+        limits: of an episode.
+        open_conversation: opens the other side of each.
+        resume: which tokens of groups that were handed over may be kept.
+        tally: counts special tokens in what is sampled for training.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: TurnRenderer,
+        turns: Turns,
+        limits: Limits,
+        open_conversation: ConversationOpener,
+        resume: ResumeRule,
+        tally: SamplingTally | None = None,
+    ) -> None:
+        self._requests = Requests(engine)
+        self._renderer = renderer
+        self._turns = turns
+        self._limits = limits
+        self._open = open_conversation
+        self._resume = resume
+        self._tally = tally or SamplingTally()
+        self.renders = RenderTally()
+        self._interrupted = asyncio.Event()
+
+    async def run(self, task: Task, partials: Partials = (), serving: int = 0, *, delivery: str = "") -> Group:
+        """Sample the task's group; see ``Episodes.run``."""
+        interrupted = self._interrupted
+        had = [self._usable(task, member, serving) for member in partials]
+        had += [None] * (task.group_size + self._turns.has_baseline(task) - len(had))
+        members: dict[int, asyncio.Task[Trajectory]] = {}
+        for index, before in enumerate(had):
+            if before is None or not is_finished(before):
+                member = self._member(task, index, before, request_name(task, delivery), interrupted)
+                members[index] = asyncio.create_task(member.play(), name=f"episode {task.group_id}.{index}")
+        try:
+            played = dict(zip(members, await asyncio.gather(*members.values()), strict=True))
+        finally:
+            # One that fails ends the group, and so the others.
+            for each in members.values():
+                each.cancel()
+            await asyncio.gather(*members.values(), return_exceptions=True)
+        trajectories = []
+        for index, before in enumerate(had):
+            made = played.get(index) or before
+            assert made is not None
+            made = made if index in played else replace(made, resumed_tokens=made.num_sampled)
+            trajectories.append(made if index < task.group_size else replace(made, is_baseline=True))
+        if task.pinned_version is None:
+            self._count(trajectories)
+        return Group(task, tuple(trajectories), prompt=self._prompt(trajectories))
+
+    async def interrupt(self) -> None:
+        """End what is being sampled or waited for now: each ``run`` returns with what it has."""
+        self._interrupted.set()
+        self._interrupted = asyncio.Event()
+        await self._requests.abort_all()
+
+    def _member(
+        self, task: Task, index: int, before: Trajectory | None, request_id: str, interrupted: asyncio.Event
+    ) -> Member:
+        return Member(
+            task=task,
+            index=index,
+            before=before,
+            conversation=self._open(task, index),
+            requests=self._requests,
+            renderer=self._renderer,
+            turns=self._turns,
+            max_turns=self._limits.max_turns,
+            max_tokens=self._limits.max_tokens,
+            request_id=request_id,
+            rule=rule_of(task, self._resume),
+            renders=self.renders,
+            interrupted=interrupted,
+        )
+
+    def _usable(self, task: Task, member: Trajectory | None, serving: int) -> Trajectory | None:
+        """Keep of a handed-over member what may still be trained; None begins it afresh."""
+        if member is None or not member.num_sampled:
+            return None
+        rule, runs = rule_of(task, self._resume), member.versions
+        oldest = min(version for _, version in runs)
+        if oldest < task.min_version or serving - oldest > rule.max_lag:
+            return None
+        is_pinned = task.pinned_version is not None
+        # Nothing is added to what is finished, so it mixes nothing.
+        return member if (is_finished(member) and not is_pinned) or rule.allows(runs, serving) else None
+
+    def _count(self, trajectories: Sequence[Trajectory]) -> None:
+        for number, trajectory in enumerate(trajectories):
+            for turn in trajectory.turns:
+                if number == 0 and turn.start == 0:
+                    self._tally.add_prompt(trajectory.token_ids[: turn.sampled].tolist())
+                self._tally.add_completion(trajectory.token_ids[turn.sampled : turn.end])
+
+    def _prompt(self, trajectories: Sequence[Trajectory]) -> str:
+        """Decode what the first turn began with; members may begin with different words, then the first counts."""
+        first = trajectories[0]
+        end = first.turns[0].sampled if first.turns else len(first.token_ids)
+        return self._renderer.text(first.token_ids[:end].tolist(), with_special_tokens=True)

@@ -1,0 +1,79 @@
+"""How turns are sampled, and the requests that sample them."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from shared.config.rollout import SamplingConfig
+from shared.errors import FlotillaError
+from shared.prompts import PromptLimit
+from shared.schemas.task import Task
+
+GENERATION_SECONDS = "generation_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a turn is sampled, in training and in evaluation, and how long its prompt may be.
+
+    ``greedy_baseline``: whether each training task is answered greedily once more than its group size says.
+    """
+
+    train: SamplingConfig
+    evaluation: SamplingConfig
+    prompt: PromptLimit = field(default_factory=PromptLimit)
+    greedy_baseline: bool = False
+
+    def has_baseline(self, task: Task) -> bool:
+        """Whether a greedy answer belongs to the task's group."""
+        return self.greedy_baseline and task.pinned_version is None
+
+    def sampling_of(self, task: Task) -> SamplingConfig:
+        """Choose what the spec says of a task's turns."""
+        return self.train if task.pinned_version is None else self.evaluation
+
+    def parameters(
+        self, task: Task, stop_token_ids: tuple[int, ...], *, greedy: bool = False, most: int | None = None
+    ) -> SamplingParameters:
+        """Say to the engine how a turn of a task is sampled, of ``most`` tokens where there is no room for more."""
+        sampling = self.sampling_of(task)
+        max_new_tokens = sampling.max_new_tokens
+        return SamplingParameters(
+            max_new_tokens=max_new_tokens if most is None else min(max_new_tokens, most),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            greedy=greedy or task.greedy,
+            stop_token_ids=() if sampling.ignore_eos else stop_token_ids,
+            stop=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
+        )
+
+
+class Requests:
+    """The engine's requests of a session's episodes, which an interruption ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._in_flight: set[str] = set()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """Sample; see ``Engine.generate``."""
+        self._in_flight.add(request.request_id)
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    async def abort_all(self) -> None:
+        """End all that are in flight: each returns with what it has."""
+        # An engine that has died says so to those who wait for it.
+        with contextlib.suppress(FlotillaError):
+            for request_id in list(self._in_flight):
+                await self._engine.abort(request_id)
+
+
+def request_name(task: Task, delivery: str) -> str:
+    """Name the requests of one delivery of a task."""
+    return f"{'e' if task.pinned_version is not None else 't'}{task.group_id}-{delivery}"

@@ -1,0 +1,303 @@
+"""Environments: the same episode from the same seed, known returns of known players, texts that are no actions."""
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from services.rollout.environments.base import ActionTable, Environment
+from services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
+from services.rollout.environments.countdown import Countdown, value_of
+from services.rollout.environments.frozen_lake import ACTIONS, GOAL, HOLE, FrozenLake, distance, moved
+from services.rollout.environments.loading import BUILT_IN, load_environment
+from services.rollout.environments.sokoban import ACTIONS as PUSHES
+from services.rollout.environments.sokoban import Room, Sokoban
+from services.rollout.environments.word_game import WORDS, WordGame, marks
+from shared.config.episodes import ENVIRONMENTS, EnvironmentConfig, EnvironmentEpisodesConfig
+from shared.errors import InvalidSpec
+from shared.schemas.task import Message
+from shared.schemas.turns import FinishReason
+from shared.testing.builders import a_task
+
+
+def goal_of(lake: FrozenLake) -> tuple[int, int]:
+    return next((row, cells.index(GOAL)) for row, cells in enumerate(lake.lake) if GOAL in cells)
+
+
+def best_step(lake: FrozenLake) -> str:
+    def remaining(action: int) -> int:
+        reached = moved(lake.lake, lake.player, action)
+        there = None if lake.lake[reached[0]][reached[1]] == HOLE else distance(lake.lake, reached, goal_of(lake))
+        return 99 if there is None else there
+
+    return ACTIONS[min(range(4), key=remaining)]
+
+
+def test_the_best_walker_always_reaches_the_goal_by_the_shortest_way() -> None:
+    lake = FrozenLake()
+    for seed in range(200):
+        lake.reset(seed)
+        shortest = distance(lake.lake, lake.player, goal_of(lake))
+        rewards, is_over = [], False
+        while not is_over:
+            _, reward, is_over, _, info = lake.step(best_step(lake))
+            rewards.append(reward)
+        assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+        assert len(rewards) == shortest
+        assert info["metrics"]["success"] == 1.0
+
+
+def chances(lake: FrozenLake, steps: int) -> float:
+    """Compute how often a random walker reaches the goal within so many steps."""
+    at, reached = {lake.player: 1.0}, 0.0
+    for _ in range(steps):
+        following: dict[tuple[int, int], float] = {}
+        for cell, chance in at.items():
+            for action in range(4):
+                there = moved(lake.lake, cell, action)
+                kind = lake.lake[there[0]][there[1]]
+                if kind == GOAL:
+                    reached += chance / 4
+                elif kind != HOLE:
+                    following[there] = following.get(there, 0.0) + chance / 4
+        at = following
+    return reached
+
+
+def test_a_random_walker_succeeds_as_often_as_computed() -> None:
+    lake, rng = FrozenLake(), random.Random(0)
+    expected = found = 0.0
+    for seed in range(1500):
+        lake.reset(seed)
+        expected += chances(lake, 8)
+        for _ in range(8):
+            _, reward, is_over, _, _ = lake.step(rng.choice(ACTIONS))
+            found += reward
+            if is_over:
+                break
+    assert found / 1500 == pytest.approx(expected / 1500, abs=0.035)
+
+
+def test_ice_that_is_slippery_leads_aside_in_two_of_three_cases() -> None:
+    lake, rng = FrozenLake(size=5, frozen=1.0, is_slippery=True), random.Random(1)
+    straight = total = 0
+    for seed in range(600):
+        lake.reset(seed)
+        before = lake.player
+        action = rng.randrange(4)
+        lake.step(ACTIONS[action])
+        if len({moved(lake.lake, before, other) for other in range(4)}) == 4 and before not in {lake.player}:
+            total += 1
+            straight += lake.player == moved(lake.lake, before, action)
+    assert straight / total == pytest.approx(1 / 3, abs=0.08)
+
+
+def solved(room: Room) -> list[int] | None:
+    """Find the shortest sequence of pushes and steps."""
+    ways: dict[Room, list[int]] = {room: []}
+    waiting = deque([room])
+    while waiting:
+        here = waiting.popleft()
+        if here.is_solved:
+            return ways[here]
+        for action in range(4):
+            there = here.pushed(action)
+            if there not in ways:
+                ways[there] = [*ways[here], action]
+                waiting.append(there)
+    return None
+
+
+@pytest.mark.parametrize(("boxes", "seeds"), [(1, 40), (2, 6)])
+def test_every_room_can_be_solved_and_pays_what_it_should(boxes: int, seeds: int) -> None:
+    game = Sokoban(num_boxes=boxes, max_steps=200, search_depth=12)
+    for seed in range(seeds):
+        game.reset(seed)
+        assert not game.room.boxes & game.room.targets
+        actions = solved(game.room)
+        assert actions
+        total, is_over = 0.0, False
+        for action in actions:
+            assert not is_over
+            _, reward, is_over, is_late, info = game.step(PUSHES[action])
+            total += reward
+        assert is_over and not is_late
+        assert info["metrics"]["success"] == 1.0
+        # Each step costs 0.1, each box that comes to rest on a target gives 1 (what leaves one pays it back), all 10.
+        assert total == pytest.approx(-0.1 * len(actions) + boxes + 10)
+
+
+def test_a_random_pusher_pays_for_every_step_and_the_episode_ends_in_time() -> None:
+    game, rng = Sokoban(), random.Random(0)
+    for seed in range(30):
+        game.reset(seed)
+        total, steps, is_over = 0.0, 0, False
+        while not is_over:
+            _, reward, is_over, is_late, _ = game.step(rng.choice(PUSHES))
+            total, steps = total + reward, steps + 1
+        on_target = len(game.room.boxes & game.room.targets)
+        assert total == pytest.approx(-0.1 * steps + on_target + 10 * game.room.is_solved)
+        assert is_late == (not game.room.is_solved) and steps <= 10
+
+
+def test_countdown_is_won_by_its_solution_and_by_nothing_else() -> None:
+    game = Countdown(num_numbers=4)
+    for seed in range(50):
+        game.reset(seed)
+        solution = game.solution
+        shown, reward, is_over, _, info = game.step(f"I think <answer>{solution}</answer>")
+        assert (shown, reward, is_over, info["metrics"]["success"]) == ("right", 1.0, True, 1.0)
+        game.reset(seed)
+        _, reward, is_over, _, _ = game.step(f"{game.numbers[0]} - {game.numbers[0]}")
+        assert (reward, is_over) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    "text", ["9 * 9", "__import__('os')", "1 / 0", "2 ** 3", "(" * 500, "3 +", "", "1.5 + 2", "-3", "9 " * 200, "1 1"]
+)
+def test_what_is_no_expression_of_the_numbers_has_no_value(text: str) -> None:
+    assert value_of(text, [1, 2, 3, 9, 0]) is None
+
+
+def test_words_that_fit_all_marks_lead_to_the_word() -> None:
+    game, num_right = WordGame(max_guesses=10), 0
+    for seed in range(40):
+        game.reset(seed)
+        fitting, is_over = list(WORDS), False
+        while not is_over:
+            guess = fitting[0]
+            _, reward, is_over, _, _ = game.step(guess)
+            fitting = [word for word in fitting if marks(guess, word) == marks(guess, game.secret) and word != guess]
+        num_right += reward == 1.0
+    assert num_right == 40
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "expected"),
+    [("speed", "creep", "-YGG-"), ("array", "radar", "YYYG-"), ("allow", "llama", "YGY--")],
+)
+def test_a_letter_is_marked_no_more_often_than_the_word_has_it(guess: str, secret: str, expected: str) -> None:
+    assert marks(guess, secret) == expected
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_same_seed_and_texts_give_the_same_episode(name: str) -> None:
+    assert set(ENVIRONMENTS) == set(BUILT_IN)
+    texts = ["Left", "nothing", "<answer>Down</answer>", "1 + 1", "about", "Up"]
+
+    def episode(environment: Environment, seed: int) -> list[Any]:
+        shown: list[Any] = [environment.reset(seed)]
+        for text in texts:
+            shown.append(environment.step(text))
+            if shown[-1][2]:
+                break
+        return shown
+
+    make = load_environment(EnvironmentConfig(environment=name))
+    assert episode(make(), 11) == episode(make(), 11)
+    begun = {make().reset(seed)[0] for seed in range(20)} if name != "word_game" else {"a", "b"}
+    assert len(begun) > 1
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "countdown", "word_game"])
+def test_a_text_that_is_no_action_costs_the_penalty_and_ends_nothing(name: str) -> None:
+    environment = load_environment(EnvironmentConfig(environment=name, options={"format_penalty": -0.25}))()
+    environment.reset(3)
+
+    _, reward, is_over, _, info = environment.step("I would rather not say anything at all")
+
+    assert reward == pytest.approx(-0.35 if name == "sokoban" else -0.25)
+    assert not is_over
+    assert info["metrics"]["action_is_valid"] == 0.0
+
+
+def test_actions_are_read_from_answers_and_thoughts_are_left_out() -> None:
+    table = ActionTable(("Up", "Down"))
+
+    assert table.read(" up\n") == 0
+    assert table.read("<think>Down? <answer>Down</answer></think>hm <answer> UP </answer><answer>Down</answer>") == 0
+    assert table.read("go up") is None
+    assert ActionTable(("Up", "Down"), r"\[(\w+)\]").read("so [down]!") == 1
+    assert ActionTable(("Up", "Down"), r"\[(\w+)\]").read("down") is None
+
+
+async def test_a_conversation_begins_with_the_rows_seed_and_the_instruction_where_there_is_no_prompt() -> None:
+    open_one = EnvironmentConversations(EnvironmentEpisodesConfig(kind="environment", environments=(LAKE,)))
+    expected, info = FrozenLake().reset(5)
+
+    asked = await open_one(a_task(messages=(Message("user", "Go."),), metadata={"seed": 5}), 0).begin()
+    unasked = await open_one(a_task(messages=(Message("user", ""),), metadata={"seed": 5}), 1).begin()
+    other = await open_one(a_task(messages=(Message("system", "s"),), seed=9), 0).begin()
+
+    assert asked.messages == (Message("user", f"Go.\n\n{expected}"),)
+    assert unasked.messages == (Message("user", f"{info['instruction']}\n\n{expected}"),)
+    assert [each.role for each in other.messages] == ["system", "user"]
+    assert asked.state == unasked.state != other.state
+
+
+LAKE = EnvironmentConfig(environment="frozen_lake")
+OWN = """
+import asyncio
+class Slow:
+    async def reset(self, seed):
+        return f"seed {seed}", {}
+    async def step(self, text):
+        await asyncio.sleep(0 if text == "quick" else 60)
+        return "moved", 1.0, False, True, {"metrics": {"speed": 2}}
+class NoStep:
+    def reset(self, seed): return ""
+class Picky:
+    def __init__(self, level): self.level = level
+    def reset(self, seed): return f"level {self.level}"
+    def step(self, text): return "wrong shape"
+"""
+
+
+async def test_an_environment_of_the_users_is_loaded_by_path_and_may_wait(tmp_path: Any) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    make = load_environment(EnvironmentConfig(environment=f"{tmp_path}/own.py:Slow"))
+    conversation = EnvironmentConversation(make, a_task(), 0.05, is_quick=False)
+
+    await conversation.begin()
+    quick = await conversation.answer("quick", is_cut=False)
+    with pytest.raises(Exception, match=r"longer than 0\.05 s"):
+        await conversation.answer("slow", is_cut=False)
+
+    assert (quick.reward, quick.finish) == (1.0, FinishReason.TURNS)
+    assert conversation.metrics["environment/speed"] == 2.0
+
+
+async def test_what_an_environment_lacks_is_said_before_anything_runs(tmp_path: Any) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    for name, options, words in (
+        (f"{tmp_path}/own.py:NoStep", {}, "no method step"),
+        (f"{tmp_path}/own.py:Picky", {"size": 3}, "does not take the options"),
+        (f"{tmp_path}/own.py:Other", {}, "it has: NoStep, Picky, Slow"),
+        (f"{tmp_path}/none.py:Other", {}, "no file"),
+        ("sokoban", {"size": 2}, "at least 5"),
+        ("gymnasium:NoSuchThing-v0", {}, "cannot be made|is absent"),
+    ):
+        with pytest.raises(InvalidSpec, match=words):
+            load_environment(EnvironmentConfig(environment=name, options=options))
+    picky = load_environment(EnvironmentConfig(environment=f"{tmp_path}/own.py:Picky", options={"level": 1}))
+    conversation = EnvironmentConversation(picky, a_task(), 5.0, is_quick=False)
+    assert "level 1" in (await conversation.begin()).messages[-1].content
+    with pytest.raises(Exception, match="must return observation, reward"):
+        await conversation.answer("x", is_cut=False)
+
+
+def test_an_environment_of_gymnasium_is_played_by_numbers() -> None:
+    pytest.importorskip("gymnasium")
+    make = load_environment(
+        EnvironmentConfig(environment="gymnasium:CliffWalking-v1", options={"format_penalty": -5.0})
+    )
+    environment = make()
+
+    assert environment.reset(2**40)[0] == "36"
+    up = environment.step("<answer>0</answer>")
+    invalid = environment.step("up")
+
+    assert up[:3] == ("24", -1.0, False)
+    assert invalid[:3] == ("24", -5.0, False)

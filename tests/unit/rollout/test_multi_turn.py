@@ -1,0 +1,274 @@
+"""Episodes of many turns: exact tokens, limits, interruption and replay, errors that are no rewards."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.resumption import UNMIXED, ResumeRule
+from services.rollout.engines.scripted import ScriptedEngine, rolling_token
+from services.rollout.environments.conversation import EnvironmentConversation
+from services.rollout.episodes.conversation import Conversation
+from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from services.rollout.episodes.single_turn import SingleTurnEpisodes
+from services.rollout.episodes.turns import Turns
+from shared.config.rollout import SamplingConfig
+from shared.errors import EnvironmentDiverged, PromptTooLong
+from shared.schemas.task import Message, Task
+from shared.schemas.trajectory import GradeStatus, Group
+from shared.schemas.turns import FinishReason
+from shared.testing.builders import a_task
+
+END = 1
+SAMPLING = SamplingConfig(max_new_tokens=8)
+MIXED = ResumeRule(mixes_versions=True, max_lag=3)
+
+
+class Characters:
+    """A token is a character; a message is framed by 200 and 1."""
+
+    stop_token_ids: tuple[int, ...] = (END,)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (200, *(token for each in messages for token in (*each.content.encode(), END)), 201)
+
+    def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
+        closing = () if last == END else (END,)
+        return (*closing, *self.prompt_ids(messages))
+
+    def check_continuation(self) -> None: ...
+
+    def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Echo:
+    """Shows how many actions it got, and the length of the last; ends after some."""
+
+    def __init__(self, num_steps: int = 3) -> None:
+        self.num_steps = num_steps
+        self.actions: list[str] = []
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self.actions = []
+        return f"seed {seed % 100}", {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.actions.append(text)
+        count = len(self.actions)
+        info = {"metrics": {"success": float(count == self.num_steps)}, "state": count}
+        return f"{count}: {len(text)}", float(count), count == self.num_steps, False, info
+
+
+def a_conversation(make: Callable[[], Any] = Echo) -> Callable[[Task, int], Conversation]:
+    return lambda task, member: EnvironmentConversation(make, task, 5.0, is_quick=True)
+
+
+def episodes(
+    engine: Engine, make: Callable[[], Any] = Echo, *, max_turns: int = 10, max_tokens: int = 500, **options: Any
+) -> MultiTurnEpisodes:
+    turns = options.pop("turns", Turns(SAMPLING, SAMPLING))
+    resume = options.pop("resume", MIXED)
+    return MultiTurnEpisodes(
+        engine, Characters(), turns, Limits(max_turns, max_tokens), a_conversation(make), resume, **options
+    )
+
+
+async def played(engine: ScriptedEngine, task: Task, make: Callable[[], Any] = Echo, **options: Any) -> Group:
+    await engine.start()
+    try:
+        return await episodes(engine, make, **options).run(task)
+    finally:
+        await engine.close()
+
+
+async def test_one_turn_of_an_episode_is_a_single_turn_token_by_token() -> None:
+    engine = ScriptedEngine(eos_token_id=END, version=3)
+    await engine.start()
+    task = a_task(4, group_size=3, messages=(Message("user", "seed 4"),), metadata={"seed": 4})
+    asked = a_task(4, group_size=3, messages=(Message("user", ""),), metadata={"seed": 4})
+
+    single = await SingleTurnEpisodes(engine, Characters(), Turns(SAMPLING, SAMPLING), UNMIXED).run(task)
+    several = await episodes(engine, lambda: Echo(1)).run(asked)
+    await engine.close()
+
+    for one, other in zip(single.trajectories, several.trajectories, strict=True):
+        assert other.token_ids.tolist() == one.token_ids.tolist()
+        assert other.loss_mask.tolist() == one.loss_mask.tolist()
+        assert other.log_probs.tolist() == one.log_probs.tolist()
+        assert (other.versions, other.text) == (one.versions, one.text)
+        assert len(other.turns) == 1
+    assert several.prompt == single.prompt
+
+
+async def test_each_turn_sees_all_tokens_before_it_and_has_seeds_of_its_own() -> None:
+    group = await played(ScriptedEngine(eos_token_id=END), a_task(0, group_size=2))
+
+    for trajectory in group.trajectories:
+        assert [turn.reward for turn in trajectory.turns] == [1.0, 2.0, 3.0]
+        assert trajectory.finish_reason is FinishReason.STOP
+        assert trajectory.metrics["environment/success"] == 1.0
+        assert trajectory.metrics["episode/turns"] == 3.0
+        for number, turn in enumerate(trajectory.turns[1:], start=1):
+            shown = trajectory.token_ids[turn.start : turn.sampled].tolist()
+            before = trajectory.turns[number - 1]
+            last = int(trajectory.token_ids[before.end - 1])
+            expected = Characters().continuation_ids([Message("user", f"{number}: {len(before.text)}")], last)
+            assert tuple(shown) == expected
+            assert turn.state is not None
+    first, second = group.trajectories
+    assert first.turns[0].state == second.turns[0].state
+    sampled = [[t.token_ids[turn.sampled : turn.end].tolist() for turn in t.turns] for t in group.trajectories]
+    assert sampled[0] != sampled[1]
+    assert sampled[0][1] != sampled[0][2]
+
+
+async def test_limits_end_an_episode_with_their_own_reason() -> None:
+    few = await played(ScriptedEngine(eos_token_id=END), a_task(0), lambda: Echo(9), max_turns=2)
+    short = await played(ScriptedEngine(eos_token_id=END), a_task(0), lambda: Echo(9), max_tokens=70)
+
+    for trajectory in few.trajectories:
+        assert (len(trajectory.turns), trajectory.finish_reason) == (2, FinishReason.TURNS)
+        assert trajectory.turns[-1].reward == 2.0, "the last turn has its reward, and nothing is shown behind it"
+        assert trajectory.loss_mask[-1] == 1
+    for trajectory in short.trajectories:
+        assert trajectory.finish_reason is FinishReason.TOKENS
+        assert len(trajectory.token_ids) <= 70
+    with pytest.raises(PromptTooLong):
+        await played(ScriptedEngine(eos_token_id=END), a_task(0), max_tokens=10)
+
+
+class Broken(Echo):
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if len(self.actions) == 1:
+            raise ConnectionError("the server is gone")
+        return super().step(text)
+
+
+class Unopened(Echo):
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        raise OSError("no such device")
+
+
+@pytest.mark.parametrize(("make", "words"), [(Broken, "the server is gone"), (Unopened, "no such device")])
+async def test_what_breaks_in_an_environment_is_an_error_and_no_reward(make: Callable[[], Any], words: str) -> None:
+    group = await played(ScriptedEngine(eos_token_id=END), a_task(0), make)
+
+    for trajectory in group.trajectories:
+        assert trajectory.status is GradeStatus.ERROR
+        assert trajectory.reward is None
+        assert words in (trajectory.reason or "")
+        assert trajectory.finish_reason is not FinishReason.ABORTED
+
+
+async def interrupted(engine: ScriptedEngine, task: Task, at_tokens: int) -> Group:
+    """Play a group and interrupt it once every member has sampled some tokens."""
+    playing = episodes(engine)
+    running = asyncio.create_task(playing.run(task))
+    while (await engine.load()).generated_tokens < at_tokens:
+        await asyncio.sleep(0.001)
+    await playing.interrupt()
+    return await running
+
+
+def never_ending(prompt_ids: Sequence[int], seed: int, position: int, version: int) -> int:
+    return max(2, rolling_token(prompt_ids, seed, position, 0))
+
+
+@pytest.mark.parametrize("at_tokens", [1, 9, 17, 30])
+async def test_an_interrupted_episode_goes_on_elsewhere_as_if_nothing_had_been(at_tokens: int) -> None:
+    task = a_task(7, group_size=2)
+    whole = await played(ScriptedEngine(never_ending, eos_token_id=END), task)
+    slow = ScriptedEngine(never_ending, eos_token_id=END, token_seconds=0.002)
+    await slow.start()
+    left = await interrupted(slow, task, at_tokens)
+    await slow.close()
+    assert any(member.finish_reason is FinishReason.ABORTED for member in left.trajectories)
+
+    other = ScriptedEngine(never_ending, eos_token_id=END, version=1)
+    await other.start()
+    again = await episodes(other).run(task, left.trajectories, 1)
+    await other.close()
+
+    for found, expected, before in zip(again.trajectories, whole.trajectories, left.trajectories, strict=True):
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.turns == expected.turns
+        assert found.finish_reason is expected.finish_reason
+        kept = before.num_sampled
+        assert found.resumed_tokens == kept
+        assert found.sampled_versions().tolist() == [0] * kept + [1] * (expected.num_sampled - kept)
+
+
+async def test_tokens_that_are_too_old_are_not_kept() -> None:
+    task = a_task(7, group_size=1)
+    slow = ScriptedEngine(never_ending, eos_token_id=END, token_seconds=0.002)
+    await slow.start()
+    left = await interrupted(slow, task, 9)
+    await slow.close()
+    other = ScriptedEngine(never_ending, eos_token_id=END, version=9)
+    await other.start()
+
+    again = await episodes(other).run(task, left.trajectories, 9)
+    await other.close()
+
+    assert set(again.trajectories[0].sampled_versions().tolist()) == {9}
+
+
+class Moody(Echo):
+    """Shows something else each time it is made."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Moody.made += 1
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        shown, *others = super().step(text)
+        return (f"{shown} by {Moody.made}", *others)  # type: ignore[return-value]
+
+
+async def test_an_environment_that_shows_something_else_ends_the_group_with_a_reason() -> None:
+    task = a_task(7, group_size=1)
+    slow = ScriptedEngine(never_ending, eos_token_id=END, token_seconds=0.002)
+    await slow.start()
+    playing = episodes(slow, Moody)
+    running = asyncio.create_task(playing.run(task))
+    while (await slow.load()).generated_tokens < 12:
+        await asyncio.sleep(0.001)
+    await playing.interrupt()
+    left = await running
+    await slow.close()
+    assert len(left.trajectories[0].turns) > 1
+    other = ScriptedEngine(never_ending, eos_token_id=END)
+    await other.start()
+
+    with pytest.raises(EnvironmentDiverged):
+        await episodes(other, Moody).run(task, left.trajectories, 0)
+    await other.close()
+
+
+async def test_an_update_between_turns_leaves_every_token_its_version() -> None:
+    engine = ScriptedEngine(never_ending, eos_token_id=END, token_seconds=0.002)
+    await engine.start()
+    running = asyncio.create_task(episodes(engine).run(a_task(3, group_size=2)))
+    while (await engine.load()).generated_tokens < 18:
+        await asyncio.sleep(0.001)
+    engine.version = 5
+    group = await running
+    await engine.close()
+
+    for trajectory in group.trajectories:
+        versions = trajectory.sampled_versions().tolist()
+        assert set(versions) == {0, 5}
+        assert versions == sorted(versions)
+
+
+async def test_a_greedy_member_plays_beside_the_group() -> None:
+    group = await played(
+        ScriptedEngine(eos_token_id=END), a_task(0), turns=Turns(SAMPLING, SAMPLING, greedy_baseline=True)
+    )
+
+    assert [member.is_baseline for member in group.trajectories] == [False, False, True]

@@ -19,9 +19,10 @@ def write_plot(progress: Progress, path: Path) -> bool:
     if figure is None:
         return False
     axes = figure.add_subplot()
-    rewards = progress.series.get("reward/mean", [])
+    learned, series = progress.learned
+    rewards = progress.series.get(series, [])
     if rewards:
-        _draw(axes, rewards, "-", lw=1, label="training reward")
+        _draw(axes, rewards, "-", lw=1, label=f"training {learned}")
     name, held_out = progress.held_out
     if held_out:
         _draw(axes, held_out, "o-", label=f"held-out {name}")

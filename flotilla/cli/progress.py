@@ -69,7 +69,19 @@ class Progress:
     def held_out(self) -> "HeldOut":
         """What held-out problems came to over steps: an accuracy where every reward was 0 or 1."""
         accuracy, reward = (self.series.get(f"evaluation/{name}", []) for name in ("accuracy", "reward_mean"))
-        return HeldOut("accuracy", accuracy) if len(accuracy) >= len(reward) else HeldOut("reward", reward)
+        found = HeldOut("accuracy", accuracy) if len(accuracy) >= len(reward) else HeldOut("reward", reward)
+        return found if found.points else HeldOut("loss", self.held_out_loss)
+
+    @property
+    def held_out_loss(self) -> list[tuple[int, int, float]]:
+        """The loss on held-out rows that hold answers, over steps."""
+        return self.series.get("held_out/loss", [])
+
+    @property
+    def learned(self) -> tuple[str, str]:
+        """What training is followed by, and its series: the reward, or the loss where nothing is graded."""
+        is_graded = "reward/mean" in self.series or "loss/total" not in self.series
+        return ("reward", "reward/mean") if is_graded else ("loss", "loss/total")
 
     def tokens_per_second(self) -> float:
         """Tokens that the rollouts sample, over the last minute: between two bursts the speed is not zero."""
@@ -156,10 +168,17 @@ class Pace:
         return (now - self._since) / num_seen * (view.total_steps - view.step)
 
 
-def _recent_reward(progress: Progress) -> str:
-    """Write the mean training reward of the last steps, and of how many."""
-    value, count = progress.mean_of_last("reward/mean", REWARD_STEPS), len(progress.series.get("reward/mean", []))
+def _recent(progress: Progress) -> str:
+    """Write the mean training reward, or loss, of the last steps, and of how many."""
+    _, series = progress.learned
+    value, count = progress.mean_of_last(series, REWARD_STEPS), len(progress.series.get(series, []))
     return "-" if value is None else f"{value:.3f} (last {min(count, REWARD_STEPS)})"
+
+
+def _sampling(progress: Progress) -> str:
+    if progress.learned[0] == "loss":
+        return ""
+    return f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
 
 
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
@@ -173,8 +192,7 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     findings = [each for each in view.health if each.check not in problem]
     return (
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
-        f"reward {_recent_reward(progress)} {told}"
-        f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
+        f"{progress.learned[0]} {_recent(progress)} {told}{_sampling(progress)}"
         f"queues {queues} left {duration(left)}{problem}{one_line(findings)}"
     )
 
@@ -190,8 +208,8 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     shown = f"{number(points[-1][2])} (at the start {number(points[0][2])})" if points else "-"
     waiting, claimed = ledger.get("waiting", {}), ledger.get("claimed", {})
     table.add_row(
-        "reward",
-        _recent_reward(progress),
+        progress.learned[0],
+        _recent(progress),
         f"held-out {name}",
         shown,
         "completion",

@@ -38,7 +38,7 @@ def summarise(
         not 0 or 1; ``held_out`` has what was found, whatever it is; tokens are those that the policy
         sampled; ``max_lag_trained`` is in versions.
     """
-    held_out = progress.held_out
+    held_out, is_ungraded = progress.held_out, progress.learned[0] == "loss"
     accuracy = held_out.points if held_out.name == "accuracy" else []
     points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
     directory = Path(checkpoints[-1].path) if checkpoints else None
@@ -58,6 +58,9 @@ def summarise(
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
         "accuracy": points if accuracy else [],
         "held_out": {"metric": held_out.name, "points": points},
+        "loss": progress.mean_of_last("loss/total", REWARD_STEPS) if is_ungraded else None,
+        "held_out_loss": [value for _, _, value in progress.held_out_loss],
+        "held_out_pairs": [value for _, _, value in progress.series.get("held_out/preference/accuracy", [])],
         "wall_seconds": round(wall_seconds, 2),
         "tokens_generated": progress.ledger.get("tokens", {}).get("generated"),
         "tokens_trained": progress.ledger.get("tokens", {}).get("trained"),
@@ -99,25 +102,36 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Write what training has come to."""
     held_out, origin = summary["held_out"], summary["origin"]
     form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
-    values = [number(point["value"], form) for point in held_out["points"]]
     rows = []
-    if values:
-        rows.append((f"held-out {held_out['metric']}", " -> ".join([values[0], *values[1:][-1:]])))
+    if held_out["points"]:
+        values = [point["value"] for point in held_out["points"]]
+        rows.append((f"held-out {held_out['metric']}", _first_and_last(values, form)))
     if summary["reward"] is not None:
         is_filtered = any(summary["ledger"].get("filtered", {}).values())
         without = ", of the groups that were not filtered" if is_filtered else ""
         rows.append(
             ("training reward", f"{summary['reward']:.3f}, mean of the last {summary['reward_steps']} steps{without}")
         )
+    if summary["loss"] is not None:
+        rows.append(("training loss", f"{summary['loss']:.3f}, mean of the last {summary['reward_steps']} steps"))
+    if summary["held_out_loss"] and held_out["metric"] != "loss":
+        rows.append(("held-out loss", _first_and_last(summary["held_out_loss"], ".3f")))
+    if summary["held_out_pairs"]:
+        rows.append(("held-out pairs ranked right", _first_and_last(summary["held_out_pairs"], ".1%")))
     begin = f"; from step {origin['step']} of {origin['experiment_id']}" if origin else ""
     rows.append(("steps", f"{summary['steps']}, policy version {summary['policy_version']}{begin}"))
-    tokens = f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained"
+    made = "read" if summary["loss"] is not None else "generated"
+    tokens = f"{summary['tokens_generated']} {made}, {summary['tokens_trained']} trained"
     if summary["tokens_generated"] is not None:
         rows.append(("tokens", f"{tokens} since step {origin['step']}" if origin else tokens))
     if summary["max_lag_trained"] is not None:
         lag = round(summary["max_lag_trained"])
         rows.append(("largest lag trained", f"{lag} version{'' if lag == 1 else 's'}"))
     return rows
+
+
+def _first_and_last(values: Sequence[float], form: str) -> str:
+    return " -> ".join(number(value, form) for value in [values[0], *values[1:][-1:]])
 
 
 def _ledger_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from services.gateway.routes import (
     fleet,
     gradings,
     health,
+    held_out,
     ledger,
     metrics,
     publications,
@@ -56,7 +57,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples)
+    series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from services.gateway import signals
 from services.gateway.access.tokens import Tokens
+from services.gateway.datasets.held_out import HeldOutRows
 from services.gateway.episodes.episodes import Episodes
 from services.gateway.episodes.rollouts import Rollouts
 from services.gateway.events.log import EventLog
@@ -175,6 +176,7 @@ def assemble(
         feeder_status=PerExperiment(FeederStatus),
         measurements=fleet.measurements,
         samples=SampleIndexes(),
+        held_out=PerExperiment(HeldOutRows),
     )
     work = ExperimentWork(parts)
     patience = {"unfair_seconds": settings.unfair_seconds, "notice_seconds": settings.notice_seconds}

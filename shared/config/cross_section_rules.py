@@ -11,6 +11,7 @@ from shared.config.asynchrony import AsynchronyConfig
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
+from shared.config.job import FinishedJob
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
@@ -52,6 +53,10 @@ class Sections(Protocol):
     @property
     def resources(self) -> ResourcesConfig: ...
     @property
+    def finished_job(self) -> FinishedJob | None: ...
+    @property
+    def samples_answers(self) -> bool: ...
+    @property
     def runs_code(self) -> bool: ...
     @property
     def is_on_gpus(self) -> bool: ...
@@ -66,16 +71,19 @@ def check_sections(spec: Sections) -> None:
         ValueError: the first that is broken.
     """
     _weights(spec)
+    _held_out_sets(spec)
+    if not spec.samples_answers:
+        return
     _engine(spec)
-    _advantage(spec)
     _lengths(spec)
     _episodes(spec)
     _labels(spec)
-    _shuffle(spec)
     _sandboxes(spec)
     _prompts(spec)
-    _held_out_sets(spec)
     _agents(spec)
+    if spec.finished_job is None:
+        _advantage(spec)
+        _shuffle(spec)
 
 
 def _weights(spec: Sections) -> None:

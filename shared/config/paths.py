@@ -31,6 +31,9 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         for each in rows if isinstance(rows, list) else []:
             _resolve_path(each, "path", folder)
             _resolve_path(each, "custom", folder)
+    job = resolved.get("job")
+    for name in ("path", "custom"):
+        _resolve_path(job.get("held_out") if isinstance(job, dict) else None, name, folder)
     checkpoint = resolved.get("checkpoint")
     if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
         # Without a slash it names an experiment.

@@ -1,6 +1,6 @@
 """The experiment spec: one strict tree, validated where there is no torch."""
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,8 @@ from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
+from shared.config.job import FinishedJob, JobConfig, PreferenceConfig, ReinforcementConfig
+from shared.config.job_rules import check_job, with_defaults_of_the_job
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
@@ -22,6 +24,9 @@ from shared.config.rollout import RolloutConfig
 from shared.config.samples import SamplesConfig
 from shared.config.tracking import TrackingConfig
 
+STEPS_AHEAD = 4
+"""Steps whose groups wait for the trainer where they need not be sampled."""
+
 
 class ExperimentSpec(Config):
     """All that defines an experiment."""
@@ -30,10 +35,13 @@ class ExperimentSpec(Config):
     """Letters, digits, dot, dash and underscore; names the run's folder."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seeds the order of rows and every sample."""
+    job: JobConfig = ReinforcementConfig()
+    """What is done with the rows; without a kind reinforcement learning."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig
+    """How answers are graded; only where some are sampled."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimisation: OptimisationConfig
     asynchrony: AsynchronyConfig = AsynchronyConfig()
@@ -48,9 +56,36 @@ class ExperimentSpec(Config):
     resources: ResourcesConfig = ResourcesConfig()
 
     @property
+    def finished_job(self) -> FinishedJob | None:
+        """The job, where its rows hold finished answers; None where rollouts answer them."""
+        return None if isinstance(self.job, ReinforcementConfig) else self.job
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether rollouts and rewards are needed: for training, or for evaluations alone."""
+        return self.finished_job is None or self.evaluation is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of the policy as it began are needed."""
+        return self.algorithm.needs_reference or isinstance(self.job, PreferenceConfig)
+
+    @property
+    def policy_temperature(self) -> float:
+        """What the logits of the trained policy are divided by: that of sampling, where sampled answers are trained."""
+        return 1.0 if self.finished_job is not None else self.rollout.sampling.temperature
+
+    @property
+    def steps_per_version(self) -> int:
+        """T: steps between two versions. Where no rollout waits for one, a version is what a checkpoint holds."""
+        if self.finished_job is None:
+            return self.asynchrony.trigger_parameter_sync_step
+        return min(self.checkpoint.every_steps, self.optimisation.steps)
+
+    @property
     def runs_code(self) -> bool:
         """Whether a reward component needs a sandbox."""
-        return any(
+        return self.samples_answers and any(
             component.runs_code if isinstance(component, VerlDefaultConfig) else isinstance(component, CodeConfig)
             for component in self.reward.components
         )
@@ -67,7 +102,9 @@ class ExperimentSpec(Config):
 
     @property
     def admission_budget(self) -> int:
-        """Groups that may be outstanding or consumed since the last publication."""
+        """Groups that may be outstanding, or consumed since the last publication where that matters."""
+        if self.finished_job is not None:
+            return STEPS_AHEAD * self.groups_per_step
         return self.asynchrony.budget(self.groups_per_step)
 
     @property
@@ -92,7 +129,13 @@ class ExperimentSpec(Config):
         sampled = max(self.rollout.sampling.max_new_tokens, (self.evaluation and self.evaluation.max_new_tokens) or 0)
         return self.rollout.engine.context_tokens - sampled
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_job(cls, given: Any) -> Any:
+        return with_defaults_of_the_job(given)
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
+        check_job(self)
         check_sections(self)
         return self

@@ -62,13 +62,13 @@ async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: Run
     # Before the fleet starts: all of it is on this machine, and finds the model in the cache.
     await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
     console.print(f"prepared   after {duration(time.monotonic() - started)}; the fleet starts")
-    resources = launch.spec.resources
+    resources, sampled = launch.spec.resources, launch.spec.samples_answers
     options = FleetOptions(
         data=directory.path / FLEET,
-        num_rollouts=arguments.rollouts or resources.rollouts.min,
+        num_rollouts=arguments.rollouts or (resources.rollouts.min if sampled else 0),
         num_trainers=arguments.trainers or 1,
-        num_rewards=arguments.rewards or resources.rewards.min,
-        num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else 1),
+        num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
+        num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),
         host="127.0.0.1",
         port=arguments.port,
         redis_url=arguments.redis_url,

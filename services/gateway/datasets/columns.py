@@ -29,14 +29,15 @@ def value_at(row: Row, column: str) -> Any:
     found = row.get(head, ABSENT)
     for name in inner:
         if isinstance(found, str):
-            found = _structure(found)
+            found = structure_of(found)
         if not isinstance(found, Mapping) or name not in found:
             return ABSENT
         found = found[name]
     return found
 
 
-def _structure(text: str) -> Any:
+def structure_of(text: str) -> Any:
+    """Read JSON; None if it is none."""
     try:
         return json.loads(text)
     except ValueError:
@@ -73,7 +74,7 @@ def messages_of(prompt: Any, config: DataConfig, row: int) -> tuple[Message, ...
     system = (Message("system", config.system_prompt),) if config.system_prompt is not None else ()
     chat = prompt
     if isinstance(prompt, str):
-        chat = _structure(prompt) if prompt.lstrip().startswith("[{") else None
+        chat = structure_of(prompt) if prompt.lstrip().startswith("[{") else None
         if not _is_chat(chat):
             return (*system, Message("user", prompt))
     if not _is_chat(chat):

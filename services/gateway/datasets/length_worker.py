@@ -2,7 +2,9 @@
 
 It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by
 ``{has_chat_template}``, then ``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is
-true also with ``texts``; or by ``{error, index?}``. It ends with its input.
+true also with ``texts``; or ``{conversations: [[[role, content], ...], ...], starts: [...]}`` by ``{rendered: [[token
+ids, loss mask], ...]}``, of which the assistant's turns from the start on are learned; or by ``{error, index?}``.
+It ends with its input.
 """
 
 import json
@@ -27,6 +29,21 @@ def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show
     return {"lengths": lengths, "texts": texts} if show else {"lengths": lengths}
 
 
+def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], starts: list[int]) -> dict[str, Any]:
+    """Render whole conversations."""
+    from shared.conversations import render as rendered_by
+    from shared.schemas.task import Message
+
+    rendered: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for index, (conversation, start) in enumerate(zip(conversations, starts, strict=True)):
+        try:
+            found = rendered_by(tokenizer, template, [Message(*message) for message in conversation], start)
+        except Exception as error:  # a chat template may raise whatever it likes
+            return {"error": f"{type(error).__name__}: {error}"[:500], "index": index}
+        rendered.append((found.token_ids, found.loss_mask))
+    return {"rendered": rendered}
+
+
 def main() -> None:
     """Answer until the input ends."""
     from shared.prompts import PromptTemplate, keep_torch_out, load_tokenizer
@@ -47,6 +64,8 @@ def main() -> None:
                 reply = {"error": f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"}
             except Exception as error:  # whatever a broken tokenizer raises
                 reply = {"error": str(error)}
+        elif "conversations" in request:
+            reply = render(tokenizer, template, request["conversations"], request["starts"])
         else:
             reply = count(tokenizer, template, request["prompts"], show=request.get("show", False))
         replies.write(json.dumps(reply) + "\n")

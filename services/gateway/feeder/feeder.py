@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.finished import FinishedGroups
 from services.gateway.feeder.admission import admitted, groups_left
 from services.gateway.feeder.admission_wait import ADMISSION_WAIT
 from services.gateway.feeder.status import FeederStatus, FullStream
@@ -21,6 +22,8 @@ from shared.clock import Clock, rfc3339
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Task
+from shared.streams.admission import IssueResult
+from shared.streams.keys import HopName
 from shared.streams.redis.connection import is_refusal
 
 log = logging.getLogger(__name__)
@@ -42,11 +45,19 @@ class Feeder:
 
     Args:
         status: what an earlier task of this experiment left, and what others read.
+        finished: makes groups of rows that hold answers already; None where rollouts answer them.
     """
 
     def __init__(
-        self, experiment: Experiment, dataset: Dataset, store: Store, clock: Clock, status: FeederStatus
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        store: Store,
+        clock: Clock,
+        status: FeederStatus,
+        finished: FinishedGroups | None = None,
     ) -> None:
+        self._finished = finished
         self._experiment = experiment
         self._dataset = dataset
         self._clock = clock
@@ -111,17 +122,29 @@ class Feeder:
             return IDLE_SECONDS
         spec = self._experiment.spec
         wanted = {"steps": spec.optimisation.steps - self._first_step, "groups_per_step": spec.groups_per_step}
+        if self._finished is not None:
+            # What no policy sampled does not get old, however many steps a version has.
+            ledger = ledger.model_copy(update={"consumed_since_publication": 0})
         room = admitted(ledger, budget=spec.admission_budget, **wanted)
         if room == 0:
-            if groups_left(ledger, **wanted):
+            if self._finished is None and groups_left(ledger, **wanted):
                 self._status.wait.hold(now)
             return BLOCKED_SECONDS
         # A server that has lost everything is told the beginning again before anything is issued.
         first = max(self._first_group_id, await self._admission.next_group_id())
-        # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
-        tasks = await asyncio.to_thread(self._tasks, range(first, first + min(room, BATCH)), version)
-        result = await self._admission.issue_many(tasks, limit=spec.admission_budget)
+        result = await self._issue(range(first, first + min(room, BATCH)), version)
         return 0.0 if result.count else BLOCKED_SECONDS
+
+    async def _issue(self, group_ids: range, version: int) -> IssueResult:
+        limit, finished = self._experiment.spec.admission_budget, self._finished
+        # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
+        if finished is None:
+            return await self._admission.issue_many(
+                await asyncio.to_thread(self._tasks, group_ids, version), limit=limit
+            )
+        now = self._clock.now()
+        groups = await asyncio.to_thread(lambda: finished.groups(self._dataset, group_ids, issued_at=now))
+        return await self._admission.issue_groups(groups, hop=HopName.SCORED, limit=limit)
 
     async def _store_wait(self, version: int, seconds: float) -> None:
         # The step that ended with the next publication, to which the trainer's figures of this version belong.

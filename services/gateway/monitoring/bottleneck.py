@@ -15,7 +15,17 @@ from typing import Final
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
-COMPONENTS: Final = ("generation", "reward", "trainer", "admission", "publication", "redis", "evaluation", "none")
+COMPONENTS: Final = (
+    "generation",
+    "reward",
+    "trainer",
+    "admission",
+    "publication",
+    "redis",
+    "evaluation",
+    "data",
+    "none",
+)
 SLOW_REDIS_SECONDS: Final = 0.1
 """A round trip that takes longer bounds everything: each hop makes several."""
 AWAY_SHARE: Final = 0.2
@@ -91,7 +101,12 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    looks: Sequence[Look], steps: Sequence[StepTimes], *, budget: int, groups_per_step: int
+    looks: Sequence[Look],
+    steps: Sequence[StepTimes],
+    *,
+    budget: int,
+    groups_per_step: int,
+    is_sampled: bool = True,
 ) -> Bottleneck:
     """Name what bounds the speed.
 
@@ -100,6 +115,7 @@ def find_bottleneck(
         steps: that ended in this time.
         budget: groups that may be outstanding or consumed since the last publication.
         groups_per_step: that a step trains.
+        is_sampled: whether rollouts make the groups; else they are read.
     """
     if len(looks) < MIN_LOOKS:
         return Bottleneck("none", "not enough was seen yet", "ask again in a few seconds", {"looks": len(looks)})
@@ -110,14 +126,17 @@ def find_bottleneck(
         return Bottleneck(*_without_steps(looks, groups_per_step), evidence)
     if evidence["trainer/publish_share"] > PUBLISHING_SHARE:
         share = evidence["trainer/publish_share"]
+        often = "asynchrony.trigger_parameter_sync_step" if is_sampled else "checkpoint.every_steps"
         return Bottleneck(
             "publication",
             f"the trainer spends {share:.0%} of its time on publications",
-            "raise asynchrony.trigger_parameter_sync_step, or choose a faster asynchrony.publication",
+            f"raise {often}, or choose a faster asynchrony.publication",
             evidence,
         )
     if evidence["trainer/wait_share"] < WAITING_SHARE:
         return Bottleneck("trainer", *_about_the_trainer(evidence), evidence)
+    if not is_sampled:
+        return Bottleneck("data", *_about_the_data(evidence), evidence)
     return Bottleneck(*_while_the_trainer_waits(evidence), evidence)
 
 
@@ -185,6 +204,13 @@ def _about_the_trainer(evidence: Mapping[str, float]) -> tuple[str, str]:
     return (
         f"the trainer computes nearly all the time and {waits}",
         "give it more cores (parallelism) or fewer tokens per step; more rollouts would not help",
+    )
+
+
+def _about_the_data(evidence: Mapping[str, float]) -> tuple[str, str]:
+    return (
+        f"the trainer waits {evidence['trainer/wait_share']:.0%} of its time for rows to be read and tokenised",
+        "give the gateway's machine a free core, or make larger steps (optimisation.groups_per_mini_batch)",
     )
 
 

@@ -32,6 +32,7 @@ class Situation:
         budget, groups_per_step: the admission budget and R.
         publication: phase of the open publication, if any.
         evaluating_version: version under evaluation, if any.
+        samples_answers: whether the experiment needs rollouts and rewards.
     """
 
     state: ExperimentState
@@ -43,6 +44,7 @@ class Situation:
     publication: PublicationPhase | None = None
     evaluating_version: int | None = None
     is_trained: bool = False
+    samples_answers: bool = True
 
     def of(self, kind: ServiceKind) -> list[Observation]:
         """List the live services of a kind."""
@@ -61,7 +63,8 @@ def progress_of(step: int, policy_version: int, ledger: Ledger | None, evaluatio
 
 def diagnose(situation: Situation) -> tuple[str, str]:
     """Name the component that holds everything up, and why; call it when there was no progress for long."""
-    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+    sampling = (ServiceKind.ROLLOUT, ServiceKind.REWARD) if situation.samples_answers else ()
+    for kind in (ServiceKind.TRAINER, *sampling):
         if not situation.of(kind):
             return kind.value, f"no live {kind} service"
     if situation.state is ExperimentState.STARTING:

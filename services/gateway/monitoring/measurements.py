@@ -49,4 +49,9 @@ class Measurements:
 
     def bottleneck(self, now: float, spec: ExperimentSpec) -> Bottleneck:
         """Name what bounds the experiment's speed at a time of the monotonic clock."""
-        return self.window.bottleneck(now, budget=spec.admission_budget, groups_per_step=spec.groups_per_step)
+        return self.window.bottleneck(
+            now,
+            budget=spec.admission_budget,
+            groups_per_step=spec.groups_per_step,
+            is_sampled=spec.finished_job is None,
+        )

@@ -130,6 +130,7 @@ class Watchdog:
                 publication=self._publications.open_phase(experiment.id),
                 evaluating_version=record.evaluating_version,
                 is_trained=record.is_trained,
+                samples_answers=experiment.spec.samples_answers,
             )
         )
         await self._name(component, cause)

@@ -38,12 +38,12 @@ class Window:
         """The newest one."""
         return self._looks[-1][1] if self._looks else None
 
-    def bottleneck(self, now: float, *, budget: int, groups_per_step: int) -> Bottleneck:
+    def bottleneck(self, now: float, *, budget: int, groups_per_step: int, is_sampled: bool = True) -> Bottleneck:
         """Name what bounds the speed; see ``find_bottleneck``."""
         begin = self._begin(now)
         looks = [look for at, look in self._looks if at >= begin]
         steps = [step for at, step in self._steps if at > begin]
-        return find_bottleneck(looks, steps, budget=budget, groups_per_step=groups_per_step)
+        return find_bottleneck(looks, steps, budget=budget, groups_per_step=groups_per_step, is_sampled=is_sampled)
 
     def seconds(self, now: float) -> float:
         """How far back a diagnosis looks now."""

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from services.gateway.datasets.columns import value_at
 from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.loading import load_evaluation, load_training
+from services.gateway.datasets.finished import check_rows
+from services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
 from services.gateway.tracking.opening import check_trackers
-from shared.config.data import RowsConfig, is_url
+from shared.config.data import DataConfig, RowsConfig, is_url
 from shared.config.reward import CustomConfig, VerlDefaultConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
@@ -22,6 +23,8 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     paths |= {**_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
+    if spec.finished_job is not None and spec.finished_job.held_out is not None:
+        paths |= _paths_of_row("job.held_out", spec.finished_job.held_out)
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
@@ -32,11 +35,15 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
 
 
 def _paths_of_rows(section: str, name: str, path: str | None, several: Sequence[RowsConfig] | None) -> dict[str, str]:
-    paths = {f"{section}.path": path}
+    paths = {} if path is None or is_url(path) else {f"{section}.path": path}
     for number, rows in enumerate(several or ()):
-        paths[f"{section}.{name}.{number}.path"] = rows.path
-        paths[f"{section}.{name}.{number}.custom"] = rows.custom and rows.custom.rpartition(":")[0]
-    return {field: each for field, each in paths.items() if each is not None and not is_url(each)}
+        paths |= _paths_of_row(f"{section}.{name}.{number}", rows)
+    return paths
+
+
+def _paths_of_row(field: str, rows: RowsConfig) -> dict[str, str]:
+    paths = {f"{field}.path": rows.path, f"{field}.custom": rows.custom and rows.custom.rpartition(":")[0]}
+    return {name: each for name, each in paths.items() if each is not None and not is_url(each)}
 
 
 def check_paths(spec: ExperimentSpec) -> None:
@@ -101,9 +108,34 @@ def train_dataset(spec: ExperimentSpec) -> Dataset:
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
-    dataset = load_training(spec.data, seed=spec.seed)
-    check_data_sources(spec, dataset, "data")
+    job = spec.finished_job
+    if job is None:
+        dataset = load_training(spec.data, seed=spec.seed)
+        check_data_sources(spec, dataset, "data")
+        return dataset
+    dataset = load_training(_ungraded(spec.data), seed=spec.seed)
+    check_rows(dataset, job, "data")
     return dataset
+
+
+def held_out_dataset(spec: ExperimentSpec) -> Dataset | None:
+    """Read the rows whose loss is measured; None if the job names none.
+
+    Raises:
+        DataError, InvalidSpec: they cannot be read as the spec says.
+    """
+    job = spec.finished_job
+    if job is None or job.held_out is None:
+        return None
+    config = _ungraded(spec.data)
+    dataset = joined([load_rows(job.held_out, config, "job.held_out")], config, spec.seed, ())
+    check_rows(dataset, job, "job.held_out")
+    return dataset
+
+
+def _ungraded(data: DataConfig) -> DataConfig:
+    """Rows with finished answers need no label."""
+    return data.model_copy(update={"label_column": None})
 
 
 def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
@@ -148,4 +180,5 @@ def check(spec: ExperimentSpec) -> None:
     check_functions(spec)
     check_trackers(spec)
     train_dataset(spec)
+    held_out_dataset(spec)
     evaluation_dataset(spec)

@@ -45,7 +45,7 @@ class Takeovers:
                 request.standing(),
                 Published(record.policy_version, record.published_step),
                 newest_version,
-                steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
+                steps_per_version=spec.steps_per_version,
                 total_steps=spec.optimisation.steps,
             )
             if decided.end_step < spec.optimisation.steps:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.gateway.access.tokens import Tokens
+from services.gateway.datasets.held_out import HeldOutRows
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import FeederStatus
 from services.gateway.lifecycle.commands import ExperimentCommands
@@ -26,6 +27,7 @@ class GatewayParts:
         feeder_status: written by each experiment's feeder alone.
         measurements: of each experiment, from the watchdog and the trainer's metrics.
         samples: indexes of what each experiment's model wrote.
+        held_out: rows of jobs on finished answers, while each experiment is at work.
     """
 
     settings: GatewaySettings
@@ -41,3 +43,4 @@ class GatewayParts:
     feeder_status: PerExperiment[FeederStatus]
     measurements: PerExperiment[Measurements]
     samples: SampleIndexes
+    held_out: PerExperiment[HeldOutRows]

@@ -1,11 +1,14 @@
 """What the gateway does for one experiment, as one task: feed, watch and evaluate it; in the end, bring it to rest."""
 
 import asyncio
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 
 from services.gateway import signals
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.finished import FinishedGroups
 from services.gateway.datasets.overlong import without_overlong
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.feeder.feeder import Feeder
@@ -33,6 +36,15 @@ class ExperimentWork:
             DataError: a dataset cannot be read (any more), or all its prompts are too long.
         """
         dataset, held_out = await self._load(experiment)
+        with self._finished_groups(experiment) as finished:
+            if finished is not None:
+                rows = await asyncio.to_thread(checks.held_out_dataset, experiment.spec)
+                self._parts.held_out.of(experiment).open(finished, rows)
+            await self._run(experiment, dataset, held_out, finished)
+
+    async def _run(
+        self, experiment: Experiment, dataset: Dataset, held_out: Dataset | None, finished: FinishedGroups | None
+    ) -> None:
         parts = self._parts
         feeder_status = parts.feeder_status.of(experiment)
         watchdog = Watchdog(
@@ -47,7 +59,7 @@ class ExperimentWork:
             stall_seconds=parts.settings.stall_seconds,
         )
         lanes = [
-            Feeder(experiment, dataset, parts.store, parts.clock, feeder_status).run(),
+            Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run(),
             watchdog.run(),
             self._health(experiment).run(),
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
@@ -57,6 +69,19 @@ class ExperimentWork:
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
+
+    @contextlib.contextmanager
+    def _finished_groups(self, experiment: Experiment) -> Iterator[FinishedGroups | None]:
+        """Open what makes groups of finished answers; None where rollouts answer the rows."""
+        if experiment.spec.finished_job is None:
+            yield None
+            return
+        groups = FinishedGroups(experiment.spec)
+        try:
+            yield groups
+        finally:
+            self._parts.held_out.of(experiment).close()
+            groups.close()
 
     def _health(self, experiment: Experiment) -> HealthMonitor:
         parts = self._parts
@@ -77,7 +102,10 @@ class ExperimentWork:
         found: list[Dataset] = []
         try:
             for what, each in (("training", dataset), ("held-out", held_out)):
-                if each is not None:
+                if each is dataset and spec.finished_job is not None:
+                    # The limit on whole answers is another, which each row meets when its turn comes.
+                    found.append(each)
+                elif each is not None:
                     filtered = await asyncio.to_thread(without_overlong, each, spec, what, stop=stop)
                     found.append(filtered.dataset)
                     if filtered.num_dropped:

@@ -92,7 +92,9 @@ class Placement:
 def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     """Read the bounds of what an experiment needs and may have."""
     resources = spec.resources
-    quotas = {Kind.TRAINER: TRAINER, Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
+    quotas = {Kind.TRAINER: TRAINER}
+    if spec.samples_answers:
+        quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
     if spec.runs_code:
         quotas[Kind.SANDBOX] = resources.sandboxes or QuotaConfig(min=1, max=1)
     return quotas

@@ -24,9 +24,11 @@ from services.trainer.checkpoint.state import check_same_lineage, software_versi
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
+from services.trainer.learning.opening import make_learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
+from shared.config.job import RewardModelJobConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
@@ -203,15 +205,20 @@ def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RAN
         ModelError: it cannot be used.
     """
     source = model_directory(spec.model)
-    learner = _learner(spec, load_model(source, dtype=spec.model.dtype, device=device), device, ranks)
+    learner = _learner(spec, _load(spec, source, device), device, ranks)
     return Restored(learner, Progress.start(), INITIAL, IntervalSet())
+
+
+def _load(spec: ExperimentSpec, path: Path, device: torch.device) -> LoadedModel:
+    is_scored = isinstance(spec.job, RewardModelJobConfig)
+    return load_model(path, dtype=spec.model.dtype, device=device, scores=is_scored)
 
 
 def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ranks: Ranks) -> Learner:
     reference = None
-    if spec.algorithm.needs_reference:
+    if spec.needs_reference:
         reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
-    return Learner(spec, loaded, reference, ranks=ranks)
+    return make_learner(spec, loaded, reference, ranks=ranks)
 
 
 def restored_from(
@@ -222,14 +229,14 @@ def restored_from(
     Raises:
         ModelError: it cannot be read.
     """
-    learner = _learner(spec, load_model(stored.path / MODEL, dtype=spec.model.dtype, device=device), device, ranks)
+    learner = _learner(spec, _load(spec, stored.path / MODEL, device), device, ranks)
     _load_tensors(learner, stored)
     state = stored.state
     totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})
     published_step = state.published_step
     if published_step is None:
         # An earlier release wrote it, whose versions followed steps without a gap.
-        published_step = min(state.version * spec.asynchrony.trigger_parameter_sync_step, stored.step)
+        published_step = min(state.version * spec.steps_per_version, stored.step)
     recent = tuple(map(Plan.from_wire, state.recent))
     progress = Progress(stored.step, IntervalSet.from_list(state.trained), totals, state.lineage, recent)
     return Restored(

@@ -100,6 +100,27 @@ def describe_groups(
     }
 
 
+def describe_finished(groups: Sequence[Group], totals: Totals) -> dict[str, float]:
+    """Measure groups that no policy sampled and that are about to be trained, and add them to the totals."""
+    members = [t for group in groups for t in scored_trajectories(group)]
+    lengths = np.array([t.num_sampled for t in members])
+    totals.trained_tokens += int(lengths.sum())
+    totals.trained_groups += len(groups)
+    totals.trained_trajectories += len(members)
+    return {
+        "completion_tokens/mean": float(lengths.mean()),
+        "completion_tokens/max": float(lengths.max()),
+        "prompt_tokens/mean": float(np.mean([t.token_ids.size for t in members]) - lengths.mean()),
+        "tokens/trained_in_step": float(lengths.sum()),
+        "tokens/trained": float(totals.trained_tokens),
+        "groups/in_step": float(len(groups)),
+        "groups/trained": float(totals.trained_groups),
+        "groups/filtered": float(totals.filtered_groups),
+        "groups/failed": float(totals.failed_groups),
+        "samples/in_step": float(len(members)),
+    }
+
+
 def with_sources(groups: Sequence[Group]) -> list[Scored]:
     """List the trajectories that are trained, each with the data source of its task."""
     return [(group.task.data_source, t) for group in groups for t in scored_trajectories(group)]

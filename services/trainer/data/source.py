@@ -17,7 +17,7 @@ from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
 from shared.samples.kinds import SampleKind
 from shared.samples.recorder import KeepsEnded, NothingKept
-from shared.schemas.trajectory import GradeStatus, Group
+from shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
 from shared.streams.hop import Claim, Resolution
 from shared.streams.intervals import IntervalSet
 from shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
@@ -137,7 +137,9 @@ class GroupSource:
     async def drop_stale(self, version: int) -> int:
         """Resolve the groups that have a token too old for ``version``, and count them."""
         oldest_allowed = self._line.oldest_allowed(version, self._requirements.max_lag)
-        stale = [each for each in self._ready.values() if each.claim.header.oldest_version < oldest_allowed]
+        stale = [
+            each for each in self._ready.values() if NO_VERSION < each.claim.header.oldest_version < oldest_allowed
+        ]
         for each in stale:
             log.warning(
                 "group is too old to be trained",

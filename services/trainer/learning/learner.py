@@ -79,7 +79,7 @@ class Learner:
     ) -> None:
         self.spec, self.loaded, self.ranks = spec, loaded, ranks
         # Of this process; before anything is sharded, because the policy is probed.
-        self.policy = Policy(loaded.model, temperature=spec.rollout.sampling.temperature)
+        self.policy = Policy(loaded.model, temperature=spec.policy_temperature)
         self.device = self.policy.device
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         self._reference = None

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.errors import ModelError
 from shared.model_files import check_directory
 
 log = logging.getLogger(__name__)
 
+SCORE_HEAD = "score.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,13 +51,14 @@ def check_device(device: str) -> torch.device:
     return found
 
 
-def load_model(path: Path, *, dtype: str, device: torch.device) -> LoadedModel:
+def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = False) -> LoadedModel:
     """Load config, weights and tokenizer; nothing is ever fetched from a network.
 
     Args:
         path: a directory in Hugging Face format.
         dtype: float32 or bfloat16.
         device: where the weights go.
+        scores: as a sequence classifier with one output, whose head is made where the weights have none.
 
     Raises:
         ModelError: something is missing or does not fit; one sentence names it.
@@ -64,16 +66,21 @@ def load_model(path: Path, *, dtype: str, device: torch.device) -> LoadedModel:
     check_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: config or tokenizer cannot be read: {_first_line(error)}") from error
-    model = _load_weights(path, config, DTYPES[dtype])
+    if scores:
+        config.num_labels = 1
+        # What a classifier of transformers finds the last token of a padded row by.
+        config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model = _load_weights(path, config, DTYPES[dtype], scores=scores)
     return LoadedModel(model.to(device).eval(), path)
 
 
-def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+def _load_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool) -> nn.Module:
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -87,6 +94,9 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     except Exception as error:
         raise ModelError(f"{path}: weights cannot be loaded: {_first_line(error)}") from error
     missing = sorted(map(str, report.get("missing_keys") or ()))
+    if scores and missing == [SCORE_HEAD]:
+        _make_head(model.score)
+        missing = []
     if missing:
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the config's model, such as {missing[0]}")
     mismatched = sorted(str(entry) for entry in report.get("mismatched_keys") or ())
@@ -94,6 +104,15 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         raise ModelError(f"{path}: tensors have other shapes than the config says, such as {mismatched[0]}")
     loaded: nn.Module = model
     return loaded
+
+
+@torch.no_grad()
+def _make_head(head: nn.Module) -> None:
+    """Fill a new head, the same each time: small, so that all scores are close together at first."""
+    assert isinstance(head, nn.Linear)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(head.weight.shape, generator=generator) / (head.in_features + 1)
+    head.weight.copy_(drawn.to(head.weight))
 
 
 def _first_line(error: BaseException) -> str:

@@ -47,7 +47,9 @@ class Policy:
         shard(self.model, ranks)
         # Only the model's own ``forward`` would gather what belongs to no layer: embedding, last norm, head.
         self.model.token_figures = self._figures
-        register_fsdp_forward_method(self.model, "token_figures")
+        self.model.score_figures = self._scores
+        for name in ("token_figures", "score_figures"):
+            register_fsdp_forward_method(self.model, name)
 
     def statistics(
         self, inputs: ModelInput, *, with_entropy: bool, with_sum_pi_squared: bool = False
@@ -77,6 +79,21 @@ class Policy:
                 with_sum_pi_squared=with_squares,
             )
         return found.log_probs, found.entropy, found.sum_pi_squared
+
+    def scores(self, inputs: ModelInput, positions: Tensor) -> Tensor:
+        """Compute what a sequence classifier's head gives at flat positions [N]: [N] float32, with gradient."""
+        compute = getattr(self.model, "score_figures", self._scores)
+        found: Tensor = compute(inputs, positions)
+        return found
+
+    def _scores(self, inputs: ModelInput, positions: Tensor) -> Tensor:
+        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
+        if inputs.attention_mask is not None:
+            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+        hidden = self.base(**arguments).last_hidden_state
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+        found: Tensor = self.model.score(chosen).squeeze(-1).float()
+        return found
 
     def resolve_packing(self, wanted: Packing) -> Packing:
         """Return how rows may be filled.

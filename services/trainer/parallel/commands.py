@@ -26,10 +26,11 @@ class Restore(Wire):
 
 
 class Train(Wire):
-    """Train a step; its groups follow."""
+    """Train a step, or only measure its loss; its groups follow."""
 
     kind: Literal["train"] = "train"
     step: int
+    learns: bool = True
     payload_bytes: int
 
 

@@ -8,6 +8,7 @@ import torch
 
 from services.trainer.checkpoint.files import shared_files, write_shared
 from services.trainer.checkpoint.manager import Restored, beginning, restored_from
+from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import Command, End, KeepVersion, Restore, Save, Snapshot, Train
@@ -63,7 +64,11 @@ class Follower:
         if isinstance(command, Train):
             groups = self._channel.receive_groups(command.payload_bytes)
             hit(Site.TRAINER_STEP)
-            learner.train(groups, command.step)
+            if command.learns:
+                learner.train(groups, command.step)
+            else:
+                assert isinstance(learner, FinishedLearner)
+                learner.measure(groups)
         elif isinstance(command, KeepVersion):
             learner.keep_version(command.version, command.oldest)
         elif isinstance(command, Snapshot):

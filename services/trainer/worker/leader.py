@@ -4,11 +4,12 @@ The leader tells the followers first and then does its own part, on the one thre
 when every rank is done. Where the trainer is one process, its learner and its weights are asked themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.trainer.checkpoint.files import reserve, shared_files, write_shared
 from services.trainer.checkpoint.manager import Restored
+from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import End, KeepVersion, Restore, Save, Snapshot
@@ -38,6 +39,14 @@ class LedLearner:
         result = self._learner.train(groups, step)
         self._channel.end()
         return result
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Compute the loss on groups that are not trained."""
+        assert isinstance(self._learner, FinishedLearner)
+        self._channel.send_groups(0, groups, learns=False)
+        found = self._learner.measure(groups)
+        self._channel.end()
+        return found
 
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""

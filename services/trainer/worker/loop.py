@@ -14,11 +14,12 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from services.trainer.data.group_metrics import describe_groups, with_sources
+from services.trainer.data.group_metrics import describe_finished, describe_groups, with_sources
 from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.learning.learner import StepResult
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
+from services.trainer.worker.held_out import HeldOutLoss
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
@@ -65,11 +66,13 @@ class TrainingLoop:
         compute: Executor,
         line: VersionLine,
         samples: StepSamples,
+        held_out: HeldOutLoss | None = None,
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
-        self._samples = samples
+        self._samples, self._held_out = samples, held_out
+        self._is_sampled = learner.spec.finished_job is None
         self.line, self.total_steps = line, learner.spec.optimisation.steps
         self._max_lag, self._names = learner.spec.asynchrony.resolved_max_lag, SeriesNames()
 
@@ -83,6 +86,8 @@ class TrainingLoop:
         if self.version and self.is_at_version:
             # The gateway may not have it yet, and rollouts may want to pull it.
             await self._publish()
+        if not self.progress.step and (measured := await self._measure(0)):
+            self._reporter.metrics(MetricBatch(step=0, version=self.version, values=measured))
         while self.progress.step < self.total_steps:
             if not await self._control.may_go_on():
                 break
@@ -96,13 +101,13 @@ class TrainingLoop:
 
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started = self.version, time.monotonic()
-        values = describe_groups(planned.groups, version, self.progress.totals, self.line.lag)
-        values |= describe_rewards(with_sources(planned.groups), self._names)
+        values = self._describe_groups(planned, version)
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
         self._watch.check(result, step)
         self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version))
         self.progress.add(planned.plan)
+        values |= await self._measure(step)
         if self.is_at_version:
             await self._publish()
         published = time.monotonic()
@@ -114,7 +119,20 @@ class TrainingLoop:
         self._times.add(planned, *spent, time.monotonic() - published)
         values |= self._describe(result, self._times) | self._durability.take_figures() | self._samples.figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))
-        log.info("step is done", extra={"step": step, "version": self.version, "reward": values["reward/mean"]})
+        told = next((name for name in ("reward/mean", "loss/total") if name in values), None)
+        facts = {} if told is None else {told.partition("/")[0]: values[told]}
+        log.info("step is done", extra=facts | {"step": step, "version": self.version})
+
+    def _describe_groups(self, planned: StepGroups, version: int) -> dict[str, float]:
+        if not self._is_sampled:
+            return describe_finished(planned.groups, self.progress.totals)
+        values = describe_groups(planned.groups, version, self.progress.totals, self.line.lag)
+        return values | describe_rewards(with_sources(planned.groups), self._names)
+
+    async def _measure(self, step: int) -> dict[str, float]:
+        if self._held_out is None or not self._held_out.is_due(step):
+            return {}
+        return dict(await self._on_compute_thread(self._held_out.measure))
 
     def _describe(self, result: StepResult, times: StepTimes) -> dict[str, float]:
         return describe_step(result, times, self._publisher.last_seconds, ends_version=self.is_at_version)

@@ -19,7 +19,8 @@ from services.trainer.learning.learner import Learner
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.execution import Job, open_execution
-from services.trainer.worker.images import ImagePool
+from services.trainer.worker.held_out import open_held_out
+from services.trainer.worker.images import ImagePool, Snapshots
 from services.trainer.worker.loop import TrainingLoop
 from services.trainer.worker.publisher import Gateway, Publisher
 from services.trainer.worker.reporter import Reporter
@@ -27,6 +28,7 @@ from services.trainer.worker.samples import StepSamples, open_samples
 from services.trainer.worker.takeover import become_trainer, reconcile_with
 from shared.checkpoints import CHECKPOINTS
 from shared.config.advantage import GdpoConfig
+from shared.config.job import SftConfig
 from shared.config.spec import ExperimentSpec
 from shared.model_hub import fetched
 from shared.schemas.service import Failure
@@ -113,13 +115,13 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
     mine = around.experiment_id, around.service_id
     await become_trainer(queue, around.gateway, *mine, around.incarnation)
-    storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
         compute = stack.enter_context(compute_thread(spec.parallelism.threads))
         loop = asyncio.get_running_loop()
         execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
+        storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
@@ -128,10 +130,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         if recorder is not None:
             recorder.forget(after_step=progress.step, lost=line.lost)
             recorder.keep_spec(spec.model_dump_json())
-        how = spec.asynchrony.publication
-        images = ImagePool(
-            execution.snapshots(learner), directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta
-        )
+        images = _images(spec, around, execution.snapshots(learner))
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
         source = GroupSource(
@@ -142,10 +141,12 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             spec.checkpoint, manager, learner, progress, line, queue, source, reporter, compute, around.on_failure
         )
         planner = StepPlanner(spec, queue, around.plane.admission, source, line)
+        trained = execution.learner(learner)
+        held_out = await open_held_out(trained, around.gateway, around.experiment_id)
         try:
             await durability.begin()
             training = TrainingLoop(
-                execution.learner(learner),
+                trained,
                 planner,
                 publisher,
                 images,
@@ -155,11 +156,17 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
                 compute,
                 line,
                 samples,
+                held_out,
             )
             yield Session(training, source, publisher, reporter)
         finally:
             await publisher.close()
             images.close()
+
+
+def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:
+    how = spec.asynchrony.publication
+    return ImagePool(weights, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
 
 
 def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
@@ -177,6 +184,8 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
     """Return what a group must have to be trained under this spec."""
     advantage = spec.algorithm.advantage
     compares = advantage.kind in GROUP_ESTIMATORS and spec.rollout.group_size > 1
+    if spec.finished_job is not None:
+        compares = not isinstance(spec.finished_job, SftConfig)
     return Requirements(
         vocabulary=learner.loaded.vocabulary,
         min_scored=2 if compares else 1,

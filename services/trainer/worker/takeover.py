@@ -93,7 +93,7 @@ async def reconcile_with(
         log.warning("versions are lost, the weights are published under a new number", extra=facts)
     return VersionLine.of(
         answer.published(),
-        steps_per_version=spec.asynchrony.trigger_parameter_sync_step,
+        steps_per_version=spec.steps_per_version,
         total_steps=spec.optimisation.steps,
         lost=restored.lost,
     )

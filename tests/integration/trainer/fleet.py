@@ -176,12 +176,11 @@ class YesGateway:
         ).model_dump(mode="json")
 
     def _taken_over(self, request: TakeoverRequest) -> TakeoverAnswer:
-        asynchrony = self.spec.asynchrony
         decided = reconcile(
             request.standing(),
             self.committed,
             self.version,
-            steps_per_version=asynchrony.trigger_parameter_sync_step,
+            steps_per_version=self.spec.steps_per_version,
             total_steps=self.spec.optimisation.steps,
         )
         self.takeovers.append(TakeoverAnswer.of(decided))

@@ -45,7 +45,10 @@ class Planner:
 
 class Learner:
     spec = SimpleNamespace(
-        optimisation=SimpleNamespace(steps=3), asynchrony=SimpleNamespace(resolved_max_lag=1), groups_per_step=1
+        optimisation=SimpleNamespace(steps=3),
+        asynchrony=SimpleNamespace(resolved_max_lag=1),
+        groups_per_step=1,
+        finished_job=None,
     )
 
     def train(self, _groups: Any, step: int) -> StepResult:

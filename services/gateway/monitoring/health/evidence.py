@@ -21,6 +21,7 @@ class Facts:
         max_new_tokens: of a completion.
         updates_per_version: optimiser updates of a version: after the first, weights are not those that sampled.
         learning_rate: peak.
+        is_graded: whether what is trained on was graded.
     """
 
     thresholds: HealthConfig
@@ -29,6 +30,7 @@ class Facts:
     max_new_tokens: int
     updates_per_version: int
     learning_rate: float
+    is_graded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Evidence:
     @property
     def is_enough(self) -> bool:
         """Whether what is not found is really over."""
-        return self.is_enough_graded and len(self.steps) >= self.facts.thresholds.steps
+        return (self.is_enough_graded or not self.facts.is_graded) and len(self.steps) >= self.facts.thresholds.steps
 
     @property
     def is_reward_constant(self) -> bool:

@@ -33,8 +33,9 @@ def facts_of(spec: ExperimentSpec) -> Facts:
         groups_per_step=spec.groups_per_step,
         names_answers=all(isinstance(each, MatchConfig) for each in spec.reward.components),
         max_new_tokens=spec.rollout.sampling.max_new_tokens,
-        updates_per_version=spec.asynchrony.require_batches * spec.asynchrony.trigger_parameter_sync_step,
+        updates_per_version=spec.asynchrony.require_batches * spec.steps_per_version,
         learning_rate=spec.optimisation.learning_rate,
+        is_graded=spec.finished_job is None,
     )
 
 

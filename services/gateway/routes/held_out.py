@@ -1,0 +1,25 @@
+"""Held-out rows with finished answers."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from services.gateway.routes.dependencies import Gateway
+from shared.schemas.held_out import HeldOutPage
+
+router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+
+@router.get("/held_out_rows")
+async def held_out_rows(
+    experiment_id: str, gateway: Gateway, first: Annotated[int, Query(ge=0, description="number of a row")] = 0
+) -> HeldOutPage:
+    """Return rows of ``job.held_out`` as tokens; the trainer computes their loss.
+
+    Raises:
+        NotFound: there is no such experiment, or no such row (404).
+        Unavailable: the experiment's datasets are not loaded (503, try again).
+    """
+    rows = gateway.held_out.of(gateway.repository.get(experiment_id))
+    return await asyncio.to_thread(rows.page, first)

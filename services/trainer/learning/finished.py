@@ -1,0 +1,278 @@
+"""Learning from finished answers: demonstrations, and pairs of which one answer is preferred.
+
+A mini-batch's loss is a function of one number per token or per sequence. Where it is one per sequence of a pair, that
+number is computed first, without gradient; the loss's derivative by it then weighs each sequence in a second pass. So
+the members of a pair may be in different micro-batches, and no gradient depends on how a mini-batch was cut.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.aggregation import aggregate, count_sampled
+from services.trainer.algorithms.metrics import Metrics, Tally, combine, mean_over, once, summarise
+from services.trainer.algorithms.preference import PreferenceLoss, dpo_loss, pairwise_loss
+from services.trainer.algorithms.sequences import PackedSequences
+from services.trainer.data.batch import TrainingBatch, make_batch
+from services.trainer.data.micro_batch import MicroBatch
+from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from services.trainer.models.optimizer import UpdateResult
+from shared.config.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
+from shared.schemas.trajectory import Group
+
+HELD_OUT = "held_out"
+
+
+class FinishedLearner(Learner):
+    """Learns from groups that no policy sampled."""
+
+    def train(self, groups: Sequence[Group], step: int) -> StepResult:
+        """Train one step; see ``Learner.train``. Nothing is drawn, so the step's number does not matter."""
+        batch = make_batch(groups).to(self.device)
+        fixed = self._fixed(batch, self._cut(batch, range(batch.num_sequences)) if self._needs_fixed else [])
+        results: list[UpdateResult] = []
+        tallies: list[Metrics] = []
+        for _ in range(self.spec.optimisation.epochs_per_step):
+            for members in self._mini_batches(batch):
+                self.optimizer.add_zero()
+                tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
+                results.append(self.optimizer.update())
+        summary = summarise(self.ranks.combine(combine(tallies)))
+        values = algorithm_names(mean_of_updates(summary, len(results)))
+        return StepResult(tuple(results), values)
+
+    @torch.no_grad()
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Compute what the loss is on groups that are not trained, under ``held_out/...``."""
+        tallies = []
+        size = self.spec.optimisation.groups_per_mini_batch
+        for start in range(0, len(groups), size):
+            batch = make_batch(groups[start : start + size]).to(self.device)
+            micro_batches = self._cut(batch, range(batch.num_sequences))
+            tallies.append(self._measured(batch, micro_batches, self._fixed(batch, micro_batches)))
+        return {f"{HELD_OUT}/{name}": value for name, value in self._derived(summarise(combine(tallies))).items()}
+
+    @property
+    def _needs_fixed(self) -> bool:
+        return self._reference is not None
+
+    @property
+    def job(self) -> FinishedJob:
+        """The job's section."""
+        job = self.spec.finished_job
+        assert job is not None, "chosen by the job's kind"
+        return job
+
+    def _fixed(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Compute what does not change with the weights: the reference's log-probs [S]."""
+        if self._reference is None:
+            return None
+        log_probs, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
+        return batch.sequences.sum(log_probs)
+
+    def _backward(self, loss: Tensor) -> None:
+        # Sharded gradients are averaged over the ranks, and this is the share of a whole mini-batch's loss.
+        torch.autograd.backward(loss * self.ranks.size if self.ranks.is_several else loss)
+        self.optimizer.collect()
+
+    @abstractmethod
+    def _accumulate_finished(
+        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+    ) -> Metrics:
+        """Leave the gradient of one mini-batch on the parameters."""
+
+    @abstractmethod
+    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
+        """Tally the loss of a batch, each figure over what it is a mean of."""
+
+    def _derived(self, values: dict[str, float]) -> dict[str, float]:
+        return values
+
+
+class SupervisedLearner(FinishedLearner):
+    """Raises the likelihood of the answers."""
+
+    def _accumulate_finished(
+        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+    ) -> Metrics:
+        assert isinstance(self.job, SftConfig)
+        denominators = count_sampled(_only(batch.sequences, members))
+        tallies: list[Metrics] = []
+        for micro in micro_batches:
+            found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
+            if micro.is_empty:
+                self._backward(found.sum() * 0)
+                continue
+            log_probs = micro.spread(found)
+            loss = aggregate(-log_probs, micro.sequences, denominators, self.job.aggregation)
+            self._backward(loss)
+            tallies.append({"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)})
+        return combine(tallies)
+
+    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
+        log_probs, _ = self._evaluate(self.policy, batch, micro_batches, with_squares=False)
+        return {"loss": mean_over(-log_probs, batch.sequences.response_mask)}
+
+    def _derived(self, values: dict[str, float]) -> dict[str, float]:
+        return values | {"perplexity": math.exp(min(values["loss"], 700.0))}
+
+
+class _PairLearner(FinishedLearner):
+    """Learns from pairs through one number per answer."""
+
+    def _accumulate_finished(
+        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+    ) -> Metrics:
+        with torch.no_grad():
+            values = self._values(batch, micro_batches)
+        values = values.detach().requires_grad_()
+        found = self._pair_loss(batch, values, members, fixed)
+        [weights] = torch.autograd.grad(found.loss, values)
+        extra = self._token_weights(batch, members)
+        # Every rank computes these alike: they count once.
+        tallies: list[Metrics] = [_figures(found)] if self.ranks.is_leader else []
+        for micro in micro_batches:
+            surrogate, metrics = self._weighted(batch, micro, weights, extra)
+            self._backward(surrogate)
+            tallies.append(metrics)
+        return combine(tallies)
+
+    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
+        members = range(batch.num_sequences)
+        found = self._pair_loss(batch, self._values(batch, micro_batches), members, fixed)
+        pairs = torch.tensor(float(len(found.chosen_rewards)), device=found.loss.device)
+        return _figures(found) | {"loss": Tally(found.loss * pairs, pairs)}
+
+    @abstractmethod
+    def _values(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Compute the number of each answer: [S], 0 for those in no micro-batch."""
+
+    @abstractmethod
+    def _pair_loss(self, batch: TrainingBatch, values: Tensor, members: range, fixed: Tensor | None) -> PreferenceLoss:
+        """Compute the mini-batch's loss from them."""
+
+    @abstractmethod
+    def _weighted(
+        self, batch: TrainingBatch, micro: MicroBatch, weights: Tensor, extra: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        """Compute what has the loss's gradient: the answers' numbers, each times its weight."""
+
+    def _token_weights(self, batch: TrainingBatch, members: range) -> Tensor | None:
+        return None
+
+
+class PreferenceLearner(_PairLearner):
+    """Direct preference optimisation: an answer's number is the sum of its tokens' log-probs."""
+
+    def _values(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        log_probs, _ = self._evaluate(self.policy, batch, micro_batches, with_squares=False)
+        return batch.sequences.sum(log_probs)
+
+    def _pair_loss(self, batch: TrainingBatch, values: Tensor, members: range, fixed: Tensor | None) -> PreferenceLoss:
+        assert isinstance(self.job, PreferenceConfig) and fixed is not None
+        chosen, rejected = pairs_of(batch, members)
+        config = self.job.loss
+        return dpo_loss(
+            values[chosen],
+            values[rejected],
+            fixed[chosen],
+            fixed[rejected],
+            beta=config.beta,
+            label_smoothing=config.label_smoothing if isinstance(config, DpoLossConfig) else 0.0,
+            ipo=not isinstance(config, DpoLossConfig),
+        )
+
+    def _token_weights(self, batch: TrainingBatch, members: range) -> Tensor | None:
+        """Weigh the tokens [T] of preferred answers so that their sum is the supervised term."""
+        assert isinstance(self.job, PreferenceConfig)
+        if not self.job.supervised_coefficient:
+            return None
+        chosen, _ = pairs_of(batch, members)
+        is_chosen = torch.zeros(batch.num_sequences, device=self.device)
+        is_chosen[chosen] = 1.0
+        tokens = batch.sequences.spread(is_chosen) * batch.sequences.response_mask
+        return -self.job.supervised_coefficient * tokens / tokens.sum().clamp(min=1)
+
+    def _weighted(
+        self, batch: TrainingBatch, micro: MicroBatch, weights: Tensor, extra: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
+        if micro.is_empty:
+            return found.sum() * 0, {}
+        log_probs = micro.spread(found)
+        of_tokens = micro.sequences.spread(weights[micro.members])
+        metrics: Metrics = {}
+        if extra is not None:
+            term = (extra[micro.tokens] * log_probs).sum()
+            of_tokens = of_tokens + extra[micro.tokens]
+            metrics = {"supervised_loss": once(term), "loss": once(term)}
+        return (of_tokens * log_probs * micro.sequences.response_mask).sum(), metrics
+
+
+class RewardModelLearner(_PairLearner):
+    """Bradley-Terry: an answer's number is the score that the model's head gives at its last token."""
+
+    def _values(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        scores = torch.zeros(batch.num_sequences, device=self.device)
+        for micro in micro_batches:
+            found = self._scores(micro)
+            scores = scores if micro.is_empty else scores.index_copy(0, micro.members, found)
+        return self.ranks.sum(scores)
+
+    def _pair_loss(self, batch: TrainingBatch, values: Tensor, members: range, fixed: Tensor | None) -> PreferenceLoss:
+        chosen, rejected = pairs_of(batch, members)
+        loss = pairwise_loss(values[chosen], values[rejected])
+        return PreferenceLoss(loss, values[chosen].detach(), values[rejected].detach())
+
+    def _weighted(
+        self, batch: TrainingBatch, micro: MicroBatch, weights: Tensor, extra: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        found = self._scores(micro)
+        return (found.sum() * 0 if micro.is_empty else (weights[micro.members] * found).sum()), {}
+
+    def _scores(self, micro: MicroBatch) -> Tensor:
+        """Compute the scores of a micro-batch's answers [S'], with gradient."""
+        if micro.is_empty:
+            return self.policy.scores(micro.inputs, micro.inputs.predictors)
+        counts = micro.sequences.lengths.long()
+        # A label's predictor is the position before it.
+        last = micro.inputs.predictors[counts.cumsum(0) - 1] + 1
+        return self.policy.scores(micro.inputs, last)
+
+
+def pairs_of(batch: TrainingBatch, members: range) -> tuple[Tensor, Tensor]:
+    """Find the numbers of the preferred answers [P] and of the others [P] among some sequences of whole groups.
+
+    Raises:
+        ValueError: a group is no pair.
+    """
+    numbers = torch.arange(members.start, members.stop, device=batch.rewards.device)
+    groups = batch.group_index[members.start : members.stop]
+    if len(numbers) % 2 or bool((groups[0::2] != groups[1::2]).any()):
+        raise ValueError("a group of pairs has two answers with a reward")
+    is_first = batch.rewards[numbers[0::2]] >= batch.rewards[numbers[1::2]]
+    first, second = numbers[0::2], numbers[1::2]
+    return torch.where(is_first, first, second), torch.where(is_first, second, first)
+
+
+def _figures(found: PreferenceLoss) -> Metrics:
+    chosen, rejected = found.chosen_rewards, found.rejected_rewards
+    every = torch.ones_like(chosen, dtype=torch.bool)
+    return {
+        "loss": once(found.loss),
+        # A tie is right as often as not: so begins a policy that is the reference.
+        "preference/accuracy": mean_over((chosen > rejected).float() + (chosen == rejected).float() / 2, every),
+        "preference/margin": mean_over(chosen - rejected, every),
+        "preference/chosen": mean_over(chosen, every),
+        "preference/rejected": mean_over(rejected, every),
+    }
+
+
+def _only(sequences: PackedSequences, members: range) -> PackedSequences:
+    """Take the tokens of some sequences alone as sampled."""
+    inside = (sequences.index >= members.start) & (sequences.index < members.stop)
+    return sequences.with_mask(sequences.response_mask & inside)

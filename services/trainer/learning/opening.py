@@ -1,0 +1,25 @@
+"""Which learner an experiment's job needs."""
+
+from services.trainer.learning.finished import (
+    FinishedLearner,
+    PreferenceLearner,
+    RewardModelLearner,
+    SupervisedLearner,
+)
+from services.trainer.learning.learner import Learner
+from services.trainer.models.loading import LoadedModel
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from shared.config.spec import ExperimentSpec
+
+LEARNERS: dict[str, type[FinishedLearner]] = {
+    "sft": SupervisedLearner,
+    "preference": PreferenceLearner,
+    "reward_model": RewardModelLearner,
+}
+
+
+def make_learner(
+    spec: ExperimentSpec, loaded: LoadedModel, reference: LoadedModel | None = None, *, ranks: Ranks = ONE_RANK
+) -> Learner:
+    """Make the learner of an experiment; see ``Learner``."""
+    return LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, ranks=ranks)

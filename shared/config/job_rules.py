@@ -1,0 +1,93 @@
+"""What a job that is not reinforcement learning makes of the other sections: what it fills in, and what it refuses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared.config.algorithm import AlgorithmConfig
+from shared.config.asynchrony import AsynchronyConfig
+from shared.config.cross_section_rules import Sections
+from shared.config.data import DataConfig
+from shared.config.job import FinishedJob, RewardModelJobConfig, SftConfig
+from shared.config.resources import ResourcesConfig
+from shared.config.reward import RewardConfig
+from shared.config.rollout import RolloutConfig
+
+FINISHED_KINDS = frozenset({"sft", "preference", "reward_model"})
+FOR_PROMPTS = ("max_prompt_tokens", "overlong")
+
+
+def with_defaults_of_the_job(given: Any) -> Any:
+    """Fill in the ``reward`` section of a document whose job grades nothing."""
+    if not isinstance(given, Mapping):
+        return given
+    job = given.get("job")
+    kind = job.get("kind") if isinstance(job, Mapping) else None
+    if kind in FINISHED_KINDS and given.get("reward") is None and given.get("evaluation") is None:
+        return {**given, "reward": {}}
+    return given
+
+
+def check_job(spec: Sections) -> None:
+    """Check that nothing is set which the job does not use.
+
+    Raises:
+        ValueError: something is.
+    """
+    job = spec.finished_job
+    if job is None:
+        return
+    kind = job.kind
+    _refuse_changed(spec.algorithm, AlgorithmConfig(), "algorithm", kind, f"what {kind} computes is set in job")
+    travels = {"publication": AsynchronyConfig().publication} if spec.evaluation is not None else {}
+    why = "nothing runs ahead, and a version is made with each checkpoint (checkpoint.every_steps)"
+    _refuse_changed(spec.asynchrony.model_copy(update=travels), AsynchronyConfig(), "asynchrony", kind, why)
+    if spec.optimisation.shuffle:
+        raise ValueError(
+            f"optimisation.shuffle has no effect while job.kind is {kind}: remove it (data.shuffle orders the rows)"
+        )
+    _check_columns(job, spec.data)
+    if spec.evaluation is not None:
+        if isinstance(job, RewardModelJobConfig):
+            raise ValueError(
+                "evaluation samples answers, which a reward model does not give: remove it, and name held-out pairs in "
+                "job.held_out"
+            )
+        return
+    why = "nothing is sampled or graded without an evaluation"
+    _refuse_changed(spec.rollout, RolloutConfig(), "rollout", kind, why)
+    _refuse_changed(spec.reward, RewardConfig(), "reward", kind, why)
+    for name in ("rollouts", "rewards", "sandboxes"):
+        if getattr(spec.resources, name) != getattr(ResourcesConfig(), name):
+            raise ValueError(f"resources.{name} has no effect while job.kind is {kind}: {why}; remove it")
+    for name in FOR_PROMPTS:
+        if getattr(spec.data, name) != DataConfig.model_fields[name].default:
+            raise ValueError(
+                f"data.{name} has no effect while job.kind is {kind}, which reads whole answers: remove it, or use "
+                "job.max_tokens and job.overlong"
+            )
+
+
+def _check_columns(job: FinishedJob, data: DataConfig) -> None:
+    if isinstance(job, SftConfig):
+        is_whole, answer = job.response_column is None, job.response_column
+    else:
+        is_whole, answer = job.chosen_column == data.prompt_column, job.chosen_column
+        if job.chosen_column == job.rejected_column:
+            raise ValueError("job.chosen_column and job.rejected_column are the same: name both columns")
+    if data.input_template is not None and is_whole:
+        raise ValueError(
+            "data.input_template has one place, for a prompt, and rows hold whole conversations: remove it, or name "
+            "the answer's column"
+        )
+    if isinstance(job, SftConfig) and job.response_column == data.prompt_column:
+        raise ValueError(f"job.response_column is data.prompt_column too, {answer!r}: name the answer's column")
+    if isinstance(job, SftConfig) and job.train_on == "last" and data.input_template is not None:
+        raise ValueError("job.train_on last has no effect beside data.input_template, which has one turn: remove it")
+
+
+def _refuse_changed(found: BaseModel, default: BaseModel, section: str, kind: str, why: str) -> None:
+    for name in type(default).model_fields:
+        if getattr(found, name) != getattr(default, name):
+            raise ValueError(f"{section}.{name} has no effect while job.kind is {kind}: {why}; remove it")

@@ -1,0 +1,59 @@
+"""Jobs on finished answers need no graders, and refuse what they do not use."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.load import validate_spec
+from shared.errors import InvalidSpec
+
+MINIMAL: dict[str, Any] = {
+    "name": "job",
+    "model": {"path": "/nowhere"},
+    "data": {"path": "rows.jsonl"},
+    "optimisation": {"steps": 30},
+}
+SFT: dict[str, Any] = MINIMAL | {"job": {"kind": "sft"}}
+
+
+def test_a_job_without_sampled_answers_names_no_graders_and_can_be_sent_on() -> None:
+    spec = validate_spec(SFT)
+
+    assert validate_spec(spec.model_dump(mode="json")) == spec
+    assert (spec.samples_answers, spec.steps_per_version, spec.runs_code) == (False, 20, False)
+    assert not spec.needs_reference
+
+
+def test_reinforcement_learning_still_needs_its_graders() -> None:
+    with pytest.raises(InvalidSpec, match="reward"):
+        validate_spec(MINIMAL)
+    with pytest.raises(InvalidSpec, match="reward"):
+        validate_spec(SFT | {"evaluation": {"path": "held_out.jsonl"}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"reward": {"components": [{"kind": "exact"}]}}, "reward.components"),
+        ({"rollout": {"group_size": 4}}, "rollout.group_size"),
+        ({"algorithm": {"entropy_coefficient": 0.1}}, "algorithm.entropy_coefficient"),
+        ({"asynchrony": {"staleness_threshold": 0.5}}, "asynchrony.staleness_threshold"),
+        ({"asynchrony": {"publication": {"transport": "pull"}}}, "asynchrony.publication"),
+        ({"resources": {"rollouts": {"min": 2}}}, "resources.rollouts"),
+        ({"data": {"path": "rows.jsonl", "max_prompt_tokens": 9}}, "data.max_prompt_tokens"),
+        ({"optimisation": {"steps": 3, "shuffle": True}}, "optimisation.shuffle"),
+        ({"job": {"kind": "sft", "response_column": "prompt"}}, "job.response_column"),
+        ({"job": {"kind": "preference", "rejected_column": "chosen"}}, "job.chosen_column"),
+        ({"job": {"kind": "sft"}, "data": {"path": "a.jsonl", "input_template": "{}"}}, "data.input_template"),
+    ],
+)
+def test_what_has_no_effect_is_refused(sections: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(SFT | sections)
+
+
+def test_a_reward_model_answers_nothing() -> None:
+    graded = {"evaluation": {"path": "held_out.jsonl"}, "reward": {"components": [{"kind": "exact"}]}}
+    with pytest.raises(InvalidSpec, match="a reward model does not give"):
+        validate_spec(MINIMAL | graded | {"job": {"kind": "reward_model"}})
+    assert validate_spec(SFT | graded).samples_answers

@@ -37,6 +37,9 @@ class OptimisationConfig(Config):
     """Clip the gradient's global norm; null does not clip."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own."""
+    activation_checkpointing: bool = False
+    """Keep of each layer's activations its input alone and compute the rest again in the backward pass: less memory for
+    about a third more computation."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: several sequences per row without padding between them; padded: one sequence per row;
     auto: whichever costs less for the mini-batch, a packed position counting a quarter more for its attention mask.

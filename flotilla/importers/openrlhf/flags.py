@@ -37,8 +37,11 @@ MODELS: tuple[Parameter, ...] = (
     refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
     refused("--enable_ema", "no moving average of the weights is kept", default=False),
     *unsupported(KERNELS,
-             "--attn_implementation", "--ds.attn_implementation", "--flash_attn", "--gradient_checkpointing",
-             "--actor.gradient_checkpointing_enable", "--gradient_checkpointing_use_reentrant"),
+             "--attn_implementation", "--ds.attn_implementation", "--flash_attn",
+             "--gradient_checkpointing_use_reentrant"),
+    applied("--gradient_checkpointing", "optimisation.activation_checkpointing", flag,
+            "activations are computed again in the backward pass", example=True, default=False,
+            aliases=("--actor.gradient_checkpointing_enable",)),
 )  # fmt: skip
 
 DATA: tuple[Parameter, ...] = (

@@ -30,6 +30,7 @@ from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
+from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
@@ -92,6 +93,10 @@ class Learner:
         self.critic: Critic | None = None
         if spec.algorithm.needs_critic:
             self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
+        if spec.optimisation.activation_checkpointing:
+            recompute_activations(loaded.model)
+            if self.critic is not None:
+                self.critic.recompute_activations()
         wire_dtype = spec.asynchrony.publication.wire_dtype
         self.weights = self._lay_out(getattr(torch, wire_dtype) if wire_dtype else None)
         self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)

@@ -18,6 +18,7 @@ from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.parallel.fsdp import shard
+from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import Ranks
 from shared.config.algorithm import ValueLossConfig
 from shared.config.optimisation import OptimisationConfig
@@ -57,6 +58,10 @@ class Critic:
         self.moments = ReturnMoments.none()
         self._optimisation, self._total_updates = optimisation, total_updates
         self.optimizer = PolicyOptimizer(self._named_parameters(), optimisation, total_updates)
+
+    def recompute_activations(self) -> None:
+        """Keep of each layer its input alone."""
+        recompute_activations(self._body)
 
     def shard(self, ranks: Ranks) -> None:
         """Divide weights and gradients among ranks; before anything is trained or loaded."""

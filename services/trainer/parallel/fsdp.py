@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from services.trainer.parallel.layers import layers_of
 from services.trainer.parallel.ranks import REPLICATE, SHARD, Ranks
 
 
@@ -22,9 +23,3 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     for layer in layers_of(module):
         fully_shard(layer, **arguments)
     fully_shard(module, **arguments)
-
-
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """List the layers that transformers says to keep in one piece."""
-    kinds = set(getattr(module, "_no_split_modules", None) or ())
-    return [each for each in module.modules() if type(each).__name__ in kinds and each is not module]

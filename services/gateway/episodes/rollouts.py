@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 
+from services.gateway.episodes.connection import CONNECT_SECONDS, KEPT_OPEN_SECONDS, Connection, Connections
 from services.gateway.registry.services import LiveService, Registry
 from shared.client import problem_to_error
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable
 from shared.schemas.service import ServiceKind, WorkState
 
-CONNECT_SECONDS: Final = 5.0
 CALL_SECONDS: Final = 10.0
 """For an answer that takes no sampling, beside what the caller is willing to wait."""
 MAX_CONNECTIONS: Final = 4096
@@ -25,36 +24,26 @@ class EpisodeGone(FlotillaError):
     code, title, status = "episode_gone", "The episode is gone", 410
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """An answer whose body is passed on as it comes."""
-
-    status: int
-    content_type: bytes
-    pieces: AsyncIterator[bytes]
-
-
 class Rollouts:
     """Calls rollouts.
 
     Args:
         registry: of the services.
         token: makes what rollouts let in.
-        transport: of the connections, for tests.
     """
 
-    def __init__(
-        self, registry: Registry, token: Callable[[], str], transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, registry: Registry, token: Callable[[], str]) -> None:
         self._registry = registry
         self._token = token
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=256)
-        # Deadlines are set for each call: how long an answer is sampled for, its rollout decides.
+        # For what agents ask rarely; requests for completions have connections of their own.
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEPT_OPEN_SECONDS)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._http = httpx.AsyncClient(limits=limits, transport=transport, trust_env=False, timeout=timeout)
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False, timeout=timeout)
+        self._connections = Connections()
 
     async def aclose(self) -> None:
         """Close the connections."""
+        self._connections.close()
         await self._http.aclose()
 
     def at_work(self, experiment_id: str) -> list[LiveService]:
@@ -100,28 +89,15 @@ class Rollouts:
     @asynccontextmanager
     async def streamed(
         self, service: LiveService, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[Streamed]:
-        """Post a body and pass the answer on, whatever it says.
+    ) -> AsyncIterator[Connection]:
+        """Post a body; the answer, whatever it says, is read from the connection as it comes.
 
         Raises:
             Unavailable: it cannot be reached, or breaks off.
         """
-        request = self._http.build_request(
-            "POST", f"{service.record.address}{path}", content=body, headers=self._headers() | dict(headers)
-        )
-        try:
-            answer = await self._http.send(request, stream=True)
-            try:
-                content_type = answer.headers.get("content-type", "application/json").encode("latin-1")
-                yield Streamed(answer.status_code, content_type, answer.aiter_raw())
-            finally:
-                await answer.aclose()
-        except httpx.TransportError as error:
-            raise Unavailable(f"{service.id} cannot be reached: {error or type(error).__name__}") from error
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (self._headers() | dict(headers)).items())
+        async with self._connections.posted(service.record.address, path, body, lines) as connection:
+            yield connection
 
     def _headers(self) -> dict[str, str]:
-        return {
-            "Authorization": f"Bearer {self._token()}",
-            "Content-Type": "application/json",
-            "Accept-Encoding": "identity",
-        }
+        return {"Authorization": f"Bearer {self._token()}", "Accept-Encoding": "identity"}

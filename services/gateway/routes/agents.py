@@ -159,7 +159,7 @@ async def _pass_on(scope: Scope, what: str, body: bytes, answer: _Answer, receiv
     async def pass_on() -> None:
         async with rollouts.streamed(service, path, body, retries) as streamed:
             await answer.begin(streamed.status, streamed.content_type)
-            async for piece in streamed.pieces:
+            async for piece in streamed.pieces():
                 await answer.go_on(piece)
         await answer.go_on(b"", is_last=True)
 

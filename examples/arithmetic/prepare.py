@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -93,7 +94,7 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Parse the command line and prepare; 0 when the directory is there, 2 when it holds something else."""
+    """Parse the command line and prepare; 0 when the directory is there, 2 when it cannot be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="standard")
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
@@ -107,6 +108,9 @@ def main() -> int:
             return 0
     except FileExistsError as error:
         print(error, file=sys.stderr)
+        return 2
+    if find_spec("torch") is None:
+        print("torch is not installed, which makes the model: pip install 'flotilla[torch]'", file=sys.stderr)
         return 2
     # Before torch is imported: on few cores, contending thread pools are several times slower than one thread.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")

@@ -13,6 +13,7 @@ from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
 from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
+from flotilla.cli.run_directory import FLEET
 from flotilla.cli.stored import StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
 from flotilla.connection import FleetInfo, Source, find_experiment
@@ -42,6 +43,7 @@ async def report(arguments: argparse.Namespace) -> int:
         logs=logs,
         plot=plot if is_drawn else None,
         samples=samples,
+        run=_run_of(arguments.experiment),
     )
     if arguments.json:
         write_json(summary)
@@ -145,6 +147,12 @@ def _seconds(view: ExperimentView, *, is_stored: bool) -> float:
     """How long an experiment has been there, until its end, or the last that was stored of it."""
     begin, end = (datetime.fromisoformat(text).timestamp() for text in (view.created_at, view.updated_at))
     return (end if view.state.is_final or is_stored else time.time()) - begin
+
+
+def _run_of(reference: str | None) -> Path | None:
+    """Find the directory of ``flotilla run`` that a reference names, if it does."""
+    named = Path(reference) if reference else None
+    return named if named is not None and (named / FLEET).is_dir() else None
 
 
 def _logs_of(client: Source, data: Path) -> Path | None:

@@ -60,6 +60,7 @@ def test_a_directory_is_reported_as_the_experiment_that_it_holds(
     summary = asked(capsys, "report", place)
     (checkpoint,) = asked(capsys, "checkpoints", place)
 
+    assert summary["run"] == (None if inside else place)
     assert (summary["status"], summary["steps"], summary["tokens_trained"]) == ("completed", 2, 64)
     assert (summary["reward"], summary["wall_seconds"]) == (0.375, 125.0)
     assert [sample["reward"] for sample in summary["samples"]] == [1.0, 0.0]

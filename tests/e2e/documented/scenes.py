@@ -1,0 +1,276 @@
+"""In which order documented lines are typed, and what has to be there before each.
+
+``examples/arithmetic/experiment.yaml`` is a tiny experiment of that name: its model is random, its steps take a moment.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from tests.e2e.documented.typing import Reader, Typed
+
+Scene = tuple[Typed | Callable[[Reader], object], ...]
+
+CLI, README, CONTINUE, DEBUG, REST = "docs/cli.md", "README.md", "docs/continue.md", "docs/debug.md", "docs/rest.md"
+IMPORT, OWN, SWEEPS, SCHEDULING = "docs/import.md", "docs/your-own.md", "docs/sweeps.md", "docs/scheduling.md"
+ARITHMETIC = "examples/arithmetic/experiment.yaml"
+UP = {"--detach": "--detach --port 0"}
+
+
+def starts(name: str, steps: int, *more: str) -> Callable[[Reader], None]:
+    """Start an experiment of a name, and wait for its end."""
+
+    def do(reader: Reader) -> None:
+        settings = " ".join(f"--set {each}" for each in (f"name={name}", f"optimisation.steps={steps}", *more))
+        reader.runs(f"flotilla start {ARITHMETIC} {settings}")
+        reader.waits(name, state="completed")
+        reader.learns(name)
+
+    return do
+
+
+def knows_the_gateway(reader: Reader) -> None:
+    """What pages call ``$api``, ``$auth`` and ``FLOTILLA_TOKEN``."""
+    import json
+
+    fleet = json.loads((reader.home / ".flotilla" / "fleet.json").read_text())
+    reader.environment |= {
+        "api": f"{fleet['gateway_url']}/v1",
+        "auth": f"Authorization: Bearer {fleet['token']}",
+    }
+    reader.known["url"] = fleet["gateway_url"]
+
+
+def curl(line: str, name: str = "arithmetic", **swap: str) -> Typed:
+    """A request of the page of REST; the experiment that it names is that of the scene."""
+    given = {"curl ": "curl -sS --fail-with-body "}
+    if "arithmetic-3f9a1c" in line:
+        given["arithmetic-3f9a1c"] = f"{{{name}}}"
+    return Typed(REST, line, given | swap)
+
+
+def cli(line: str, **more: object) -> Typed:
+    """A line of the page of the command line."""
+    return Typed(CLI, line, **more)  # type: ignore[arg-type]
+
+
+def waits(name: str, **wanted: object) -> Callable[[Reader], None]:
+    """Wait for an experiment."""
+    return lambda reader: reader.waits(name, **wanted)  # type: ignore[arg-type]
+
+
+WITHOUT_A_FLEET: Final[Scene] = (
+    Typed("docs/install.md", "flotilla --version"),
+    cli("flotilla doctor"),
+    cli('eval "$(flotilla completion bash)"'),
+    cli('flotilla completion zsh > "${fpath[1]}/_flotilla"', swap={"${fpath[1]}/_flotilla": "zsh-completion"}),
+    Typed("docs/data.md", f"flotilla spec check {ARITHMETIC} --data"),
+    Typed(IMPORT, "flotilla spec check FILE [--data] [--set KEY=VALUE] [--json]",
+          {"FILE": ARITHMETIC, "[--data] [--set KEY=VALUE] [--json]": "--set seed=3 --json"}),
+    Typed(IMPORT, "flotilla spec show FILE [--set KEY=VALUE] [--json]",
+          {"FILE": ARITHMETIC, "[--set KEY=VALUE] [--json]": "--set seed=3 --json"}),
+    Typed(IMPORT, "flotilla spec schema"),
+    Typed(IMPORT, "flotilla import verl run.sh --rows 17398 --output spec.yaml"),
+    Typed(IMPORT, "flotilla import verl ppo.yaml algorithm.adv_estimator=grpo -o spec.yaml",
+          {"-o spec.yaml": "-o from-yaml.yaml"}),
+    Typed(IMPORT, "flotilla import openrlhf -o spec.yaml -- --pretrain models/m --prompt_data data.jsonl "
+          "--apply_chat_template ...",
+          {"spec.yaml": "from-flags.yaml", "...": "--remote_rm_url http://127.0.0.1:9/ --max_steps 3"}),
+    Typed(IMPORT, "flotilla import openrlhf train.sh -o spec.yaml", {"spec.yaml": "from-script.yaml"}),
+    Typed(IMPORT, "flotilla import roll rlvr.yaml -o spec.yaml", {"spec.yaml": "from-roll.yaml"}),
+    Typed(IMPORT, "flotilla import coverage DIRECTORY [--json]", {"DIRECTORY [--json]": "lists --json"}),
+)  # fmt: skip
+
+RUNS: Final[Scene] = (
+    Typed(CONTINUE, f"flotilla run {ARITHMETIC}", {"run ": "run --plain "}, 130, r"step ([5-9]|\d\d)/"),
+    Typed(CONTINUE, f"flotilla run {ARITHMETIC} --continue", {"run ": "run --plain "}),
+    Typed(CONTINUE, f"flotilla run {ARITHMETIC} --continue --set optimisation.steps=80", {"=80": "=28"}),
+    cli("flotilla show runs/arithmetic --problem 211", swap={"211": "11"}),
+    cli("flotilla logs trainer --tail 5 --json --data runs/arithmetic/fleet"),
+    lambda reader: reader.known.update(sample=sample_of(reader)),
+    cli("flotilla replay runs/arithmetic 5 --sample 71.0", swap={"71.0": "{sample}"}),
+    Typed(OWN, "flotilla spec check experiment.yaml --data", {"experiment.yaml": "own/experiment.yaml"}),
+    Typed(OWN, "flotilla run experiment.yaml --set optimisation.steps=3", {"experiment.yaml": "own/experiment.yaml"}),
+    Typed(OWN, "flotilla show runs/mine"),
+    Typed(
+        DEBUG,
+        f"flotilla run {ARITHMETIC} --name wrong-pattern --set "
+        "'reward.components=[{kind: exact, pattern: \"ANSWER: (\\d+)\"}]' --set health.max_groups_without_signal=400",
+        {"=400": "=20 --set reward.filter_zero_spread=true"},
+        1,
+    ),
+    Typed(DEBUG, "flotilla show runs/wrong-pattern -n 1"),
+)
+
+
+def sample_of(reader: Reader) -> str:
+    """Find a sample of step 5, as ``show`` writes it."""
+    import json
+
+    found = json.loads(reader.runs("flotilla show runs/arithmetic --step 5 --json"))[0]
+    return f"{found['group_id']}.{found['member']}"
+
+
+FLEET: Final[Scene] = (
+    Typed(README, "flotilla up --rollouts 2 --detach", {"--rollouts 2": "--rollouts 2 --trainers 2 --rewards 2", **UP}),
+    knows_the_gateway,
+    Typed(README, f"flotilla start {ARITHMETIC} --seed 1", {"--seed 1": "--seed 1 --set optimisation.steps=5000"}),
+    waits("arithmetic", step=9),
+    lambda reader: reader.learns("arithmetic"),
+    Typed(README, "flotilla diagnose"),
+    Typed(DEBUG, "flotilla status"),
+    Typed(DEBUG, "flotilla diagnose"),
+    Typed(DEBUG, "flotilla logs --level error"),
+    cli("flotilla watch arithmetic --json | jq -c '[.step, .reward]'", swap={"jq -c": "jq --unbuffered -c"}, code=130,
+        interrupt=r"\[\d+,"),
+    cli("flotilla ls --active"),
+    cli("flotilla logs"),
+    cli("flotilla logs rollout -f --level warning", swap={"--level warning": "--level info"}, code=130, interrupt="."),
+    cli("flotilla show arithmetic"),
+    cli("flotilla show arithmetic --step 30 --worst", swap={"30": "3"}),
+    cli("flotilla show arithmetic --failed"),
+    cli("flotilla show arithmetic --kind evaluation --best -n 1"),
+    cli("flotilla checkpoints arithmetic"),
+    cli("flotilla replay arithmetic 5", swap={"5": "6"}),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/ledger'),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/diagnosis'),
+    curl('curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/metrics?names=loss,evaluation/accuracy&limit=2"'),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints'),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints/20/files', **{"/20/": "/4/"}),
+    curl('curl -H "$auth" -C - -O $api/experiments/arithmetic-3f9a1c/checkpoints/20/files/model/model.safetensors',
+         **{"/20/": "/4/"}),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/steps/3'),
+    curl('curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/samples?step=30&order=worst&limit=1"', **{"=30": "=3"}),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/audit'),
+    curl('curl -H "$auth" $api/fleet'),
+    curl('curl -H "$auth" $api/tokens -H "Content-Type: application/json" '
+         '-d \'{"name": "dashboard", "scope": "reader", "expires_in_seconds": 2592000}\''),
+    curl("curl http://127.0.0.1:8470/healthz", **{"http://127.0.0.1:8470": "{url}"}),
+    curl("curl http://127.0.0.1:8470/readyz", **{"http://127.0.0.1:8470": "{url}"}),
+    curl('curl -H "$auth" http://127.0.0.1:8470/metrics', **{"http://127.0.0.1:8470": "{url}"}),
+    curl('curl -H "$auth" -X PATCH $api/experiments/arithmetic-3f9a1c '
+         '-d \'{"resources": {"rollouts": {"max": 4}, "weight": 2}}\''),
+    Typed(README, "flotilla rollout &", {"rollout &": "rollout > joined 2>&1 & echo $! > joined.pid"}),
+    Typed(README, "flotilla pause; flotilla resume; flotilla stop"),
+    waits("arithmetic", state="stopped"),
+    Typed(README, "flotilla watch"),
+    Typed(CONTINUE, "flotilla resume arithmetic"),
+    waits("arithmetic", state="running"),
+    curl('curl -H "$auth" -X POST $api/experiments/arithmetic-3f9a1c/pause'),
+    curl('curl -H "$auth" -X POST $api/experiments/arithmetic-3f9a1c/stop'),
+    waits("arithmetic", state="stopped"),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/extend -H "Content-Type: application/json" '
+         '-d \'{"steps": 120}\'', **{"120": "6000"}),
+    Typed(CONTINUE, "flotilla stop arithmetic"),
+    waits("arithmetic", state="stopped"),
+    lambda reader: reader.runs("kill $(cat joined.pid)"),
+    starts("slow", 3),
+    starts("fast", 4),
+    cli("flotilla report slow"),
+    cli("flotilla compare slow fast --metric 'reward/*' --metric loss/total"),
+    cli("flotilla ls 'sum-*' --state failed --state stopped --last 10"),
+    cli("flotilla delete arithmetic-3f9c1a", swap={"arithmetic-3f9c1a": "{slow}"}),
+    curl('curl -H "$auth" -X DELETE $api/experiments/arithmetic-3f9a1c', "fast"),
+    starts("mine", 4),
+    starts("other", 3),
+    Typed(DEBUG, "flotilla show mine --worst -n 3"),
+    Typed(DEBUG, "flotilla show mine --best -n 3"),
+    Typed(DEBUG, "flotilla show mine --failed"),
+    Typed(DEBUG, "flotilla show mine --step 3 --full"),
+    Typed(DEBUG, "flotilla report mine"),
+    Typed(DEBUG, "flotilla compare mine other"),
+    lambda reader: reader.runs(f"cp {ARITHMETIC} experiment.yaml"),
+    cli("flotilla start experiment.yaml --json | jq -r .id"),
+    waits("arithmetic", state="completed"),
+    Typed(REST, f"flotilla prepare {ARITHMETIC} > spec.json"),
+    curl('curl -H "$auth" -H "Content-Type: application/json" --data-binary @spec.json "$api/experiments?start=true"'),
+    waits("arithmetic", state="completed"),
+    curl('curl -H "$auth" -H "Content-Type: application/yaml" --data-binary @experiment.yaml '
+         '"$api/experiments?start=true"'),
+    waits("arithmetic", state="completed"),
+    lambda reader: reader.learns("arithmetic"),
+    curl('curl -N -H "$auth" -H "Last-Event-ID: 41" $api/experiments/arithmetic-3f9a1c/events'),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/fork -H "Content-Type: application/json" -d '
+         '\'{"step": 40, "changes": {"optimisation": {"steps": 80, "learning_rate": 5e-4}}}\'',
+         **{"40": "8", "80": "10"}),
+    waits("arithmetic", state="completed"),
+    Typed(README, "flotilla down"),
+)  # fmt: skip
+
+FORKS: Final[Scene] = (
+    Typed(CONTINUE, "flotilla up --detach", UP),
+    Typed(CONTINUE, f"flotilla start {ARITHMETIC}"),
+    Typed(CONTINUE, "flotilla down"),
+    Typed(CONTINUE, "flotilla up --detach", UP),
+    Typed(CONTINUE, "flotilla status"),
+    waits("arithmetic", state="completed"),
+    Typed(CONTINUE, "flotilla extend arithmetic --steps 80", {"80": "16"}),
+    waits("arithmetic", step=16, state="completed"),
+    lambda reader: reader.learns("arithmetic"),
+    Typed(CONTINUE, "flotilla fork arithmetic@40 --set optimisation.learning_rate=2.0e-4 --name slower",
+          {"arithmetic@40": "{arithmetic}@12"}),
+    waits("slower", state="completed"),
+    Typed(CONTINUE, "flotilla start --from arithmetic@40 --seed 2", {"arithmetic@40": "{arithmetic}@12"}),
+    waits("arithmetic", state="completed"),
+    Typed(CONTINUE, f"flotilla start {ARITHMETIC} --from arithmetic", {"--from": "--set optimisation.steps=18 --from"}),
+    waits("arithmetic", state="completed"),
+    cli("flotilla token create dashboard --scope reader --expires 30d"),
+    cli("flotilla token list"),
+    cli("flotilla token revoke dashboard"),
+    Typed(CONTINUE, "flotilla down"),
+)  # fmt: skip
+
+SEVERAL: Final[Scene] = (
+    Typed(SCHEDULING, "flotilla up --trainers 2 --rewards 2 --rollouts 3 --detach", UP),
+    lambda reader: reader.runs(f"cp {ARITHMETIC} first.yaml; cp {ARITHMETIC} second.yaml"),
+    Typed(SCHEDULING, "flotilla start first.yaml"),
+    Typed(SCHEDULING, "flotilla start second.yaml"),
+    Typed(SCHEDULING, "flotilla status"),
+    Typed(SWEEPS, "flotilla down"),
+    Typed(SWEEPS, "flotilla up --detach --trainers 3 --rewards 3 --rollouts 3", {**UP, "up --": "up --data sweep --"}),
+    lambda reader: reader.runs("flotilla down --data sweep"),
+)  # fmt: skip
+
+SCENES: Final = {
+    "without-a-fleet": WITHOUT_A_FLEET, "runs": RUNS, "fleet": FLEET, "forks": FORKS, "several": SEVERAL
+}  # fmt: skip
+
+ELSEWHERE: Final = {
+    ("CONTRIBUTING.md", "make install"): "Makefile: what every checkout begins with",
+    ("CONTRIBUTING.md", "make check"): "this suite is a part of it",
+    ("CONTRIBUTING.md", "make test"): "this suite",
+    ("CONTRIBUTING.md", "make test-all"): "this suite, this test included",
+    ("README.md", "make test"): "this suite",
+    ("README.md", "make demo"): "tests/e2e/test_learns.py runs its experiment",
+    ("docs/install.md", "make install"): "Makefile: what every checkout begins with",
+    ("docs/install.md", "make demo"): "tests/e2e/test_learns.py runs its experiment",
+    ("docs/install.md", "source .venv/bin/activate"): "of every virtual environment",
+    ("docs/install.md", "flotilla run examples/arithmetic/experiment.yaml"): "tests/e2e/test_learns.py",
+    ("docs/install.md", "pip install '.[torch,reward,data,hub,plot]'"): "tests/integration/cli/test_pip_install.py",
+    ("docs/faults.md", "FLOTILLA_FAULTS"): "tests/faults/test_injected.py arms faults in a fleet by this variable",
+    ("docs/survival.md", "python -m benchmarks.survival"): "tests/faults/test_survival.py; the report takes an hour",
+    ("docs/security.md", "FLOTILLA_TOKEN=flt_... flotilla stop arithmetic"): "tests of scopes: it is refused",
+    ("docs/sweeps.md", "python examples/sweep/sweep.py"): "tests/e2e/test_examples.py",
+    ("examples/arithmetic/README.md", "python examples/arithmetic/prepare.py"):
+        "tests/integration/examples/test_arithmetic_prepare.py",
+    ("examples/continue_a_run/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("examples/http_grader/README.md", "python examples/http_grader/grader.py &"): "tests/e2e/test_examples.py",
+    ("examples/http_grader/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("examples/short_answers/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("examples/short_answers/README.md", "flotilla show runs/short-answers --best"): "as on docs/cli.md",
+}  # fmt: skip
+"""Lines, by page and beginning, that other tests run."""
+
+NOT_HERE: Final = {
+    ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
+    ("README.md", "docker compose"): "Docker is not on the machines of the tests",
+    ("docs/containers.md", ""): "Docker is not on the machines of the tests; tests/contract/test_compose.py reads it",
+    ("docs/install.md", "python3.11 -m venv"): "tests/integration/cli/test_pip_install.py makes one in its own place",
+    ("docs/install.md", "pip install torch"): "torch is two hundred megabytes",
+    ("docs/rest.md", 'curl -H "$auth" -X PUT "$api/services/'): "only the service that registered may say this",
+    ("docs/rest.md", 'curl -H "$auth" -X POST $api/services/'): "tests/faults/test_membership.py drains rollouts",
+    ("docs/rest.md", 'curl -H "$auth" $api/experiments/arithmetic-3f9a1c/metrics -d'): "only its trainer may",
+    ("docs/rest.md", 'curl -H "$auth" -X PUT $api/experiments/E/publications'): "only a trainer's transfer can",
+    ("docs/rest.md", 'curl -H "$auth" "$api/experiments/E/publications'): "only a trainer's transfer can",
+    ("docs/rest.md", 'curl -H "$auth" $api/experiments/E/publications'): "only a trainer's transfer can",
+}
+"""Lines, by page and beginning, that cannot be run in a test, and why."""

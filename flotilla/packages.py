@@ -24,9 +24,10 @@ def check_packages(is_installed: Callable[[str], bool] = _is_installed) -> None:
     """
     missing = [name for name in LOCAL_FLEET if not is_installed(name)]
     if missing:
-        are = "is" if len(missing) == 1 else "are"
+        *others, last = missing
+        are, named = ("are", f"{', '.join(others)} and {last}") if others else ("is", last)
         raise Unavailable(
-            f"{' and '.join(missing)} {are} not installed, which rollouts and trainers need: "
+            f"{named} {are} not installed, which rollouts and trainers need: "
             "pip install 'flotilla[torch]' (in a checkout: pip install '.[torch]'); see docs/install.md"
         )
 

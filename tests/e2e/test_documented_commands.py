@@ -68,7 +68,7 @@ def reader(tmp_path: Path) -> Reader:
     home = tmp_path / "home"
     place = home / "examples" / "arithmetic"
     place.mkdir(parents=True)
-    sections = {"name": "arithmetic", "optimisation": {"steps": 12}, "checkpoint": {"every_steps": 4, "keep": 9}}
+    sections = {"name": "arithmetic", "optimisation": {"steps": 12}, "checkpoint": {"every_steps": 4, "keep": 999}}
     evaluation = {"path": str(place / "heldout.jsonl"), "max_rows": 8, "every_versions": 4}
     spec = make_experiment(place, evaluation=evaluation, **sections)
     (place / "experiment.yaml").write_text(yaml.safe_dump(spec))

@@ -209,6 +209,7 @@ FORKS: Final[Scene] = (
     Typed(CONTINUE, "flotilla fork arithmetic@40 --set optimisation.learning_rate=2.0e-4 --name slower",
           {"arithmetic@40": "{arithmetic}@12"}),
     waits("slower", state="completed"),
+    Typed(CONTINUE, "flotilla compare arithmetic slower"),
     Typed(CONTINUE, "flotilla start --from arithmetic@40 --seed 2", {"arithmetic@40": "{arithmetic}@12"}),
     waits("arithmetic", state="completed"),
     Typed(CONTINUE, f"flotilla start {ARITHMETIC} --from arithmetic", {"--from": "--set optimisation.steps=18 --from"}),

@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
-LEAST = "torch and transformers and safetensors and jinja2 are not installed, which rollouts and trainers need"
+LEAST = "torch, transformers, safetensors and jinja2 are not installed, which rollouts and trainers need"
 WITHOUT_TORCH = (("reward", "math_verify"), ("data", "fsspec"), ("hub", "huggingface_hub"), ("plot", "matplotlib"))
 
 

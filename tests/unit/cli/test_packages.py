@@ -25,6 +25,8 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
         check_packages(lambda name: name != "torch")
     with pytest.raises(Unavailable, match=r"^torch and jinja2 are not installed"):
         check_packages(lambda name: name not in {"torch", "jinja2"})
+    with pytest.raises(Unavailable, match=r"^torch, transformers, safetensors and jinja2 are not installed"):
+        check_packages(lambda name: False)
 
 
 def test_without_torch_a_run_says_so_and_starts_nothing(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, WorkerDied
 from shared.model_hub import fetched
 from shared.processes import tie_to_parent
+from shared.secret_variables import without_secrets
 
 SAY_SECONDS = 2.0
 
@@ -163,7 +164,12 @@ async def _lock(descriptor: int, say: Callable[[str], None]) -> None:
 async def _run(prepare: PrepareConfig, folder: Path, say: Callable[[str], None]) -> None:
     program, *arguments = prepare.command
     program = sys.executable if program == "python" else program
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **without_secrets(os.environ),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     try:
         process = await asyncio.create_subprocess_exec(
             program,

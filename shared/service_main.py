@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
+from shared.secret_variables import forget_secrets
 from shared.service_app import leave
 from shared.serving import address_of, bind, serve
 from shared.settings import ServiceSettings, read_settings
@@ -30,6 +31,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
     """
     try:
         settings = read_settings()
+        forget_secrets()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)
         configure_logging(name, settings.log_level, settings.log_format)

@@ -26,6 +26,7 @@ from redis.retry import Retry
 from shared.errors import Unavailable
 from shared.ports import lasting_port
 from shared.processes import tie_to_parent
+from shared.secret_variables import without_secrets
 from shared.streams.redis.connection import MINIMUM_VERSION, check_server
 
 __all__ = ["LocalRedis", "check_server", "find_server"]
@@ -99,7 +100,7 @@ class LocalRedis:
             self._process = subprocess.Popen(
                 [str(binary), str(self._directory / "redis.conf")],
                 cwd=self._directory,
-                env=ALLOCATION | os.environ,
+                env=without_secrets(ALLOCATION | os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

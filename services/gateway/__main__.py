@@ -10,6 +10,7 @@ from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
+from shared.secret_variables import forget_secrets
 from shared.serving import address_of, bind, serve
 from shared.settings import allows_volatile_redis, read_settings, seconds_from
 from shared.streams.redis.connection import check_server
@@ -40,6 +41,7 @@ def main() -> int:
             allow_volatile_redis=allows_volatile_redis(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         )
+        forget_secrets()
         listening = bind(common.host, common.port)
         with listening:
             # Before serving, so that what cannot be reached is said in one sentence.

@@ -83,6 +83,7 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
 
         until(lambda: seen()["step"] >= 2, PATIENCE_SECONDS, "the first steps")
         assert {each["kind"] for each in services if maps_torch(each["pid"])} == set()
+        assert shown_secrets(FleetInfo.read(shell.data)) == []
         (share,) = shell.status()["shares"]
         rollouts = share["kinds"]["rollout"]
         assert (rollouts["min"], rollouts["max"], rollouts["share"], share["waiting"]) == (1, None, 2, None)
@@ -129,6 +130,15 @@ def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
     assert "is down" in said
     until(lambda: not any(map(is_running, pids)), LEFT_SECONDS, f"the end of all of {pids}")
     assert "flotilla up" in shell.run("status", code=ExitCode.UNREACHABLE)
+
+
+def shown_secrets(fleet: FleetInfo) -> list[str]:
+    """Name the processes of a fleet at work whose environment shows the operator's token or the data plane's URL."""
+    family = psutil.Process(fleet.pid).children(recursive=True)
+    assert len(family) > 7, "services, their engines, the trainer's worker, the data plane's server"
+    environments = [(each.name(), Path(f"/proc/{each.pid}/environ").read_bytes()) for each in family]
+    secrets = (fleet.token.encode(), fleet.redis_url.encode())
+    return [name for name, environment in environments if any(secret in environment for secret in secrets)]
 
 
 def look_at_what_is_kept(shell: Shell, trained: str, untrained: str) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Line, Status
 from shared.config.parallelism import ParallelismConfig
 from shared.processes import python_module
+from shared.secret_variables import without_secrets
 
 MODULE, JOB_MODULE = "services.trainer.worker", "services.trainer.job"
 READ_BYTES = 1 << 16
@@ -24,7 +25,6 @@ SHOWN_LINES = 4
 MAX_LINE_CHARACTERS = 400
 KILL_SECONDS = 5.0
 MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
-SECRETS = ("FLOTILLA_TOKEN", "FLOTILLA_TOKEN_FILE", "FLOTILLA_REDIS_URL", "FLOTILLA_DATABASE_URL")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class WorkerHandle:
 
 def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: int) -> dict[str, str]:
     """Make the worker's environment: compute threads as the spec says, no secrets of the fleet."""
-    kept = {name: value for name, value in inherited.items() if name not in SECRETS}
+    kept = without_secrets(inherited)
     count = str(threads)
     return kept | {
         "OMP_NUM_THREADS": count,

@@ -15,6 +15,7 @@ import psutil
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from shared.client import GatewayClient
 from shared.errors import Conflict, NotFound, Unauthorized, Unavailable
+from shared.places import grant_code
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
 FLEET_FILE = "fleet.json"
@@ -114,6 +115,19 @@ def open_client(
             f"{url} wants the fleet's token: set FLOTILLA_TOKEN, or FLOTILLA_TOKEN_FILE to a file that holds it"
         )
     return GatewayClient(url, token)
+
+
+def allow_code(url: str | None, data: Path, document: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Let the fleet of ``data`` run the code that a spec names; one that has a URL decides by its own settings.
+
+    Args:
+        url: the gateway's, as for ``open_client``.
+        data: data directory of a local fleet.
+        document: the spec, or changes of one.
+        environment: where the variables are read.
+    """
+    if not (url or environment.get("FLOTILLA_GATEWAY_URL")):
+        grant_code(data, document)
 
 
 async def list_experiments(client: Source) -> list[ExperimentView]:

@@ -184,6 +184,8 @@ def running_fleet(
     log_path = data.parent / f"{data.name}.log"
     counts = ["--rollouts", str(rollouts), "--trainers", str(trainers), "--rewards", str(rewards)]
     command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, "--no-sandbox"]
+    # Specs come over REST here: their graders are in the test's own folder.
+    allowed = {"FLOTILLA_CODE_FOLDERS": str(data.parent)}
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -191,7 +193,7 @@ def running_fleet(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_LEASE_SECONDS": "4", **environment},
+            env={**os.environ, "FLOTILLA_REDIS_URL": "", "FLOTILLA_LEASE_SECONDS": "4", **allowed, **environment},
         )
     try:
         until(lambda: (data / "fleet.json").exists() or process.poll() is not None, UP_SECONDS, "the fleet to come up")

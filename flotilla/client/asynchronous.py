@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from flotilla.client.fetching import download, local_model
 from flotilla.client.plots import plot_series
 from flotilla.client.views import Experiment, Experiments, Metrics
-from flotilla.connection import DEFAULT_DATA, find_experiment, list_experiments, open_client
+from flotilla.connection import DEFAULT_DATA, allow_code, find_experiment, list_experiments, open_client
 from flotilla.launch_file import read_launch_file, run_prepare
 from shared.client import GatewayClient
 from shared.config.spec import ExperimentSpec
@@ -78,6 +79,7 @@ class AsyncClient:
         deadline_seconds: float = CALL_SECONDS,
     ) -> None:
         self._gateway: GatewayClient = open_client(url, Path(data), token=token)
+        self._allow_code = partial(allow_code, url, Path(data))
         self._deadline_seconds = deadline_seconds
 
     async def __aenter__(self) -> Self:
@@ -116,6 +118,7 @@ class AsyncClient:
             raise ValueError("overrides apply to a file: change the mapping itself")
         else:
             document = spec.model_dump(mode="json") if isinstance(spec, ExperimentSpec) else spec
+        self._allow_code(document)
         view = await self._call(Experiment, "POST", "/v1/experiments", body=document)
         return await self.start(view.id) if start else view
 
@@ -150,6 +153,7 @@ class AsyncClient:
 
     async def fork(self, experiment: str, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
         """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
+        self._allow_code(dict(changes))
         return await self._act(experiment, "fork", {"step": step, "changes": dict(changes)})
 
     async def stop(self, experiment: str) -> Experiment:

@@ -9,6 +9,7 @@ from services.gateway.settings import STALL_SECONDS, GatewaySettings
 from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
+from shared.places import read_places
 from shared.processes import die_with_parent
 from shared.secret_variables import forget_secrets
 from shared.serving import address_of, bind, serve
@@ -37,6 +38,7 @@ def main() -> int:
             redis_url=common.redis_url,
             data=common.data,
             service_token=os.environ.get("FLOTILLA_SERVICE_TOKEN") or None,
+            places=read_places(os.environ, common.data),
             database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
             allow_volatile_redis=allows_volatile_redis(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),

@@ -1,7 +1,9 @@
 """What a gateway is given at start-up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from shared.places import Places
 
 STALL_SECONDS = 30.0
 
@@ -16,6 +18,7 @@ class GatewaySettings:
         redis_url: the data plane's server.
         data: directory for the database and the experiments.
         database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
+        places: where code and data that a spec names may be.
         allow_volatile_redis: accept a Redis server that keeps no append-only file, and loses all work when it ends.
         lease_seconds: how long a service may be silent.
         grace_seconds: the first lease of the services that a restarted gateway finds.
@@ -36,6 +39,7 @@ class GatewaySettings:
     redis_url: str
     data: Path
     database_url: str | None = None
+    places: Places = field(default_factory=Places)
     service_token: str | None = None
     allow_volatile_redis: bool = False
     lease_seconds: float = 10.0

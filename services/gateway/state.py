@@ -153,6 +153,7 @@ def assemble(
         events,
         clock,
         settings.experiments,
+        settings.places,
         on_restart=lambda each: fleet.measurements.of(each).health.clear(),
     )
     wake = asyncio.Event()

@@ -7,8 +7,8 @@ from typing import Final
 
 import httpx
 
-from services.reward.address_policy import Resolver, permitted_address, resolve
 from services.reward.reply import MAX_ANSWER_BYTES
+from shared.address_policy import Resolver, permitted_address, resolve
 from shared.clock import Clock
 from shared.errors import GradingFailed
 from shared.security import signature

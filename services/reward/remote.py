@@ -13,10 +13,10 @@ from functools import partial
 
 import httpx
 
-from services.reward.address_policy import Resolver, resolve
 from services.reward.endpoints import Endpoints
 from services.reward.grader_call import GraderCall, Retryable
 from services.reward.reply import parse_grades, parse_openrlhf, read_json
+from shared.address_policy import Resolver, resolve
 from shared.clock import Clock, SystemClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed

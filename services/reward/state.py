@@ -21,6 +21,7 @@ from shared.config.spec import ExperimentSpec
 from shared.credentials import Credentials
 from shared.errors import Unavailable
 from shared.membership import Membership
+from shared.places import read_places
 from shared.samples.recorder import SampleRecorder
 from shared.schemas.experiment import Page
 from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
@@ -93,8 +94,14 @@ class SessionOpener:
             secrets=os.environ,
             gateway_url=self.settings.public_url or self.settings.gateway_url,
             mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
+            places=read_places(os.environ, self.settings.data),
         )
         verifier = build_verifier(spec.reward, surroundings)
+        try:
+            await verifier.start()
+        except BaseException:
+            await verifier.aclose()
+            raise
         lanes = []
         for lane in Lane if spec.evaluation is not None else (Lane.TRAIN,):
             plane = RedisDataPlane(self.redis, assignment.experiment_id, lane, streams)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flotilla.cli.continuing import CALL_SECONDS, at_rest
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import find_experiment, open_client
+from flotilla.connection import allow_code, find_experiment, open_client
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.config.overrides import apply, on_command_line, with_origins
@@ -66,6 +66,7 @@ async def fork_of(client: GatewayClient, arguments: argparse.Namespace, name: st
     except InvalidSpec as error:
         raise with_origins(error, layers) from None
     changes = {section: value for section, value in wanted.items() if value != parent.spec.get(section)}
+    allow_code(arguments.gateway, Path(arguments.data), changes)
     body = {"step": step, "changes": changes}
     return await client.call("POST", f"/v1/experiments/{parent.id}/fork", body=body, deadline_seconds=FORK_SECONDS)
 

@@ -24,6 +24,7 @@ from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_
 from flotilla.packages import check_engine, check_packages
 from shared.client import GatewayClient
 from shared.errors import Unavailable
+from shared.places import grant_code
 from shared.schemas.experiment import ExperimentState, ExperimentView
 
 SETTLE_SECONDS = 10.0
@@ -77,6 +78,7 @@ async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: Run
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")
         async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
+            grant_code(options.data, launch.document)
             try:
                 progress = await _train(fleet, client, launch, directory, arguments)
             except asyncio.CancelledError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.cli.commands.continuing import FORK_SECONDS, absolute_reference, fork_of
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import open_client
+from flotilla.connection import allow_code, open_client
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.errors import InvalidRequest
 from shared.schemas.experiment import ExperimentView
@@ -45,6 +45,7 @@ async def start(arguments: argparse.Namespace) -> int:
             origin = [] if arguments.origin is None else [await absolute_reference(client, arguments.origin)]
             launch = _launch_file(arguments, [f"checkpoint.resume_from={json.dumps(each)}" for each in origin])
             await run_prepare(launch, lambda line: print(f"prepare    {line}", file=sys.stderr))
+            allow_code(arguments.gateway, Path(arguments.data), launch.document)
             answer = await client.call(
                 "POST",
                 "/v1/experiments",

@@ -1,23 +1,19 @@
 """Loads what a spec's ``data`` and ``evaluation`` name, and checks that every row can become a task."""
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 from services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
+from services.gateway.datasets.custom import custom_rows, rows_of_child
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.datasets.locations import files_of
 from services.gateway.datasets.mixture import Mixture
 from services.gateway.datasets.row_readers import read_rows
 from shared.config.data import DataConfig, RowsConfig
 from shared.config.evaluation import EvaluationConfig, HeldOutConfig
-from shared.custom_code import describe, load_callable
-from shared.errors import DataError, InvalidSpec
-
-WHAT = "custom dataset"
+from shared.errors import DataError
+from shared.places import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +31,11 @@ class Loaded:
     name: str | None = None
 
 
-def load_training(config: DataConfig, *, seed: int) -> Dataset:
+def load_training(config: DataConfig, *, seed: int, places: Places | None = None) -> Dataset:
     """Load the training rows.
+
+    Args:
+        places: where they may be; None: anywhere, with code run in this process.
 
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
@@ -44,7 +43,7 @@ def load_training(config: DataConfig, *, seed: int) -> Dataset:
     sources = config.all_sources
     is_plain = config.path is not None
     found = [
-        load_rows(source, config, "data" if is_plain else f"data.sources.{number}", most=config.max_rows)
+        load_rows(source, config, "data" if is_plain else f"data.sources.{number}", most=config.max_rows, places=places)
         for number, source in enumerate(sources)
     ]
     weights = [source.weight for source in sources if source.weight is not None]
@@ -52,15 +51,20 @@ def load_training(config: DataConfig, *, seed: int) -> Dataset:
     return dataset if config.max_rows is None else Dataset(dataset.rows[: config.max_rows], config, seed)
 
 
-def load_evaluation(evaluation: EvaluationConfig, config: DataConfig, *, seed: int) -> Dataset:
+def load_evaluation(
+    evaluation: EvaluationConfig, config: DataConfig, *, seed: int, places: Places | None = None
+) -> Dataset:
     """Load the held-out rows; each set is a part.
+
+    Args:
+        places: as for the training rows.
 
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
     is_plain = evaluation.path is not None
     found = [
-        load_rows(each, config, "evaluation" if is_plain else f"evaluation.sets.{number}")
+        load_rows(each, config, "evaluation" if is_plain else f"evaluation.sets.{number}", places=places)
         for number, each in enumerate(evaluation.all_sets)
     ]
     return joined(found, config, seed, ())
@@ -74,7 +78,9 @@ def joined(found: Sequence[Loaded], config: DataConfig, seed: int, weights: Sequ
     return Dataset(rows, config, seed, parts, Mixture(weights) if weights else None)
 
 
-def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int | None = None) -> Loaded:
+def load_rows(
+    source: RowsConfig, config: DataConfig, field: str, *, most: int | None = None, places: Places | None = None
+) -> Loaded:
     """Load the rows of one source.
 
     Args:
@@ -82,6 +88,7 @@ def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int |
         config: which columns mean what.
         field: the section of the spec, for messages.
         most: no more than this many are needed.
+        places: where they may be; None: anywhere.
 
     Raises:
         DataError: they cannot be read, there are none, or a column is missing; the detail says which there are.
@@ -92,7 +99,7 @@ def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int |
     limit = min(limits) if limits else None
     # Which rows are taken is only known once their data sources are.
     try:
-        read = _read(source, None if source.only_data_sources else limit, field)
+        read = _read(source, None if source.only_data_sources else limit, field, places)
     except DataError as error:
         raise DataError(f"{field}: {error.detail}", path=error.context.get("path", location)) from error
     rows: list[Row] = [with_columns_of(row, config, source) for row in read]
@@ -109,13 +116,16 @@ def load_rows(source: RowsConfig, config: DataConfig, field: str, *, most: int |
     return Loaded(rows, location, source.name if isinstance(source, HeldOutConfig) else None)
 
 
-def _read(source: RowsConfig, limit: int | None, field: str) -> list[Row]:
+def _read(source: RowsConfig, limit: int | None, field: str, places: Places | None) -> list[Row]:
     if source.custom is not None:
-        return _custom_rows(source.custom, source.options or {}, limit, field)
+        if places is None:
+            return custom_rows(source.custom, source.options or {}, limit, field)
+        places.check_code(source.custom, f"{field}.custom")
+        return rows_of_child(source.custom, source.options or {}, limit, field)
     rows: list[Row] = []
-    for path in files_of(source):
+    for path in files_of(source, places):
         if limit is None or len(rows) < limit:
-            rows += read_rows(path, None if limit is None else limit - len(rows))
+            rows += read_rows(path, None if limit is None else limit - len(rows), places)
     return rows
 
 
@@ -149,33 +159,3 @@ def _only(rows: Sequence[Row], wanted: Sequence[str], column: str, location: str
             path=location,
         )
     return [row for row, name in zip(rows, sources, strict=True) if name in wanted]
-
-
-def _custom_rows(reference: str, options: dict[str, Any], limit: int | None, field: str) -> list[Row]:
-    """Read all rows of the user's class: it is asked once, in order, so what it computes cannot change meanwhile."""
-    make = load_callable(reference, what=WHAT, kind="class", accepts=inspect.isclass)
-    path = Path(reference.rpartition(":")[0]).expanduser().resolve()
-    try:
-        inspect.signature(make).bind(**options)
-    except TypeError as error:
-        raise InvalidSpec(f"{WHAT} {reference!r}: {field}.options do not fit its constructor: {error}") from error
-    try:
-        return [_checked(row, number, reference) for number, row in enumerate(_iterate(make(**options), limit))]
-    except DataError:
-        raise
-    except Exception as error:  # whatever the user's class raises
-        raise DataError(f"{WHAT} {reference!r} failed: {describe(error, path)}", path=reference) from error
-
-
-def _iterate(dataset: Any, limit: int | None) -> Iterator[Any]:
-    for name in ("__len__", "__getitem__"):
-        if not hasattr(dataset, name):
-            raise TypeError(f"it has no {name}")
-    num_rows = len(dataset)
-    return (dataset[index] for index in range(num_rows if limit is None else min(limit, num_rows)))
-
-
-def _checked(row: Any, number: int, reference: str) -> Row:
-    if not isinstance(row, dict):
-        raise DataError(f"row {number} of {WHAT} {reference!r} is {type(row).__name__}, not a dict", path=reference)
-    return row

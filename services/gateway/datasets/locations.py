@@ -4,14 +4,19 @@ What a network does not give is tried again a few times, since a run of days sha
 """
 
 import io
+import re
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, TypeVar
 
+from services.gateway.datasets.finding import bounded_glob
 from services.gateway.datasets.hub_layout import README, files_of_split
+from services.gateway.datasets.web import WEB, fetch_from_web
 from shared.config.data import DATA_SUFFIXES, RowsConfig, is_data_file, is_url
 from shared.errors import DataError
+from shared.places import Places
 
 PAUSES_SECONDS: Final = (1.0, 4.0)
 """Between tries of what a network did not give."""
@@ -19,8 +24,12 @@ FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, Val
 Found = TypeVar("Found")
 
 
-def files_of(rows: RowsConfig) -> list[str]:
+def files_of(rows: RowsConfig, places: Places | None = None) -> list[str]:
     """List the files that a path or a hub name means.
+
+    Args:
+        rows: the source.
+        places: where they may be; None: anywhere.
 
     Returns:
         At least one local path or URL, in a fixed order.
@@ -31,30 +40,42 @@ def files_of(rows: RowsConfig) -> list[str]:
     if rows.hub is not None:
         return _hub_files(rows)
     assert rows.path is not None
+    if places is not None:
+        _check_place(rows.path, places)
     if is_data_file(rows.path):
         return _matching(rows.path) if "*" in rows.path else [rows.path]
     if "*" in rows.path:
         endings = ", ".join(DATA_SUFFIXES)
         raise DataError(f"the pattern {rows.path} matches files of rows only: end it in {endings}", path=rows.path)
     names = _names_in(rows.path)
-    readme = _text(f"{rows.path}/{README}") if README in names else None
+    readme = _text(f"{rows.path}/{README}", places) if README in names else None
     chosen = files_of_split(names, split=rows.split, subset=rows.subset, readme=readme, where=rows.path)
     return [f"{rows.path.rstrip('/')}/{name}" for name in chosen]
 
 
-def open_bytes(path: str) -> IO[bytes]:
+def open_bytes(path: str, places: Places | None = None) -> IO[bytes]:
     """Open a local file or a URL for reading.
+
+    Args:
+        path: of the file.
+        places: where it may be; None: anywhere.
 
     Raises:
         DataError: it is not there, or nothing that is installed reaches it.
     """
     if not is_url(path):
+        if places is not None:
+            # Each file: a link in a folder that is allowed may lead out of it.
+            places.check_file(path)
         try:
             return Path(path).open("rb")
         except FileNotFoundError:
             raise DataError(f"there is no file {path}", path=path) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}", path=path) from error
+
+    if places is not None and places.check_protocol(path) in WEB:
+        return _reached(path, lambda: fetch_from_web(path, places.networks))
 
     def fetch() -> IO[bytes]:
         with _fsspec(path).open(path, "rb") as file:
@@ -63,14 +84,23 @@ def open_bytes(path: str) -> IO[bytes]:
     return _reached(path, fetch)
 
 
+def _check_place(path: str, places: Places) -> None:
+    if is_url(path):
+        if places.check_protocol(path) in WEB and (not is_data_file(path) or "*" in path):
+            raise DataError(f"{path}: folders and patterns cannot be listed over the web, name a file", path=path)
+        return
+    # Where a pattern begins: each file that it matches is looked at when it is opened.
+    parts = takewhile(lambda part: not any(sign in part for sign in "*?["), Path(path).parts)
+    places.check_file(str(Path(*parts)))
+
+
 def _matching(pattern: str) -> list[str]:
     if is_url(pattern):
         found = _reached(pattern, lambda: _glob(pattern))
     else:
-        anchor = Path(Path(pattern).anchor or ".")
         try:
-            found = [str(path) for path in anchor.glob(str(Path(pattern).relative_to(anchor))) if path.is_file()]
-        except (ValueError, OSError) as error:
+            found = list(bounded_glob(pattern))
+        except (ValueError, OSError, re.error) as error:
             raise DataError(f"the pattern {pattern} cannot be used: {error}", path=pattern) from error
     if not found:
         raise DataError(f"no file matches {pattern}", path=pattern)
@@ -86,11 +116,11 @@ def _names_in(folder: str) -> list[str]:
         raise DataError(f"{folder} is no folder, and no file of rows by its name: end it in {endings}", path=folder)
     if not root.is_dir():
         raise DataError(f"there is no file or folder {folder}", path=folder)
-    return sorted(str(PurePosixPath(path.relative_to(root))) for path in root.rglob("*") if path.is_file())
+    return sorted(str(PurePosixPath(Path(path).relative_to(root))) for path in bounded_glob(str(root / "**" / "*")))
 
 
-def _text(path: str) -> str:
-    with open_bytes(path) as file:
+def _text(path: str, places: Places | None = None) -> str:
+    with open_bytes(path, places) as file:
         return file.read().decode("utf-8", "replace")
 
 

@@ -10,11 +10,12 @@ from typing import IO, Any
 from services.gateway.datasets.locations import open_bytes
 from shared.config.data import DATA_SUFFIXES
 from shared.errors import DataError
+from shared.places import Places
 
 Row = Mapping[str, Any]
 
 
-def read_rows(path: str, max_rows: int | None = None) -> list[Row]:
+def read_rows(path: str, max_rows: int | None = None, places: Places | None = None) -> list[Row]:
     """Read up to ``max_rows`` rows of a file or URL.
 
     Raises:
@@ -23,7 +24,7 @@ def read_rows(path: str, max_rows: int | None = None) -> list[Row]:
     suffix = next((suffix for suffix in DATA_SUFFIXES if path.lower().endswith(suffix)), None)
     if suffix is None:
         raise DataError(f"{path} must end in one of {', '.join(DATA_SUFFIXES)}", path=path)
-    with open_bytes(path) as file:
+    with open_bytes(path, places) as file:
         try:
             rows = list(islice(_rows(file, suffix, path), max_rows))
         except RecursionError:

@@ -22,6 +22,7 @@ from shared.clock import Clock, rfc3339
 from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
+from shared.places import Places
 from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
 from shared.schemas.health import HealthFinding
 from shared.schemas.service import ServiceKind
@@ -32,6 +33,7 @@ class ExperimentCommands:
 
     Args:
         directory: where each experiment has its own.
+        places: where code and data that a spec names may be.
         on_restart: called once an experiment that had ended is stored as one that starts.
     """
 
@@ -43,6 +45,7 @@ class ExperimentCommands:
         events: EventLog,
         clock: Clock,
         directory: Path,
+        places: Places,
         *,
         on_restart: Callable[[Experiment], None],
     ) -> None:
@@ -52,6 +55,7 @@ class ExperimentCommands:
         self._events = events
         self._clock = clock
         self._directory = directory
+        self._places = places
         self._on_restart = on_restart
         self._leaving: set[str] = set()
 
@@ -83,7 +87,7 @@ class ExperimentCommands:
 
     async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:
         spec = await asyncio.to_thread(checks.pinned, spec)
-        await asyncio.to_thread(checks.check, spec)
+        await asyncio.to_thread(checks.check, spec, self._places)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
         directory = self._directory / experiment_id
         now = self._clock.now()
@@ -193,7 +197,7 @@ class ExperimentCommands:
             ActionNotAllowed: it had a checkpoint, and has none any more.
             DataError, ModelError: what the spec points to is not there.
         """
-        await asyncio.to_thread(checks.check, experiment.spec)
+        await asyncio.to_thread(checks.check, experiment.spec, self._places)
         await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         if await self._repository.has_lost_checkpoints(experiment):
             raise ActionNotAllowed(

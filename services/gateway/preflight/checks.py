@@ -15,6 +15,7 @@ from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from shared.config.verl_sources import first_not_graded
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
+from shared.places import Places, code_of
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
@@ -61,6 +62,16 @@ def check_paths(spec: ExperimentSpec) -> None:
         raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
 
 
+def check_code(spec: ExperimentSpec, places: Places) -> None:
+    """Refuse code that is where the operator does not run any from, before anything of it is loaded.
+
+    Raises:
+        InvalidSpec: naming the file and what to set.
+    """
+    for field, reference in code_of(spec.model_dump(mode="json")).items():
+        places.check_code(reference, field)
+
+
 def check_model(spec: ExperimentSpec) -> None:
     """Check that the model's directory is there and holds a model; of a hub's model, config and tokenizer are fetched.
 
@@ -102,7 +113,7 @@ def check_functions(spec: ExperimentSpec) -> None:
             raise DataError(f"{field}: there is no file {path}", path=path, field=field)
 
 
-def train_dataset(spec: ExperimentSpec) -> Dataset:
+def train_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset:
     """Read the training rows.
 
     Raises:
@@ -110,15 +121,15 @@ def train_dataset(spec: ExperimentSpec) -> Dataset:
     """
     job = spec.finished_job
     if job is None:
-        dataset = load_training(spec.data, seed=spec.seed)
+        dataset = load_training(spec.data, seed=spec.seed, places=places)
         check_data_sources(spec, dataset, "data")
         return dataset
-    dataset = load_training(_ungraded(spec.data), seed=spec.seed)
+    dataset = load_training(_ungraded(spec.data), seed=spec.seed, places=places)
     check_rows(dataset, job, "data")
     return dataset
 
 
-def held_out_dataset(spec: ExperimentSpec) -> Dataset | None:
+def held_out_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset | None:
     """Read the rows whose loss is measured; None if the job names none.
 
     Raises:
@@ -128,7 +139,7 @@ def held_out_dataset(spec: ExperimentSpec) -> Dataset | None:
     if job is None or job.held_out is None:
         return None
     config = _ungraded(spec.data)
-    dataset = joined([load_rows(job.held_out, config, "job.held_out")], config, spec.seed, ())
+    dataset = joined([load_rows(job.held_out, config, "job.held_out", places=places)], config, spec.seed, ())
     check_rows(dataset, job, "job.held_out")
     return dataset
 
@@ -138,7 +149,7 @@ def _ungraded(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"label_column": None})
 
 
-def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
+def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset | None:
     """Read the held-out rows; None if the spec has no evaluation.
 
     Raises:
@@ -146,7 +157,7 @@ def evaluation_dataset(spec: ExperimentSpec) -> Dataset | None:
     """
     if spec.evaluation is None:
         return None
-    dataset = load_evaluation(spec.evaluation, spec.data, seed=spec.seed)
+    dataset = load_evaluation(spec.evaluation, spec.data, seed=spec.seed, places=places)
     check_data_sources(spec, dataset, "evaluation")
     return dataset
 
@@ -169,16 +180,21 @@ def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> No
             raise DataError(f"reward.components.{number}, rows of {field}: {reason}", field=field)
 
 
-def check(spec: ExperimentSpec) -> None:
+def check(spec: ExperimentSpec, places: Places | None = None) -> None:
     """Check everything; reads the datasets, so run it in a thread.
+
+    Args:
+        places: where code and data may be; None: anywhere.
 
     Raises:
         InvalidSpec, ModelError, DataError: what is wrong, in one sentence.
     """
     check_paths(spec)
+    if places is not None:
+        check_code(spec, places)
     check_model(spec)
     check_functions(spec)
     check_trackers(spec)
-    train_dataset(spec)
-    held_out_dataset(spec)
-    evaluation_dataset(spec)
+    train_dataset(spec, places)
+    held_out_dataset(spec, places)
+    evaluation_dataset(spec, places)

@@ -97,8 +97,8 @@ class ExperimentWork:
     async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
         """Load the datasets, without the rows that are too long."""
         spec, stop = experiment.spec, threading.Event()
-        dataset = await asyncio.to_thread(checks.train_dataset, spec)
-        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec)
+        dataset = await asyncio.to_thread(checks.train_dataset, spec, self._parts.settings.places)
+        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec, self._parts.settings.places)
         found: list[Dataset] = []
         try:
             for what, each in (("training", dataset), ("held-out", held_out)):

@@ -12,6 +12,7 @@ from services.reward.verifiers.agent import AgentVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.custom import CustomVerifier
+from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
 from services.reward.verifiers.math import MathVerifier
@@ -31,6 +32,7 @@ from shared.config.reward import (
     VerlDefaultConfig,
 )
 from shared.errors import InvalidSpec
+from shared.places import Places
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import GradeStatus
 from shared.settings import LOOPBACK, IPNetwork
@@ -49,6 +51,7 @@ class Surroundings:
         secrets: environment variables by name, for ``secret_env``.
         mailbox: where rewards and answers come that are late; None where nothing is graded.
         gateway_url: where graders call back.
+        places: where code of a spec may be, which is then run in a process of its own; None: anywhere, in this one.
     """
 
     experiment: str
@@ -58,6 +61,7 @@ class Surroundings:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     mailbox: Mailbox | None = None
     gateway_url: str | None = None
+    places: Places | None = None
 
 
 def new_client() -> httpx.AsyncClient:
@@ -79,7 +83,9 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case MathConfig():
             return MathVerifier(config)
         case CustomConfig():
-            return CustomVerifier(config)
+            if surroundings.places is None:
+                return CustomVerifier(config)
+            return CustomProcessVerifier(config, surroundings.places)
         case CodeConfig():
             return _code(config, surroundings)
         case VerlDefaultConfig():
@@ -141,6 +147,17 @@ class CombinedVerifier:
         columns = [task.result() for task in tasks]
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
+
+    async def start(self) -> None:
+        """Start what is to be ready before the first sample.
+
+        Raises:
+            InvalidSpec: a custom function cannot be loaded.
+            GradingFailed: a process did not start.
+        """
+        for _, verifier in self._parts:
+            if isinstance(verifier, CustomProcessVerifier):
+                await verifier.start()
 
     async def aclose(self) -> None:
         """Release what the components hold, every one even if another fails."""

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.address_policy import AddressRefused, is_public, permitted_address
 from services.reward.remote import RemoteVerifier, request_id
 from services.reward.reply import parse_grades, parse_openrlhf
+from shared.address_policy import AddressRefused, is_public, permitted_address
 from shared.clock import ManualClock
 from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed, InvalidRequest

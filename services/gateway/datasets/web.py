@@ -1,0 +1,77 @@
+"""A file of rows over HTTP, under the address policy that graders' URLs are under; so is each redirection."""
+
+import asyncio
+import contextlib
+import io
+import time
+from collections.abc import Sequence
+from typing import IO, Final
+from urllib.parse import urljoin
+
+import httpx
+
+from shared.address_policy import AddressRefused, permitted_address
+from shared.errors import DataError
+from shared.settings import GRADER_NETWORKS, IPNetwork
+
+WEB: Final = frozenset({"http", "https"})
+PORTS: Final = {"http": 80, "https": 443}
+MAX_REDIRECTIONS: Final = 5
+SILENCE_SECONDS: Final = 30.0
+FETCH_SECONDS: Final = 3600.0
+
+
+def fetch_from_web(url: str, networks: Sequence[IPNetwork]) -> IO[bytes]:
+    """Fetch a file; blocks.
+
+    Args:
+        url: http or https.
+        networks: that are not public, and may be asked all the same.
+
+    Raises:
+        DataError: the address is not allowed, there are too many redirections, or the server refuses.
+        FileNotFoundError: there is nothing.
+        OSError, httpx.HTTPError: it cannot be reached, or broke off.
+    """
+    end = time.monotonic() + FETCH_SECONDS
+    with httpx.Client(follow_redirects=False, trust_env=False, timeout=SILENCE_SECONDS) as client:
+        at = url
+        for _ in range(MAX_REDIRECTIONS + 1):
+            answer = client.send(_request(client, at, url, networks), stream=True)
+            with contextlib.closing(answer):
+                if answer.is_redirect:
+                    at = urljoin(at, answer.headers["location"])
+                    continue
+                if answer.status_code in {404, 410}:
+                    raise FileNotFoundError(url)
+                if not answer.is_success:
+                    raise DataError(f"cannot read {url}: HTTP {answer.status_code}", path=url)
+                content = io.BytesIO()
+                for chunk in answer.iter_bytes():
+                    content.write(chunk)
+                    if time.monotonic() > end:
+                        raise DataError(f"cannot read {url}: it takes more than {FETCH_SECONDS:g} s", path=url)
+                content.seek(0)
+                return content
+    raise DataError(f"cannot read {url}: more than {MAX_REDIRECTIONS} redirections", path=url)
+
+
+def _request(client: httpx.Client, at: str, url: str, networks: Sequence[IPNetwork]) -> httpx.Request:
+    """Make the request to the address that was checked, so that a name cannot mean another one a moment later."""
+    try:
+        target = httpx.URL(at)
+        host, port = target.raw_host.decode(), target.port or PORTS.get(target.scheme)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise DataError(f"cannot read {url}: {error}", path=url) from None
+    if port is None or not host:
+        raise DataError(f"cannot read {url}: it leads to {at}, which is no address of the web", path=url)
+    try:
+        address = asyncio.run(permitted_address(host, port, private=networks))
+    except AddressRefused:
+        raise DataError(
+            f"cannot read {url}: {host} is not a public address; the gateway's {GRADER_NETWORKS} may name its network",
+            path=url,
+        ) from None
+    headers = {"Host": target.netloc.decode()}
+    pinned = target.copy_with(host=address)
+    return client.build_request("GET", pinned, headers=headers, extensions={"sni_hostname": host})

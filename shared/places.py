@@ -1,0 +1,173 @@
+"""Where code, files and URLs that a spec names may be: the operator says it in the settings of a service.
+
+A spec comes over REST from whoever has an operator's token, which is trust in experiments, not a shell on this machine.
+"""
+
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shared.errors import DataError, InvalidRequest, InvalidSpec
+from shared.settings import GRADER_NETWORKS, LOOPBACK, IPNetwork, networks_from
+
+CODE_FOLDERS: Final = "FLOTILLA_CODE_FOLDERS"
+DATA_FOLDERS: Final = "FLOTILLA_DATA_FOLDERS"
+GRANTS: Final = "code-files"
+"""File in the data directory of a local fleet: code that was named in a spec file which its user started."""
+CODE: Final = re.compile(r"[/~].*\.py:[A-Za-z_]\w*")
+"""``file.py:name``; what a spec names is absolute by the time that it is sent."""
+REMOTE_PROTOCOLS: Final = frozenset(
+    {"http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
+)
+"""Object stores, and the web. Not: other machines' shells, files by another name, archives and caches around a URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the operator allows.
+
+    Attributes:
+        code: folders, and files, with code that a spec may name; those below a folder count, but for what is installed.
+        data: folders of files with rows; None: any that this process may read.
+        networks: that are not public, and that a URL of rows may be in.
+        grants: a file that lists further files with code, one per line; None: there is none.
+    """
+
+    code: tuple[Path, ...] = ()
+    data: tuple[Path, ...] | None = None
+    networks: tuple[IPNetwork, ...] = LOOPBACK
+    grants: Path | None = None
+
+    def check_code(self, reference: str, field: str) -> None:
+        """Check that the file of ``file.py:name`` may be run.
+
+        Raises:
+            InvalidSpec: it may not; the detail says what to set.
+        """
+        path = Path(reference.rpartition(":")[0]).expanduser().resolve()
+        if path in self._granted() or path in map(_resolved, self.code):
+            return
+        below = any(path.is_relative_to(folder) for folder in map(_resolved, self.code))
+        if not below or any(path.is_relative_to(folder) for folder in _installed()):
+            why = "is installed, and no code of yours" if below else "is in no folder that this fleet runs code from"
+            raise InvalidSpec(
+                f"{field}: {path} {why}: name its folder in {CODE_FOLDERS} of gateway and rewards, or start the "
+                "spec's file with `flotilla run` or `flotilla start` on the fleet's own machine",
+                errors=[{"path": field, "value": reference, "allowed": f"code in {CODE_FOLDERS}"}],
+            )
+
+    def check_file(self, path: str) -> None:
+        """Check that a file or folder of rows may be read, wherever links lead.
+
+        Raises:
+            DataError: it may not; the detail says what to set.
+        """
+        resolved = Path(path).resolve()
+        if self.data is not None and not any(resolved.is_relative_to(each) for each in map(_resolved, self.data)):
+            raise DataError(
+                f"{path} is in no folder that this fleet reads data from: name its folder in {DATA_FOLDERS} of the "
+                "gateway",
+                path=path,
+            )
+
+    def check_protocol(self, url: str) -> str:
+        """Return the protocol of a URL of rows.
+
+        Raises:
+            DataError: it is none that a spec may name.
+        """
+        protocol, _, rest = url.partition("://")
+        if protocol not in REMOTE_PROTOCOLS or "://" in rest or (protocol not in {"http", "https"} and "::" in url):
+            known = ", ".join(sorted(REMOTE_PROTOCOLS))
+            raise DataError(f"cannot read {url}: a URL of rows has one of the protocols {known}", path=url)
+        return protocol
+
+    def _granted(self) -> frozenset[Path]:
+        if self.grants is None:
+            return frozenset()
+        try:
+            with self.grants.open(encoding="utf-8") as file:
+                status = os.fstat(file.fileno())
+                # Whoever else may write it would decide what is run here.
+                if status.st_uid not in {0, os.geteuid()} or stat.S_IMODE(status.st_mode) & 0o022:
+                    return frozenset()
+                return frozenset(Path(line.rstrip("\n")) for line in file)
+        except OSError:
+            return frozenset()
+
+
+def code_of(document: Any, field: str = "") -> dict[str, str]:
+    """List what names code in a file, wherever it is in a spec, by its dotted field."""
+    if isinstance(document, str):
+        return {field: document} if CODE.fullmatch(document) else {}
+    if isinstance(document, Mapping):
+        items = list(document.items())
+    else:
+        items = list(enumerate(document)) if isinstance(document, list | tuple) else []
+    return {
+        name: code
+        for key, value in items
+        for name, code in code_of(value, f"{field}.{key}" if field else str(key)).items()
+    }
+
+
+def read_places(values: Mapping[str, str], data: Path) -> Places:
+    """Read them from a service's environment.
+
+    Args:
+        data: the service's data directory.
+
+    Raises:
+        InvalidRequest: a variable is malformed.
+    """
+    folders = _folders(values, DATA_FOLDERS)
+    return Places(
+        code=_folders(values, CODE_FOLDERS) or (),
+        data=folders,
+        networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
+        grants=data.resolve() / GRANTS,
+    )
+
+
+def grant_code(data: Path, document: Any) -> None:
+    """Let the local fleet of a data directory run the code that a spec, or a part of one, names.
+
+    Who may write there is the fleet's own user.
+    """
+    references = code_of(document).values()
+    wanted = [str(Path(each.rpartition(":")[0]).expanduser().resolve()) for each in references]
+    path = data / GRANTS
+    known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    new = [each for each in dict.fromkeys(wanted) if each not in known and "\n" not in each]
+    if new:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            file.write("".join(f"{each}\n" for each in new))
+
+
+def _folders(values: Mapping[str, str], name: str) -> tuple[Path, ...] | None:
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    folders = tuple(Path(each) for each in text.split(os.pathsep) if each)
+    wrong = next((each for each in folders if not each.is_absolute()), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{name} must be absolute paths with {os.pathsep!r} between them, got {str(wrong)!r}")
+    return folders
+
+
+def _resolved(path: Path) -> Path:
+    return path.resolve()
+
+
+def _installed() -> list[Path]:
+    """List where packages are, this one included: what is there has names that do anything, such as ``Popen``."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {Path(sysconfig.get_path(name)).resolve() for name in names}
+    ours = Path(__file__).resolve().parents[1]
+    return [*folders, *(ours / name for name in ("flotilla", "services", "shared"))]

@@ -110,7 +110,7 @@ async def test_groups_without_signal_end_the_experiment_at_the_bound_of_its_spec
 
 
 async def test_what_failed_at_the_bound_counts_from_nothing_once_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check", lambda _spec: None)
+    monkeypatch.setattr(checks, "check", lambda *_spec: None)
     monkeypatch.setattr("pathlib.Path.mkdir", lambda *_args, **_named: None)
     clock, section = ManualClock(), {"max_groups_without_signal": 60}
     gateway = a_gateway(clock=clock)

@@ -124,7 +124,7 @@ async def test_a_database_that_is_older_than_the_data_plane_appoints_its_trainer
 
 
 async def test_what_failed_is_resumed_once_it_has_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check", lambda _spec: None)
+    monkeypatch.setattr(checks, "check", lambda *_spec: None)
     monkeypatch.setattr("pathlib.Path.mkdir", lambda *_args, **_named: None)
     stage = await Stage.of()
     gateway, experiment = stage.gateway, stage.experiment

@@ -223,7 +223,12 @@ async def test_a_bad_spec_names_every_field(client: GatewayClient, tmp_path: Pat
         ("data", {"prompt_column": "question"}, DataError, "columns there: label, prompt"),
         ("model", {"path": "/nowhere/model"}, ModelError, "there is no directory"),
         ("evaluation", {"path": "/nowhere/heldout.jsonl"}, DataError, "there is no file"),
-        ("reward", {"components": [{"kind": "custom", "path": "/nowhere/f.py:g"}]}, DataError, "there is no file"),
+        (
+            "reward",
+            {"components": [{"kind": "custom", "path": "/nowhere/f.py:g"}]},
+            InvalidSpec,
+            "FLOTILLA_CODE_FOLDERS",
+        ),
     ],
 )
 async def test_what_a_spec_points_to_is_checked_before_anything_starts(

@@ -38,7 +38,7 @@ class ExperimentWork:
         dataset, held_out = await self._load(experiment)
         with self._finished_groups(experiment) as finished:
             if finished is not None:
-                rows = await asyncio.to_thread(checks.held_out_dataset, experiment.spec)
+                rows = await asyncio.to_thread(checks.held_out_dataset, experiment.spec, self._parts.settings.places)
                 self._parts.held_out.of(experiment).open(finished, rows)
             await self._run(experiment, dataset, held_out, finished)
 

@@ -5,10 +5,9 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -46,8 +45,6 @@ SILENCE_SECONDS = 60.0
 
 Model = TypeVar("Model", bound=BaseModel)
 Spec = str | Path | Mapping[str, Any] | ExperimentSpec
-Result = TypeVar("Result")
-Params = ParamSpec("Params")
 
 
 class Ledgers(NamedTuple):
@@ -79,7 +76,7 @@ class AsyncClient:
         deadline_seconds: float = CALL_SECONDS,
     ) -> None:
         self._gateway: GatewayClient = open_client(url, Path(data), token=token)
-        self._allow_code = partial(allow_code, url, Path(data))
+        self._place = (url, Path(data))
         self._deadline_seconds = deadline_seconds
 
     async def __aenter__(self) -> Self:
@@ -110,15 +107,16 @@ class AsyncClient:
             ValueError: overrides of a spec that is no file.
         """
         if isinstance(spec, str | Path):
-            assigned = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-            launch = read_launch_file(Path(spec), assigned)
+            launch = read_launch_file(
+                Path(spec), [f"{key}={json.dumps(each)}" for key, each in (overrides or {}).items()]
+            )
             await run_prepare(launch, lambda _: None)
             document: Mapping[str, Any] = launch.document
         elif overrides:
             raise ValueError("overrides apply to a file: change the mapping itself")
         else:
             document = spec.model_dump(mode="json") if isinstance(spec, ExperimentSpec) else spec
-        self._allow_code(document)
+        allow_code(*self._place, document)
         view = await self._call(Experiment, "POST", "/v1/experiments", body=document)
         return await self.start(view.id) if start else view
 
@@ -153,7 +151,7 @@ class AsyncClient:
 
     async def fork(self, experiment: str, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
         """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
-        self._allow_code(dict(changes))
+        allow_code(*self._place, dict(changes))
         return await self._act(experiment, "fork", {"step": step, "changes": dict(changes)})
 
     async def stop(self, experiment: str) -> Experiment:
@@ -186,7 +184,7 @@ class AsyncClient:
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             view = await self._call(Experiment, "GET", path)
-            if (until or _has_ended)(view):
+            if view.state.is_final if until is None else until(view):
                 return view
             if end is not None and time.monotonic() >= end:
                 raise DeadlineExceeded(f"{view.id} is {view.state} at step {view.step} after {timeout_seconds:g} s")
@@ -212,7 +210,7 @@ class AsyncClient:
         after: str | None = None
         while True:
             # Asked first: what is written before an end is seen below.
-            has_ended = _has_ended(await self._call(Experiment, "GET", path))
+            has_ended = (await self._call(Experiment, "GET", path)).state.is_final
             query = {**params, "after": after}
             page = Page.model_validate(
                 await self._gateway.call(
@@ -394,10 +392,6 @@ class AsyncClient:
             after = page.next
             if after is None or not page.items:
                 return found
-
-
-def _has_ended(view: ExperimentView) -> bool:
-    return view.state.is_final
 
 
 def _shown(view: ExperimentView) -> Experiment:

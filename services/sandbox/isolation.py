@@ -116,17 +116,18 @@ class Isolation:
             # The private root decides what there is; Landlock, where the kernel has it, keeps the program from sending
             # signals to the guard and from reading the memory of bwrap, which share its uid.
             readable = ("/",) if landlock.version() else None
-            return Confinement(KILL_NAMESPACE, readable=readable, writable=INSIDE_WRITABLE)
+            counts_held = self.level is not IsolationLevel.A
+            return Confinement(KILL_NAMESPACE, readable=readable, writable=INSIDE_WRITABLE, counts_held=counts_held)
         scope = KILL_DESCENDANTS if slot.uid is None else KILL_UID
         if self.level is IsolationLevel.D:
-            return Confinement(scope, slot.uid, has_seccomp=False, is_quota_needed=True)
+            return Confinement(scope, slot.uid, has_seccomp=False, counts_held=True)
         return Confinement(
             scope,
             slot.uid,
             readable=("/usr", *SYSTEM_LINKS, *SYSTEM_FILES, *DEVICES, *self.place.readable),
             writable=(self.work_directory(slot), "/dev/null"),
             denies_metadata=slot.uid is None,
-            is_quota_needed=True,
+            counts_held=True,
         )
 
 

@@ -43,7 +43,8 @@ class Confinement:
         readable, writable: paths for Landlock; None leaves Landlock out.
         has_seccomp: install the system call filter.
         denies_metadata: the filter also denies changes of mode, owner and times, where the uid is the service's own.
-        is_quota_needed: count files that are open but deleted, where the working directory is on a shared disk.
+        counts_held: the guard counts what the kernel holds for the program, and files that are deleted but in use:
+            there is no control group that does.
     """
 
     kill_scope: str
@@ -52,7 +53,7 @@ class Confinement:
     writable: tuple[str, ...] = ()
     has_seccomp: bool = True
     denies_metadata: bool = False
-    is_quota_needed: bool = False
+    counts_held: bool = False
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Confinement":

@@ -219,8 +219,8 @@ def _attend(
                     return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
                 deadline = now + POLL_SECONDS
             if now >= next_look:
-                counts_deleted = job.confinement.is_quota_needed
-                excess = find_excess(os.getpid(), job.directory, job.limits, counts_deleted=counts_deleted)
+                counts_held = job.confinement.counts_held
+                excess = find_excess(os.getpid(), job.directory, job.limits, counts_held=counts_held)
                 if excess is not None:
                     return OVER_LIMIT, excess
                 # Where looking is slow, for there are very many processes, look less often.

@@ -40,6 +40,12 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
     "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # A pair of sockets needs none of these; with them it reaches sockets of the host, holds files that no process has
+    # open, or more memory than is counted.
+    "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
+    "sendmsg": (46, 211), "sendmmsg": (307, 269), "setsockopt": (54, 208),
+    # Locks and watches on files that all programs read: one program would learn of another.
+    "flock": (73, 32), "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
 
 # Changing a file's mode, owner, times or attributes: Landlock does not govern these, only ownership does.
@@ -55,13 +61,20 @@ CLONE = (56, 220)
 CLONE3 = (435, 435)
 PRLIMIT64 = (302, 261)
 SOCKETPAIR = (53, 199)
+FCNTL = (72, 25)
 IOCTL = (16, 29)
 PRCTL = (157, 167)
 
 AF_UNIX = 1
+NOT_A_STREAM = 0b1110
+"""Bits of a socket's type of which SOCK_STREAM has none: other types can be sent to any address."""
+DENIED_FCNTL = {"F_GETLK": 5, "F_OFD_GETLK": 36, "F_SETLEASE": 1024, "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031}
+"""What tells of others' locks and accesses, or makes a pipe hold more than is counted."""
 TIOCSTI = 0x5412
 CLONE_NEW_ANY = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
+
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 
 LOAD = 0x20  # BPF_LD | BPF_W | BPF_ABS
 JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
@@ -117,9 +130,10 @@ def build_filter(machine: str, *, denies_metadata: bool) -> list[Instruction]:
         program += _when(JUMP_EQUAL, number, DENY)
     # clone3 hides its flags behind a pointer, which a filter cannot follow; without it the C library uses clone.
     program += _when(JUMP_EQUAL, CLONE3[column], NO_SUCH_CALL)
-    program += _when_argument(CLONE[column], 0, JUMP_ANY_BIT, CLONE_NEW_ANY, DENY, ALLOW)
+    program += _unless_ordinary_clone(CLONE[column])
     program += _when_argument(PRLIMIT64[column], 0, JUMP_EQUAL, 0, ALLOW, DENY)
-    program += _when_argument(SOCKETPAIR[column], 0, JUMP_EQUAL, AF_UNIX, ALLOW, DENY)
+    program += _unless_unix_streams(SOCKETPAIR[column])
+    program += _when_argument_in(FCNTL[column], 1, sorted(DENIED_FCNTL.values()))
     program += _when_argument(IOCTL[column], 1, JUMP_EQUAL, TIOCSTI, DENY, ALLOW)
     # A process that is not dumpable would hide its open files from the guard's accounting.
     program += _when_argument(PRCTL[column], 0, JUMP_EQUAL, kernel.PR_SET_DUMPABLE, DENY, ALLOW)
@@ -138,6 +152,41 @@ def _when_argument(number: int, argument: int, test: int, value: int, then: int,
         Instruction(test, 0, 1, value),
         Instruction(RETURN, 0, 0, then),
         Instruction(RETURN, 0, 0, otherwise),
+    ]
+
+
+def _when_argument_in(number: int, argument: int, values: Sequence[int]) -> list[Instruction]:
+    tests = [instruction for value in values for instruction in _when(JUMP_EQUAL, value, DENY)]
+    return [
+        Instruction(JUMP_EQUAL, 0, len(tests) + 2, number),
+        Instruction(LOAD, 0, 0, OFFSET_ARGUMENTS + 8 * argument),
+        *tests,
+        Instruction(RETURN, 0, 0, ALLOW),
+    ]
+
+
+def _unless_ordinary_clone(number: int) -> list[Instruction]:
+    # No namespaces, and no thread with descriptors of its own: the guard sees those of the process.
+    return [
+        Instruction(JUMP_EQUAL, 0, 6, number),
+        Instruction(LOAD, 0, 0, OFFSET_ARGUMENTS),
+        Instruction(JUMP_ANY_BIT, 3, 0, CLONE_NEW_ANY),
+        Instruction(JUMP_ANY_BIT, 0, 1, CLONE_THREAD),
+        Instruction(JUMP_ANY_BIT, 0, 1, CLONE_FILES),
+        Instruction(RETURN, 0, 0, ALLOW),
+        Instruction(RETURN, 0, 0, DENY),
+    ]
+
+
+def _unless_unix_streams(number: int) -> list[Instruction]:
+    return [
+        Instruction(JUMP_EQUAL, 0, 6, number),
+        Instruction(LOAD, 0, 0, OFFSET_ARGUMENTS),
+        Instruction(JUMP_EQUAL, 0, 3, AF_UNIX),
+        Instruction(LOAD, 0, 0, OFFSET_ARGUMENTS + 8),
+        Instruction(JUMP_ANY_BIT, 1, 0, NOT_A_STREAM),
+        Instruction(RETURN, 0, 0, ALLOW),
+        Instruction(RETURN, 0, 0, DENY),
     ]
 
 

@@ -15,16 +15,24 @@ from services.sandbox.limits import Limits, longest_seconds
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 BLOCK_BYTES = 512
+BUFFER_BYTES = {"socket": 212_992, "pipe": 65_536}
+"""What a socket or pipe can hold, as the kernel counts it: neither can be made larger here."""
+MAPPING_BYTES = 256
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A line of /proc: parent, threads, resident bytes, CPU time of it and of those it has waited for."""
+    """A line of /proc: parent, threads, resident bytes, CPU time of it and of those it has waited for.
+
+    Attributes:
+        reader: a thread of it that lives: what a process holds is not seen through a first thread that has ended.
+    """
 
     parent: int
     threads: int
     resident_bytes: int
     cpu_seconds: float
+    reader: int = 0
 
 
 def read_status(pid: int) -> "ProcessStatus | None":
@@ -35,8 +43,23 @@ def read_status(pid: int) -> "ProcessStatus | None":
         return None
     # The command name, in parentheses, may hold anything; the numbers start behind the last parenthesis.
     fields = line[line.rindex(b")") + 2 :].split()
+    threads = int(fields[17])
+    if fields[0] == b"Z" and threads > 1 and (found := _living_thread(pid)) is not None:
+        pid, fields = found
     cpu_seconds = sum(map(int, fields[11:15])) / TICKS_PER_SECOND
-    return ProcessStatus(int(fields[1]), int(fields[17]), int(fields[21]) * PAGE_BYTES, cpu_seconds)
+    return ProcessStatus(int(fields[1]), threads, int(fields[21]) * PAGE_BYTES, cpu_seconds, pid)
+
+
+def _living_thread(pid: int) -> "tuple[int, list[bytes]] | None":
+    for directory in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            line = (directory / "stat").read_bytes()
+        except OSError:
+            continue
+        fields = line[line.rindex(b")") + 2 :].split()
+        if fields[0] not in (b"Z", b"X"):
+            return int(directory.name), fields
+    return None
 
 
 def descendants(root: int) -> dict[int, ProcessStatus]:
@@ -78,28 +101,77 @@ def memory_bytes(tree: "dict[int, ProcessStatus]", limit_bytes: int) -> int:
     if simple <= limit_bytes:
         return simple
     total = 0
-    for pid, status in tree.items():
-        exact = proportional_bytes(pid)
+    for status in tree.values():
+        exact = proportional_bytes(status.reader)
         total += status.resident_bytes if exact is None else exact
     return total
 
 
-def deleted_bytes(tree: "dict[int, ProcessStatus]", device: int) -> int:
-    """Sum the files on ``device`` that the tree holds open and that have no name any more."""
-    sizes = {}
-    for pid in tree:
-        try:
-            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:
-            continue
-        for descriptor in descriptors:
-            try:
-                found = descriptor.stat()
-            except OSError:
-                continue
+@dataclass(frozen=True)
+class Held:
+    """What the kernel keeps for a process tree besides its pages.
+
+    Attributes:
+        kernel_bytes: at most, of pipes, sockets and mappings.
+        deleted_bytes: of files that have no name any more, open or mapped.
+    """
+
+    kernel_bytes: int
+    deleted_bytes: int
+
+
+def held(tree: "dict[int, ProcessStatus]", device: int) -> Held:
+    """Look at what a tree has open and mapped. No file is on its way between processes: the filter denies sending any.
+
+    Args:
+        tree: the processes.
+        device: where deleted files count.
+    """
+    buffers: dict[str, int] = {}
+    deleted: dict[int, int] = {}
+    mappings = 0
+    for status in tree.values():
+        for path in _descriptors(status.reader):
+            _look_at(path, device, buffers, deleted)
+        for line in _mappings(status.reader):
+            mappings += 1
+            if line.endswith(b"(deleted)"):
+                place, _, _, numbers, inode = line.split(None, 5)[:5]
+                start, _, end = place.partition(b"-")
+                major, _, minor = numbers.partition(b":")
+                if os.makedev(int(major, 16), int(minor, 16)) == device:
+                    size = int(end, 16) - int(start, 16)
+                    deleted[int(inode)] = max(deleted.get(int(inode), 0), size)
+    return Held(sum(buffers.values()) + mappings * MAPPING_BYTES, sum(deleted.values()))
+
+
+def _look_at(path: str, device: int, buffers: "dict[str, int]", deleted: "dict[int, int]") -> None:
+    """Note what one descriptor holds; what several share counts once."""
+    try:
+        target = os.readlink(path)  # noqa: PTH115  a look has many
+        kind, _, _ = target.partition(":[")
+        if kind in BUFFER_BYTES:
+            buffers[target] = BUFFER_BYTES[kind]
+        elif target.endswith(" (deleted)"):
+            found = os.stat(path)  # noqa: PTH116
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and found.st_dev == device:
-                sizes[found.st_ino] = found.st_blocks * BLOCK_BYTES
-    return sum(sizes.values())
+                deleted[found.st_ino] = found.st_blocks * BLOCK_BYTES
+    except OSError:  # it was closed meanwhile
+        return
+
+
+def _descriptors(pid: int) -> "list[str]":
+    try:
+        return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def _mappings(pid: int) -> "list[bytes]":
+    try:
+        return Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+    except OSError:
+        return []
 
 
 def queued_seconds(tree: "dict[int, ProcessStatus]") -> float:
@@ -154,14 +226,21 @@ def directory_usage(directory: str, limits: Limits) -> "tuple[int, int]":
     return total, number
 
 
-def find_excess(root: int, directory: str, limits: Limits, *, counts_deleted: bool) -> "str | None":
+def find_excess(root: int, directory: str, limits: Limits, *, counts_held: bool) -> "str | None":
     """Look once.
+
+    Args:
+        root: of the process tree.
+        directory: where it works.
+        limits: what it may use.
+        counts_held: look also at what the kernel holds for the tree, where no control group counts that.
 
     Returns:
         Which limit the processes below ``root`` exceed, as a sentence; None if they exceed none.
     """
     tree = descendants(root)
-    used = memory_bytes(tree, limits.memory_bytes)
+    kept = held(tree, os.lstat(directory).st_dev) if counts_held else Held(0, 0)
+    used = memory_bytes(tree, limits.memory_bytes - kept.kernel_bytes) + kept.kernel_bytes
     if used > limits.memory_bytes:
         return f"memory limit exceeded: {used} bytes in {len(tree)} processes, allowed {limits.memory_bytes}"
     threads = sum(status.threads for status in tree.values())
@@ -176,8 +255,7 @@ def find_excess(root: int, directory: str, limits: Limits, *, counts_deleted: bo
         return f"what the directory contains cannot be counted: {error.strerror or error}"
     if files > limits.files:
         return f"file limit exceeded: more than {limits.files} files"
-    if counts_deleted:
-        disk += deleted_bytes(tree, os.lstat(directory).st_dev)
+    disk += kept.deleted_bytes
     if disk > limits.disk_bytes:
         return f"disk limit exceeded: {disk} bytes in {files} files, allowed {limits.disk_bytes}"
     return None

@@ -69,11 +69,21 @@ def test_arguments_decide_where_they_matter(machine: str) -> None:
 
     assert decide(program, machine, clone, 0x11) == ALLOW
     assert decide(program, machine, clone, 0x10000011) == DENY
+    assert decide(program, machine, clone, 0x3D0F00) == ALLOW  # a thread of the C library
+    assert decide(program, machine, clone, 0x3D0F00 & ~0x400) == DENY  # the same with descriptors of its own
     assert decide(program, machine, seccomp.CLONE3[column]) == NO_SUCH_CALL
     assert decide(program, machine, prlimit, 0) == ALLOW
     assert decide(program, machine, prlimit, 4242) == DENY
-    assert decide(program, machine, pair, seccomp.AF_UNIX) == ALLOW
-    assert decide(program, machine, pair, 2) == DENY
+    stream, datagram, raw, packets, close_on_exec = 1, 2, 3, 5, 0o2000000
+    assert decide(program, machine, pair, seccomp.AF_UNIX, stream) == ALLOW
+    assert decide(program, machine, pair, seccomp.AF_UNIX, stream | close_on_exec) == ALLOW
+    assert decide(program, machine, pair, 2, stream) == DENY
+    for kind in (datagram, raw, packets, datagram | close_on_exec):
+        assert decide(program, machine, pair, seccomp.AF_UNIX, kind) == DENY
+    for command in seccomp.DENIED_FCNTL.values():
+        assert decide(program, machine, seccomp.FCNTL[column], 3, command) == DENY
+    for command in (0, 1, 2, 3, 4, 6, 7, 1030, 1032):
+        assert decide(program, machine, seccomp.FCNTL[column], 3, command) == ALLOW
     assert decide(program, machine, seccomp.IOCTL[column], 0, seccomp.TIOCSTI) == DENY
     assert decide(program, machine, seccomp.IOCTL[column], 0, 0x5401) == ALLOW
 

@@ -51,7 +51,8 @@ def test_every_documented_command_is_typed_or_it_is_said_why_not() -> None:
         return any(page == where and line.startswith(begin) for where, begin in excused)
 
     found = set(documented())
-    assert sorted(line for line in found if line not in typed and not is_excused(*line)) == []
+    untyped = sorted(line for line in found if line not in typed and not is_excused(*line))
+    assert untyped == [], "type it in a scene of tests/e2e/documented/scenes.py, or say there who does, or why not"
     assert sorted(typed - found) == [], "typed, and on no page any more"
     stale = [e for e in excused if not any(page == e[0] and line.startswith(e[1]) for page, line in found)]
     assert stale == [], "excused, and on no page any more"

@@ -254,6 +254,10 @@ ELSEWHERE: Final = {
     ("examples/arithmetic/README.md", "python examples/arithmetic/prepare.py"):
         "tests/integration/examples/test_arithmetic_prepare.py",
     ("examples/continue_a_run/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("docs/jobs.md", "flotilla run examples/finished_answers/"):
+        "tests/integration/trainer/test_finished_answers.py trains each kind of job",
+    ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):
+        "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/http_grader/README.md", "python examples/http_grader/grader.py &"): "tests/e2e/test_examples.py",
     ("examples/http_grader/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
     ("examples/short_answers/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",

@@ -10,6 +10,7 @@ from typing import Any
 from flotilla.importers.metrics import METRICS
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
+from flotilla.importers.verl.finished import VERL_SFT
 from shared.errors import InvalidSpec
 
 UNACCOUNTED = "unaccounted"
@@ -81,6 +82,8 @@ def find(system: str, name: str) -> Parameter | None:
     """Find the row of a name, or of a metric; ``system`` is as the list says, such as ``verl launch script``."""
     metric = next((row for row in METRICS if row.name == name), None)
     known = SYSTEMS.get(system.split(maxsplit=1)[0].lower()) if system.strip() else None
+    if known is not None and known.name == "verl" and name.startswith("sft."):
+        known = VERL_SFT
     return metric if metric is not None or known is None else known.find(name)
 
 

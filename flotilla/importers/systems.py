@@ -5,11 +5,14 @@ from pathlib import Path
 
 from flotilla.importers.composition import Beside, beside, nothing_beside
 from flotilla.importers.hydra import problem
-from flotilla.importers.openrlhf.launch import read_openrlhf, read_openrlhf_script
+from flotilla.importers.openrlhf.finished import FINISHED
+from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
 from flotilla.importers.roll.system import ROLL, read_roll
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
+from flotilla.importers.verl.finished import VERL_SFT
+from flotilla.importers.verl.launch import is_fine_tuning
 from flotilla.importers.verl.system import VERL, read_verl
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
@@ -61,6 +64,15 @@ def read(
     if system == "roll":
         return read_roll(text, overrides, environment, source=source, is_script=is_script, beside=beside)
     return read_openrlhf_script(text, environment, source=source)
+
+
+def system_of(system: str, given: Sequence[Given]) -> System:
+    """Find the tables that parameters belong to: a system's trainers on finished answers have tables of their own."""
+    program = next((str(each.value) for each in given if each.spelling == MODULE), "")
+    if system == "openrlhf":
+        return FINISHED.get(program, OPENRLHF)
+    is_sft = is_fine_tuning(program) or any(each.spelling == "model.partial_pretrain" for each in given)
+    return VERL_SFT if system == "verl" and is_sft else SYSTEMS[system]
 
 
 __all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

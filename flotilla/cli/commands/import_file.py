@@ -10,7 +10,7 @@ from typing import Any
 from flotilla.cli.output import write_json
 from flotilla.importers.build import Imported, build
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
-from flotilla.importers.systems import SCRIPTS, SYSTEMS, beside, read, read_launch_text, read_openrlhf
+from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
 from shared.config.yaml_text import write_value
 from shared.errors import InvalidRequest
 
@@ -53,7 +53,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         first = None if arguments.config_dir is None else Path(arguments.config_dir)
         text, around = read_launch_text(path), beside(path.parent, read_launch_text, first=first)
         given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
-    return build(SYSTEMS[arguments.system], given, rows=arguments.rows, overrides=arguments.set or ())
+    return build(system_of(arguments.system, given), given, rows=arguments.rows, overrides=arguments.set or ())
 
 
 def _report(imported: Imported, as_json: bool) -> str:

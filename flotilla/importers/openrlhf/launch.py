@@ -14,8 +14,11 @@ MODULE: Final = "python -m"
 PPO: Final = "openrlhf.cli.train_ppo_ray"
 NOT_TRAINERS: Final = ("serve_rm", "batch_inference", "interactive_chat", "lora_combiner", "merge")
 """Programs of OpenRLHF that train nothing, by a part of their names."""
+ON_FINISHED: Final = ("openrlhf.cli.train_sft", "openrlhf.cli.train_dpo", "openrlhf.cli.train_rm")
+"""Trainers on finished answers, which have flags of their own."""
 OTHER: Final = (
-    f"the fleet trains by reinforcement only, as {PPO} does: train otherwise first, then set --pretrain to the result"
+    f"the fleet has no job of this kind; those that it has are {PPO} and {', '.join(ON_FINISHED)}: train otherwise "
+    "first, then set --pretrain to the result"
 )
 UNKNOWN: Final = (
     f"no program of OpenRLHF's that this importer knows: what its own code sets is not in this report; its flags are "
@@ -58,6 +61,8 @@ def read_openrlhf(
             given.setdefault(name, [])
             refusals[name] = unknown[number].detail
     program = [] if module == PPO else [Given(module, MODULE, where, refusal=_why_not(module))]
+    if module in ON_FINISHED:
+        program = [Given(module, MODULE, where)]
     return program + [Given(_value(values), name, where, refusal=refusals.get(name)) for name, values in given.items()]
 
 
@@ -93,8 +98,9 @@ def find_program(words: Sequence[str]) -> tuple[str, int] | None:
             return word, position + 1
         if word.endswith(".py") and (is_python or position == 0):
             name = word.removesuffix(".py").replace("/", ".")
-            is_own = name.strip(".") == "train_ppo_ray" or name.endswith(f".{PPO}") or name == PPO
-            return (PPO if is_own else word), position + 1
+            own = [each for each in (PPO, *ON_FINISHED) if name in {each, each.rpartition(".")[2]}]
+            own += [each for each in (PPO, *ON_FINISHED) if name.endswith(f".{each}")]
+            return (own[0] if own else word), position + 1
         is_python = is_python or PYTHON.fullmatch(word) is not None
     return None
 

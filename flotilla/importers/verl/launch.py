@@ -68,7 +68,6 @@ OWN: Mapping[str, Kind] = MappingProxyType(
 """verl's own files of defaults, which the tables know."""
 NOT_TRAINERS: Mapping[str, str] = MappingProxyType(
     {
-        "sft_trainer": "the fleet trains by reinforcement only: fine-tune first, then set model.path to the result",
         "main_generation": "answers without training are no experiment: sample them with the section evaluation",
         "main_eval": "scoring answers that were made before is no training: sample them with the section evaluation",
     }
@@ -209,9 +208,16 @@ def program_given(launch: Launch) -> list[Given]:
     """Return the program as a parameter, where it is not verl's usual one."""
     if launch.module in TRAINERS:
         return said(launch.kind, launch.module, "script")
+    if is_fine_tuning(launch.module):
+        return [Given(launch.module, MODULE, "script")]
     last = launch.module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
     why = next((reason for part, reason in NOT_TRAINERS.items() if part in last), UNKNOWN)
     return [Given(launch.module, MODULE, "script", refusal=why)]
+
+
+def is_fine_tuning(module: str) -> bool:
+    """Whether a program is verl's trainer of supervised fine-tuning."""
+    return module.removesuffix(".py").replace("/", ".").rpartition(".")[2] in {"sft_trainer", "fsdp_sft_trainer"}
 
 
 def said(kind: Kind, module: str | None, where: str) -> list[Given]:

@@ -14,7 +14,8 @@ from flotilla.importers.system import System, make_system
 from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, trainer
 
 OWN = frozenset(
-    {*launch.OWN, "dp_actor", "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model",
+    {*launch.OWN, "sft_trainer",
+     "dp_actor", "megatron_actor", "legacy_data", "dp_ref", "megatron_ref", "rollout", "hf_model",
      "dp_critic", "megatron_critic", "dp_reward_model", "megatron_reward_model", "dp_reward_loop",
      "megatron_reward_loop", "rollout_correction"}
 )  # fmt: skip

@@ -136,7 +136,7 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 OFFLINE = "scoring answers that were made before is no training: sample the answers again with the section evaluation"
-SFT = "the fleet trains by reinforcement only: fine-tune first, then set model.path to the result"
+SFT = "of verl's trainer of supervised fine-tuning, whose files are imported by themselves (they name partial_pretrain)"
 
 OTHER_ROWS: tuple[Parameter, ...] = (
     *(refused(f"evaluation.{name}", OFFLINE, default=default,

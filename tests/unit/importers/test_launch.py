@@ -85,8 +85,6 @@ def test_an_unknown_trainer_is_refused_by_name_and_its_parameters_are_read(progr
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("torchrun --standalone -m verl.trainer.fsdp_sft_trainer", "fine-tune first"),
-        ("python3 -m verl.trainer.sft_trainer", "fine-tune first"),
         ("python3 -m verl.trainer.main_generation", "section evaluation"),
         ("python3 -m verl.trainer.main_eval", "section evaluation"),
     ],

@@ -33,14 +33,14 @@ def test_an_element_type_of_the_trainer_alone_is_refused(name: str, value: str |
     assert [entry.name for entry in report.refused] == ([full] if is_refused else [])
 
 
-def test_a_file_of_verls_fine_tuning_is_refused_for_what_it_is() -> None:
+def test_fine_tuning_beside_reinforcement_is_refused_for_what_it_is() -> None:
     text = "model: {partial_pretrain: m, lora_rank: 0}\noptim: {lr: 2e-5}\ndata: {response_key: a, max_length: 9}"
 
     report = build(SYSTEMS["verl"], read("verl", text, (), {}, source="sft.yaml")).report
 
     refused = {entry.name: entry.detail for entry in report.refused}
     assert set(refused) == {"model.partial_pretrain", "optim.lr", "data.response_key", "data.max_length"}
-    assert "fine-tune first" in refused["optim.lr"] and "neither trained on" in refused["data.response_key"]
+    assert "imported by themselves" in refused["optim.lr"] and "neither trained on" in refused["data.response_key"]
 
 
 def test_a_file_of_verls_offline_scoring_is_refused_for_what_it_is() -> None:

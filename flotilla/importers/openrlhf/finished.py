@@ -1,0 +1,200 @@
+"""OpenRLHF's trainers on finished answers as systems to import from: train_sft, train_dpo, train_rm."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from flotilla.importers.datasets import file_or_hub, takes_split, training
+from flotilla.importers.openrlhf.system import DTYPES, OPENRLHF, SCHEDULES, UNLIMITED, model, tracking
+from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.source import Source
+from flotilla.importers.system import Rule, System, make_system
+from flotilla.importers.values import count, flag, integer, number, pieces, text
+from shared.config.data import PLACE
+
+Fields = dict[str, Any]
+
+SHARED: Final = (
+    "--pretrain", "--critic_pretrain", "--param_dtype", "--load_in_4bit", "--lora_rank", "--lora_alpha",
+    "--lora_dropout", "--target_modules", "--max_samples", "--input_template", "--apply_chat_template",
+    "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
+    "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
+    "--save_hf_ckpt", "--disable_ds_ckpt", "--logging_steps", "--use_wandb", "--wandb_project", "--wandb_org",
+    "--wandb_group", "--use_tensorboard", "--attn_implementation", "--flash_attn", "--gradient_checkpointing",
+    "--gradient_checkpointing_use_reentrant",
+)  # fmt: skip
+"""Flags that mean what they mean to the trainer by reinforcement."""
+
+COMMON: tuple[Parameter, ...] = (
+    *(OPENRLHF.parameters[name] for name in SHARED),
+    *ignored("the program is the job: job.kind", "python -m"),
+    *unsupported("how the model is sharded is said by parallelism.ranks, and nothing is offloaded: this changes speed "
+                 "and memory, not what is computed", "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
+                 "--overlap_comm", "--zpg", "--bf16", "--use_liger_kernel", "--deepcompile", "--grad_accum_dtype",
+                 "--ring_attn_size", "--ring_head_stride", "--local_rank"),
+    translated("--dataset", ("data.path", "data.sources"), pieces,
+               "one file or folder is the path; several, a hub name and name@folder are sources", example="other.jsonl",
+               default=None, aliases=("--data.dataset",)),
+    translated("--dataset_probs", "data.sources", text, "weights: sources take turns by them", example="0.3,0.7",
+               default=None, context={"--dataset": "a.jsonl,b.jsonl"}, aliases=("--data.dataset_probs",)),
+    translated("--dataset_split", "data.sources", text, "split of hub datasets and folders; a file has none",
+               example="other", default="train", context={"--dataset": "owner/name"}),
+    translated("--eval_dataset", "job.held_out", text, "rows whose loss is measured", example="held_out.jsonl",
+               default=None, aliases=("--eval.dataset",)),
+    translated("--eval_steps", "job.held_out.every_steps", integer, "steps; -1 is at the start and the end only",
+               example=5, default=-1, context={"--eval_dataset": "held_out.jsonl"}, aliases=("--eval.steps",)),
+    refused("--eval_split", "a split of the held-out rows: set job.held_out.split", default="test", is_judged=True),
+    translated("--max_len", "job.max_tokens", count, "tokens of a row, prompt included; longer ones are left out",
+               example=512, default=2048, aliases=("--data.max_len",)),
+    translated("--train_batch_size", "optimisation.groups_per_mini_batch", count, "rows of one update", example=64,
+               default=128, aliases=("--train.batch_size",)),
+    translated("--micro_train_batch_size", "optimisation.micro_batch_tokens", count,
+               "this many rows of full length make the token budget of a forward pass", example=2, default=8,
+               aliases=("--train.micro_batch_size",)),
+    translated("--max_epochs", "optimisation.steps", count, "passes over the rows: with their number (--rows), the "
+               "steps", example=3, default=1, aliases=("--train.max_epochs",)),
+    refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
+    refused("--tokenizer_chat_template", "the model's own chat template is used: write it into the tokenizer's "
+            "directory", default=None),
+    applied("--learning_rate", "optimisation.learning_rate", number, "peak learning rate", example=1e-5, default=5e-6,
+            aliases=("--adam.lr",)),
+)  # fmt: skip
+
+SFT_ROWS: tuple[Parameter, ...] = (
+    translated("--input_key", "data.prompt_column", text, "column with the prompt, or with conversations",
+               example="question", default="input", aliases=("--data.input_key",)),
+    translated("--output_key", "job.response_column", text, "column with the answer; null: input_key holds all of it",
+               example="answer", default=None, aliases=("--data.output_key",)),
+    translated("--multiturn", "job.train_on", flag, "all turns of the assistant are learned; else the last",
+               example=True, default=False, context={"--output_key": None, "--apply_chat_template": True}),
+    refused("--pretrain_mode", "the loss is on answers alone: without prompts there is no job of this kind",
+            default=False),
+)  # fmt: skip
+PAIR_ROWS: tuple[Parameter, ...] = (
+    translated("--prompt_key", "data.prompt_column", text, "column with the prompt; without it the answers' columns "
+               "hold whole conversations", example="question", default=None, aliases=("--data.prompt_key",)),
+    translated("--chosen_key", "job.chosen_column", text, "column with the preferred answer", example="better",
+               default="chosen", aliases=("--data.chosen_key",)),
+    applied("--rejected_key", "job.rejected_column", text, "column with the other one", example="worse",
+            default="rejected", aliases=("--data.rejected_key",)),
+)  # fmt: skip
+DPO_ROWS: tuple[Parameter, ...] = (
+    applied("--beta", "job.loss.beta", number, "how strongly the policy is held to the reference", example=0.3,
+            default=0.1),
+    translated("--ipo", "job.loss.kind", flag, "the squared loss of IPO", example=True, default=False),
+    applied("--label_smoothing", "job.loss.label_smoothing", number, "share of labels taken to be wrong", example=0.1,
+            default=0.0, context={}),
+    applied("--nll_loss_coef", "job.supervised_coefficient", number, "weight of the preferred answers' likelihood",
+            example=0.2, default=0.0),
+    refused("--ref_pretrain", "the reference is the policy as it begins: leave it out", default=None, is_judged=True),
+    *ignored("the reference is never offloaded", "--ref_offload"),
+)  # fmt: skip
+RM_ROWS: tuple[Parameter, ...] = (
+    refused("--loss", "the loss is Bradley-Terry's, of which sigmoid and logexp are two spellings", default="sigmoid",
+            harmless=("logexp",)),
+    refused("--margin_loss", "pairs have no margins", default=False),
+    *ignored("the head has the name that transformers gives it, score", "--value_head_prefix"),
+    *ignored("scores are float32", "--compute_fp32_loss"),
+)  # fmt: skip
+
+
+def _rows(source: Source) -> Fields:
+    """Make the training rows and the held-out ones."""
+    places = [file_or_hub(written) for written in source.value("--dataset") or []]
+    split = source.value("--dataset_split")
+    places = [{**place, "split": split} if takes_split(place) and split != "train" else place for place in places]
+    if not places:
+        source.lack("data.path: give --dataset")
+    weights = [float(each) for each in (source.value("--dataset_probs") or "").split(",") if each]
+    if weights and len(weights) != len(places):
+        source.refuse("--dataset_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
+    elif len(places) > 1 and weights:
+        places = [{**place, "weight": weight} for place, weight in zip(places, weights, strict=True)]
+    fields = training(places) if places else {}
+    most = source.required("--max_samples")
+    if most < UNLIMITED:
+        fields["data.max_rows"] = most
+    held_out = source.value("--eval_dataset")
+    if held_out is not None:
+        every = source.required("--eval_steps")
+        fields["job.held_out"] = {**file_or_hub(held_out), "every_steps": every if every > 0 else None}
+    return fields | {"data.label_column": None}
+
+
+def _template(source: Source) -> Fields:
+    template = source.value("--input_template")
+    if source.value("--apply_chat_template"):
+        return {}
+    return {"data.input_template": template if template is not None and PLACE in template else PLACE}
+
+
+def _sizes(source: Source) -> Fields:
+    """Make lengths, batches, steps and schedule."""
+    longest, size = source.required("--max_len"), source.required("--train_batch_size")
+    found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
+    fields: Fields = {
+        "job.max_tokens": longest,
+        "optimisation.groups_per_mini_batch": size,
+        "optimisation.micro_batch_tokens": source.required("--micro_train_batch_size") * longest,
+        "optimisation.schedule": found[0],
+        "model.dtype": source.choose("--param_dtype", DTYPES) or "bfloat16",
+    }
+    if found[1] is not None:
+        fields["optimisation.min_learning_rate_ratio"] = found[1]
+    rows = None if source.rows is None else min(source.rows, source.required("--max_samples"))
+    total = 0 if rows is None else int(rows * source.required("--max_epochs") // size)
+    if not total:
+        source.lack("optimisation.steps: --max_epochs counts passes over the data: give --rows N, their number")
+        return fields
+    every = source.required("--save_steps")
+    return fields | {
+        "optimisation.steps": total,
+        "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * total),
+        "checkpoint.every_steps": total if every <= 0 else min(every, total),
+    }
+
+
+def _sft(source: Source) -> Fields:
+    answer = source.value("--output_key")
+    is_all = bool(source.value("--multiturn")) or answer is not None
+    fields: Fields = {
+        "job.kind": "sft",
+        "data.prompt_column": source.required("--input_key"),
+        "job.train_on": "all" if is_all else "last",
+    }
+    if answer is None:
+        source.value("--input_template")
+        return fields
+    return fields | {"job.response_column": answer} | _template(source)
+
+
+def _pairs(source: Source) -> Fields:
+    prompt, chosen = source.value("--prompt_key"), source.required("--chosen_key")
+    fields: Fields = {"data.prompt_column": prompt or chosen, "job.chosen_column": chosen}
+    return fields if prompt is None else fields | _template(source)
+
+
+def _dpo(source: Source) -> Fields:
+    reference = source.value("--ref_pretrain")
+    if reference is not None and reference != source.value("--pretrain"):
+        source.refuse("--ref_pretrain", "the reference is the policy as it begins: leave it out")
+    fields: Fields = {"job.kind": "preference"}
+    if source.value("--ipo"):
+        return fields | {"job.loss.kind": "ipo"}
+    return fields | {"job.loss.kind": "dpo", "job.loss.label_smoothing": source.required("--label_smoothing")}
+
+
+def _reward_model(source: Source) -> Fields:
+    return {"job.kind": "reward_model"}
+
+
+def _system(name: str, rows: tuple[Parameter, ...], *rules: Rule) -> System:
+    return make_system(f"openrlhf {name}", (COMMON, rows), rules=(model, _rows, _sizes, *rules, tracking))
+
+
+FINISHED: Mapping[str, System] = {
+    "openrlhf.cli.train_sft": _system("train_sft", SFT_ROWS, _sft),
+    "openrlhf.cli.train_dpo": _system("train_dpo", PAIR_ROWS + DPO_ROWS, _pairs, _dpo),
+    "openrlhf.cli.train_rm": _system("train_rm", PAIR_ROWS + RM_ROWS, _pairs, _reward_model),
+}
+"""The system of each program."""

@@ -1,0 +1,121 @@
+"""Launch files of trainers on finished answers become jobs; each row of their tables keeps its word."""
+
+from typing import Any
+
+import pytest
+
+from flotilla.importers.build import Imported, build, look_up
+from flotilla.importers.openrlhf.finished import FINISHED
+from flotilla.importers.parameter import UNSET, Parameter, Verdict
+from flotilla.importers.system import System
+from flotilla.importers.systems import read, read_openrlhf, system_of
+from flotilla.importers.verl.finished import VERL_SFT
+from tests.unit.importers.sources import label, nested, words_of
+
+ROWS = 4096
+VERL_BASE: dict[str, Any] = {"model.partial_pretrain": "owner/model", "data.train_files": "train.parquet"}
+BASE: dict[str, Any] = {"--pretrain": "owner/model", "--dataset": "train.jsonl"}
+SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT}
+
+
+def imported(name: str, values: dict[str, Any]) -> Imported:
+    if name == "verl":
+        import yaml
+
+        given = read("verl", yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
+    else:
+        given = read_openrlhf(["python", "-m", name, *words_of(values)])
+    system = system_of("verl" if name == "verl" else "openrlhf", given)
+    assert system is SYSTEMS[name]
+    return build(system, given, rows=ROWS)
+
+
+def base_of(name: str) -> dict[str, Any]:
+    if name == "verl":
+        return dict(VERL_BASE)
+    return BASE | ({"--output_key": "response"} if name.endswith("sft") else {"--prompt_key": "prompt"})
+
+
+def rows_with(*verdicts: Verdict) -> list[tuple[str, Parameter]]:
+    return [
+        (name, row)
+        for name, system in SYSTEMS.items()
+        for row in system.parameters.values()
+        if row.verdict in verdicts and not row.is_tree
+    ]
+
+
+@pytest.mark.parametrize(("name", "row"), rows_with(Verdict.APPLIED, Verdict.TRANSLATED), ids=label)
+def test_a_changed_parameter_changes_the_field_that_its_row_names(name: str, row: Parameter) -> None:
+    base = {**base_of(name), **row.context}
+    base = {key: value for key, value in base.items() if value is not None}
+    before, after = imported(name, base), imported(name, {**base, row.name: row.example})
+
+    assert before.spec is not None and after.spec is not None, after.report.problems
+    entry = next(entry for entry in after.report.entries if entry.name == row.name)
+    assert entry.verdict is row.verdict, entry
+    found = [look_up(each.spec.model_dump(mode="json"), row.targets[-1]) for each in (before, after) if each.spec]
+    if row.targets[-1] != "data.sources" or found[1] is not None:
+        assert found[0] != found[1], row.targets
+
+
+@pytest.mark.parametrize(("name", "row"), rows_with(Verdict.REFUSED), ids=label)
+def test_what_is_refused_is_refused_and_its_default_is_not(name: str, row: Parameter) -> None:
+    base = base_of(name)
+
+    found = imported(name, {**base, row.name: "another"})
+    assert row.is_judged or [entry.name for entry in found.report.refused] == [row.name]
+    if row.default not in (UNSET, None, False):
+        assert imported(name, {**base, row.name: row.default}).may_run()
+
+
+def test_verls_block_of_20_parameters_is_known() -> None:
+    names = [alias for row in VERL_SFT.parameters.values() for alias in row.aliases if alias.startswith("sft.")]
+
+    assert len(names) == 20
+
+
+def test_a_script_of_verls_with_conversations() -> None:
+    text = (
+        "torchrun --standalone --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/t.parquet "
+        "data.val_files=$HOME/v.parquet data.multiturn.enable=true data.multiturn.messages_key=chat "
+        "model.partial_pretrain=owner/model optim.lr=1e-4 trainer.total_training_steps=30 trainer.logger=console\n"
+    )
+    given = read("verl", text, (), {"HOME": "/data"}, source="run.sh")
+    found = build(system_of("verl", given), given)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    spec = found.spec
+    assert (spec.job.kind, spec.data.prompt_column, spec.optimisation.steps) == ("sft", "chat", 30)
+    assert spec.finished_job is not None and spec.finished_job.held_out is not None
+    assert spec.finished_job.held_out.path == "~/v.parquet"
+
+
+def test_a_place_inside_of_a_column() -> None:
+    values = {"data.prompt_key": "extra_info", "data.prompt_dict_keys": ["question"], "data.response_key": "extra_info"}
+    found = imported("verl", {**VERL_BASE, **values, "data.response_dict_keys": ["answer"]})
+
+    assert found.document["data"]["prompt_column"] == "extra_info.question"
+    assert found.document["job"]["response_column"] == "extra_info.answer"
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "kind"),
+    [
+        ("train_sft", "--input_key q --output_key a --max_len 512", "sft"),
+        ("train_dpo", "--chosen_key better --rejected_key worse --apply_chat_template --ipo", "preference"),
+        ("train_rm", "--chosen_key chosen --rejected_key rejected --loss logexp", "reward_model"),
+    ],
+)
+def test_a_script_of_openrlhfs(program: str, flags: str, kind: str) -> None:
+    text = (
+        f"deepspeed --module openrlhf.cli.{program} --pretrain owner/model --dataset owner/rows --train_batch_size 256 "
+        f"--micro_train_batch_size 2 --max_epochs 1 --bf16 --zero_stage 3 --learning_rate 9e-6 "
+        f"--packing_samples {flags}\n"
+    )
+    given = read("openrlhf", text, {}, {}, source="run.sh")  # type: ignore[arg-type]
+    found = build(system_of("openrlhf", given), given, rows=ROWS)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert (found.spec.job.kind, found.spec.optimisation.steps) == (kind, 16)
+    assert not found.spec.samples_answers

@@ -10,12 +10,12 @@ from shared.config.base import Config, Device
 RANKS = frozenset(
     {
         "world_size", "nodes", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
-        "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel",
+        "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel_size",
         "expert_parallel", "fsdp", "zero_stage",
     }
 )  # fmt: skip
 """What asks for several training processes under other names, with or without ``_size``."""
-OF_SEVERAL = ("replicas", "collective_timeout_seconds")
+OF_SEVERAL = ("replicas", "sequence_parallel", "collective_timeout_seconds")
 
 
 class ParallelismConfig(Config):
@@ -30,6 +30,9 @@ class ParallelismConfig(Config):
     and computes a part of each mini-batch. 1 trains in one process that has all of them."""
     replicas: int = Field(1, ge=1)
     """Copies of the weights that the ranks keep together, each divided among ranks / replicas of them (HSDP)."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that compute the same sequences together, each a part of their positions (Ulysses): for long sequences. It
+    divides the ranks and the model's attention heads."""
     collective_timeout_seconds: float = Field(600.0, ge=10, le=7200)
     """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
 
@@ -44,8 +47,9 @@ class ParallelismConfig(Config):
         if asked:
             raise ValueError(
                 f"parallelism.{asked[0]} asks for several training processes in a way that there is not: "
-                "parallelism.ranks processes share the weights (FSDP2), in parallelism.replicas copies (HSDP), on the "
-                "trainer's machine; for more samples at a time raise resources.rollouts.min"
+                "parallelism.ranks processes share the weights (FSDP2) on the trainer's machine, in "
+                "parallelism.replicas copies (HSDP), and parallelism.sequence_parallel of them share each sequence "
+                "(Ulysses); for more samples at a time raise resources.rollouts.min"
             )
         return values
 
@@ -61,6 +65,11 @@ class ParallelismConfig(Config):
             raise ValueError(
                 f"parallelism.replicas {self.replicas} does not divide {self.ranks} ranks into parts of two or more: "
                 "choose a smaller divisor of parallelism.ranks"
+            )
+        if self.sequence_parallel > 1 and (self.ranks % self.sequence_parallel or self.replicas > 1):
+            raise ValueError(
+                f"parallelism.sequence_parallel {self.sequence_parallel} must divide parallelism.ranks {self.ranks}, "
+                "and parallelism.replicas must be 1 beside it"
             )
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(

@@ -270,6 +270,11 @@ def _ranks(source: Source) -> Fields:
         return {}
     fields: Fields = {"parallelism.device": "cuda", "parallelism.ranks": ranks}
     size = source.value(f"{ACTOR}.fsdp_config.fsdp_size")
+    split = int(source.required(f"{ACTOR}.ulysses_sequence_parallel_size"))
+    if split > 1 and ranks % split:
+        source.refuse(f"{ACTOR}.ulysses_sequence_parallel_size", f"it does not divide the {ranks} GPUs")
+    elif split > 1:
+        return fields | {"parallelism.sequence_parallel": split}
     if isinstance(size, int) and 1 < size < ranks:
         if ranks % size:
             source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", f"it does not divide the {ranks} GPUs")

@@ -32,6 +32,7 @@ from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from services.trainer.parallel.sequence import SequenceParallel
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
@@ -86,13 +87,16 @@ class Learner:
         self._reference = None
         if reference is not None:
             self._reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
-            if ranks.is_several:
-                self._reference.shard(ranks)
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         self.critic: Critic | None = None
         if spec.algorithm.needs_critic:
             self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
+        if (group := ranks.sequence_group) is not None:
+            split = SequenceParallel(group)
+            for each in (self.policy, self._reference, self.critic):
+                if each is not None:
+                    each.split_sequences(split)
         if spec.optimisation.activation_checkpointing:
             recompute_activations(loaded.model)
             if self.critic is not None:
@@ -111,6 +115,8 @@ class Learner:
         if not self.ranks.is_several:
             return FlatParameters(model, wire_dtype=wire_dtype)
         self.policy.shard(self.ranks)
+        if self._reference is not None:
+            self._reference.shard(self.ranks)
         if self.critic is not None:
             self.critic.shard(self.ranks)
         return ShardedParameters(model, is_leader=self.ranks.is_leader, wire_dtype=wire_dtype)
@@ -255,8 +261,8 @@ class Learner:
             max_tokens=self.spec.optimisation.micro_batch_tokens,
             packing=self._packing,
             device=self.device,
-            rank=self.ranks.rank,
-            num_ranks=self.ranks.size,
+            rank=self.ranks.data_rank,
+            num_ranks=self.ranks.data_size,
         )
 
     @torch.no_grad()
@@ -338,7 +344,7 @@ class Learner:
                 generator=generator,
             )
             # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
-            size = self.ranks.size
+            size = self.ranks.data_size
             torch.autograd.backward(objective.loss if size == 1 else objective.loss * size)
             self.optimizer.collect()
             tallies.append(objective.metrics)
@@ -363,7 +369,7 @@ def _teach_critic(critic: Critic, prepared: Prepared, micro_batches: Sequence[Mi
     own = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
     denominators = own if not ranks.is_several else Denominators.from_tensor(ranks.sum(own.as_tensor()))
     tallies = [
-        critic.accumulate(micro, prepared.values, prepared.returns, denominators, num_ranks=ranks.size)
+        critic.accumulate(micro, prepared.values, prepared.returns, denominators, num_ranks=ranks.data_size)
         for micro in micro_batches
     ]
     critic.update()

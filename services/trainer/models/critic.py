@@ -16,10 +16,12 @@ from services.trainer.algorithms.objective import value_objective
 from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
+from services.trainer.models.log_probs import hidden_states
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sequence import SequenceParallel
 from shared.config.algorithm import ValueLossConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
@@ -50,6 +52,7 @@ class Critic:
         parameter = next(body.parameters())
         self.config = config
         self._body = body
+        self._split: SequenceParallel | None = None
         self._head = nn.Linear(_width(body), 1).to(parameter.device, torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
@@ -63,6 +66,11 @@ class Critic:
         """Keep of each layer its input alone."""
         recompute_activations(self._body)
 
+    def split_sequences(self, split: SequenceParallel) -> None:
+        """Compute every row together with other ranks; before the weights are sharded."""
+        split.install(self._body)
+        self._split = split
+
     def shard(self, ranks: Ranks) -> None:
         """Divide weights and gradients among ranks; before anything is trained or loaded."""
         shard(self._body, ranks)
@@ -71,10 +79,7 @@ class Critic:
 
     def values(self, inputs: ModelInput) -> Tensor:
         """Predict the value of the state before each label: [N] float32, with gradient, whitened if the config says."""
-        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
-        if inputs.attention_mask is not None:
-            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
-        hidden = self._body(**arguments).last_hidden_state
+        hidden = hidden_states(self._body, inputs, self._split)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
         found: Tensor = self._head(chosen.float()).squeeze(-1)
         return found

@@ -16,12 +16,29 @@ from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and
 from services.trainer.data.packing import ModelInput, Packing
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.sequence import SequenceParallel
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 12
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+def arguments_of(inputs: ModelInput) -> dict[str, Any]:
+    """Return what a model is called with."""
+    arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
+    if inputs.attention_mask is not None:
+        arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+    return arguments
+
+
+def hidden_states(body: Any, inputs: ModelInput, split: SequenceParallel | None) -> Tensor:
+    """Compute the last hidden states: [rows, W, H]."""
+    if split is not None:
+        return split.hidden(body, inputs)
+    hidden: Tensor = body(**arguments_of(inputs)).last_hidden_state
+    return hidden
 
 
 class Policy:
@@ -39,8 +56,27 @@ class Policy:
         self.device = next(model.parameters()).device
         self.has_plain_head = self._has_plain_head()
         self.can_pack = self._can_pack()
+        self._split: SequenceParallel | None = None
         if not self.has_plain_head:
             log.info("logits are more than a product with the output embedding: they are computed whole")
+
+    def split_sequences(self, split: SequenceParallel) -> None:
+        """Compute every row together with other ranks; before the weights are sharded.
+
+        Raises:
+            ModelError: the model's layers or head do not allow it.
+        """
+        ids = self._probe(3)
+        inputs = ModelInput(ids, torch.arange(PROBE_TOKENS, device=self.device)[None], None, ids[0, :1], ids[0, :1])
+        with torch.no_grad():
+            expected = self._hidden(input_ids=ids)
+            split.install(self.base)
+            if not (self.can_pack and self.has_plain_head and self._agree(split.hidden(self.base, inputs), expected)):
+                raise ModelError(
+                    f"parallelism.sequence_parallel does not work with {type(self.model).__name__}, whose layers are "
+                    "not all plain attention, or whose logits are more than a product with the output embedding"
+                )
+        self._split = split
 
     def shard(self, ranks: Ranks) -> None:
         """Divide the weights among ranks. What computes with them from here on gathers them first."""
@@ -60,15 +96,12 @@ class Policy:
 
     def _figures(self, inputs: ModelInput, with_entropy: bool, with_squares: bool) -> tuple[Tensor | None, ...]:
         # A tuple, whose tensors FSDP finds: it gathers weights for their backward pass.
-        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
-        if inputs.attention_mask is not None:
-            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
         if not self.has_plain_head:
-            logits = self.model(**arguments).logits
+            logits = self.model(**arguments_of(inputs)).logits
             chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
             found = statistics_from_logits(chosen, inputs.labels, self.temperature)
         else:
-            hidden = self.base(**arguments).last_hidden_state
+            hidden = hidden_states(self.base, inputs, self._split)
             chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
             found = log_probs_and_entropy(
                 chosen,

@@ -67,7 +67,9 @@ def entered(
         config: the ranks' section.
         on_silence: told on another thread which rank is silent.
     """
-    shape = MeshShape(shard=config.ranks // config.replicas, replicate=config.replicas)
+    shape = MeshShape(
+        shard=config.ranks // config.replicas, replicate=config.replicas, sequence=config.sequence_parallel
+    )
     device = device_of(config, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)

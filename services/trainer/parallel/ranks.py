@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from services.trainer.algorithms.metrics import Metrics, Tally, combine
@@ -28,12 +28,28 @@ class Ranks:
         rank, size: of this process, and of the job.
         mesh: axes ``replicate`` and ``shard``, whose product is the job; None for one rank.
         device: where collectives take their tensors.
+        data_group: those that compute other sequences than this one, itself included; None for one rank.
+        sequence_group: those that compute the same sequences together; None where each computes its own.
+        sequence_size: how many these are.
     """
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    data_group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    sequence_size: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the share of sequences that this rank computes."""
+        return self.rank // self.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        """Shares that sequences are divided into."""
+        return self.size // self.sequence_size
 
     @property
     def is_leader(self) -> bool:
@@ -48,22 +64,23 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Add up the ranks' tensors of one shape; every rank gets the same bits."""
         if self.mesh is not None:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.data_group)
         return values
 
     def largest(self, values: Tensor) -> Tensor:
         """Take the largest of the ranks' values, element by element."""
         if self.mesh is not None:
             values = values.clone()
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.data_group)
         return values
 
     def combine(self, metrics: Metrics) -> Metrics:
-        """Add up the tallies of all ranks, in the order of the ranks."""
+        """Add up the tallies of all shares, in their order."""
         if self.mesh is None:
             return metrics
         mine = json.dumps({name: [float(tally.total), float(tally.count)] for name, tally in metrics.items()})
-        return combine(_tallies(json.loads(each)) for each in self.gather(mine.encode()))
+        told = self.gather(mine.encode())[:: self.sequence_size]
+        return combine(_tallies(json.loads(each)) for each in told)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return the bytes of every rank, in their order."""
@@ -100,10 +117,12 @@ class MeshShape:
     Attributes:
         replicate: copies of the sharded weights (HSDP); 1 for plain FSDP.
         shard: ranks that a copy is divided among.
+        sequence: of those, how many compute the same sequences together.
     """
 
     shard: int
     replicate: int = 1
+    sequence: int = 1
 
     @property
     def size(self) -> int:
@@ -128,9 +147,22 @@ def joined(
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=shape.size, timeout=timeout)
     mesh = init_device_mesh(device.type, (shape.replicate, shape.shard), mesh_dim_names=(REPLICATE, SHARD))
-    yield Ranks(rank, shape.size, mesh, device)
+    data = sequence = None
+    if shape.sequence > 1:
+        numbers = list(range(shape.size))
+        shares = [numbers[start : start + shape.sequence] for start in numbers[:: shape.sequence]]
+        sequence = _own_group(shares, rank, timeout)
+        data = _own_group([numbers[start :: shape.sequence] for start in range(shape.sequence)], rank, timeout)
+    yield Ranks(rank, shape.size, mesh, device, data or dist.group.WORLD, sequence, shape.sequence)
     # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
     dist.destroy_process_group()
+
+
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta) -> ProcessGroup:
+    """Form some groups, which every rank has to do, and return the one that this rank is in."""
+    made = {rank in members: dist.new_group(members, timeout=timeout) for members in groups}
+    found: ProcessGroup = made[True]
+    return found
 
 
 def _tallies(found: Mapping[str, list[float]]) -> Metrics:

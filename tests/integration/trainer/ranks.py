@@ -17,9 +17,9 @@ Work = Callable[[Ranks, Any], Any]
 DEADLINE_SECONDS = 240.0
 
 
-def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1) -> list[Any]:
+def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1, sequence: int = 1) -> list[Any]:
     """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback."""
-    shape = MeshShape(shard=shard, replicate=replicate)
+    shape = MeshShape(shard=shard, replicate=replicate, sequence=sequence)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -32,9 +32,9 @@ STEPS = 5
 RATE = 1e-2
 MARGIN = 0.05 * RATE
 RESHARDED: dict[str, Any] = {"advantage": {"kind": "gae"}}
-SENSITIVE = {"correction/chi2_seq", "norm"}
-"""The exponential of a whole sequence's log-ratio, in the thousands here, and the gradient's norm, which steps of this
-size move by more than a loss: the parameters are compared instead."""
+SENSITIVE = {"correction/chi2_seq", "correction/chi2_token", "norm"}
+"""Exponentials of log-ratios, which are in the thousands here, and the gradient's norm: steps of this size move them by
+more than a loss. The parameters are compared instead."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "token mean": {},
@@ -179,6 +179,22 @@ def test_two_ranks_learn_what_one_learns() -> None:
 
     assert first == second
     _check_equality(first)
+
+
+def test_ranks_that_share_sequences_learn_what_one_rank_learns() -> None:
+    packed = {name: ALGORITHMS[name] for name in ("recomputed, kl in the loss, entropy", "critic")}
+
+    first, second = run_ranks(equality, packed, sequence=2)
+
+    assert first == second
+    _check_equality(first)
+
+
+@pytest.mark.long
+def test_shares_of_two_ranks_learn_what_one_rank_learns() -> None:
+    found = run_ranks(equality, ALGORITHMS, shard=4, sequence=2)
+
+    _check_equality(found[0])
 
 
 @pytest.mark.long

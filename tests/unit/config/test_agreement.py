@@ -31,6 +31,9 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"ranks": 4, "replicas": 3}}, "parallelism", "does not divide 4 ranks"),
         ({"parallelism": {"ranks": 2, "replicas": 2}}, "parallelism", "does not divide 2 ranks"),
         ({"parallelism": {"ranks": 2, "device": "cuda:0"}}, "parallelism", "write cuda"),
+        ({"parallelism": {"sequence_parallel": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
+        ({"parallelism": {"ranks": 4, "sequence_parallel": 3}}, "parallelism", "must divide parallelism.ranks 4"),
+        ({"parallelism": {"ranks": 4, "replicas": 2, "sequence_parallel": 2}}, "parallelism", "must be 1 beside it"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str, words: str) -> None:
@@ -51,6 +54,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str,
         {"reward": {"components": [{"kind": "exact", "name": "style"}]}, "algorithm": {"advantage": CUSTOM}},
         {"parallelism": {"threads": 2, "device": "cuda:0"}},
         {"parallelism": {"ranks": 4, "replicas": 2, "device": "cuda"}},
+        {"parallelism": {"ranks": 4, "sequence_parallel": 2}},
     ],
 )
 def test_what_goes_together_is_valid(sections: dict[str, Any]) -> None:

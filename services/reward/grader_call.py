@@ -1,7 +1,7 @@
 """One request to one URL of a grader: address policy, signature, bounds, and what its answer means for a retry."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Final
 
@@ -45,6 +45,7 @@ class GraderCall:
         secret: signs the requests; None leaves them unsigned.
         private: networks that are not public and may be asked.
         resolver: how names are found.
+        headers: sent besides.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class GraderCall:
         *,
         private: Sequence[IPNetwork] = (),
         resolver: Resolver = resolve,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._client = client
         self._clock = clock
         self._secret = secret
         self._private = private
         self._resolver = resolver
+        self._headers = dict(headers or {})
 
     async def post(self, url: str, body: bytes, name: str, *, may_be_later: bool = False) -> bytes | None:
         """Send a request and return the body of a 200; None for a 202, where that is allowed.
@@ -104,6 +107,7 @@ class GraderCall:
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
             "Idempotency-Key": name,
+            **self._headers,
         }
         if self._secret is not None:
             timestamp = str(int(self._clock.now()))

@@ -15,9 +15,11 @@ from services.reward.verifiers.custom import CustomVerifier
 from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
+from services.reward.verifiers.judge import JudgeVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
 from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
+from shared.config.judge import JudgeConfig
 from shared.config.reward import (
     AgentRewardConfig,
     CodeConfig,
@@ -93,12 +95,15 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
         case EnvironmentRewardConfig():
             return EnvironmentVerifier()
+        case JudgeConfig():
+            key = _secret(config.api_key_env, "api_key_env", surroundings)
+            return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)
         case AgentRewardConfig():
             if surroundings.mailbox is None:
                 raise InvalidSpec("a reward component of kind agent needs the data plane of an experiment")
             return AgentVerifier(surroundings.mailbox)
         case RemoteConfig():
-            secret = _secret(config, surroundings)
+            secret = _secret(config.secret_env, "secret_env", surroundings)
             networks = surroundings.grader_networks
             callbacks = None
             if surroundings.mailbox is not None and surroundings.gateway_url is not None:
@@ -116,12 +121,12 @@ def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:
     return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
 
 
-def _secret(config: RemoteConfig, surroundings: Surroundings) -> str | None:
-    if config.secret_env is None:
+def _secret(name: str | None, key: str, surroundings: Surroundings) -> str | None:
+    if name is None:
         return None
-    secret = surroundings.secrets.get(config.secret_env)
+    secret = surroundings.secrets.get(name)
     if not secret:
-        raise InvalidSpec(f"the environment variable {config.secret_env!r} (secret_env) is not set for this service")
+        raise InvalidSpec(f"the environment variable {name!r} ({key}) is not set for this service")
     return secret
 
 

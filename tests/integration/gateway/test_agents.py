@@ -217,7 +217,9 @@ async def test_agents_that_die_anywhere_leave_every_episode_and_every_group_acco
     ends: Counter[str] = Counter()
     async with (
         agent_fleet(spec, writes, num_rollouts=2, max_groups=4, token_seconds=0.002) as fleet,
-        httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=64)) as http,
+        httpx.AsyncClient(
+            trust_env=False, timeout=60, limits=httpx.Limits(max_connections=64, keepalive_expiry=2)
+        ) as http,
     ):
         await fleet.issue(num_agents // 8)
         at_once = asyncio.Semaphore(32)

@@ -57,6 +57,9 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers/refused"): TRAINING,
+    ("GET", f"{EXPERIMENT}/held_out_rows"): Rule(
+        frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.TRAINER})
+    ),
     ("POST", f"{EXPERIMENT}/publications"): TRAINING,
     ("PUT", f"{EXPERIMENT}/publications/{{version}}/rendezvous"): TRAINING,
     ("POST", f"{EXPERIMENT}/publications/{{version}}/sent"): TRAINING,

@@ -61,6 +61,8 @@ def some_tokens(
         (ROLLOUT, "GET", "/v1/services", "service (reward)"),
         (REWARD, "GET", "/v1/services", None),
         (TRAINER, "POST", f"{E}/publications/3/sent", None),
+        (TRAINER, "GET", f"{E}/held_out_rows", None),
+        (ROLLOUT, "GET", f"{E}/held_out_rows", "service (trainer)"),
         (TRAINER, "POST", "/v1/experiments", "needs the scope operator;"),
         (TRAINER, "GET", "/v1/tokens/self", None),
     ],

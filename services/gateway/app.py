@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Scope
 
+from services.gateway.description import describe
 from services.gateway.middleware import Guard, Opened
 from services.gateway.routes import (
     agents,
@@ -61,6 +62,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     # Each is around those that were added before it.
+    describe(app)
     app.add_middleware(StatusCalls)
     app.add_middleware(Guard, body_bytes=settings.body_bytes, opened_of=_opened_of)
     return app

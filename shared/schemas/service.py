@@ -57,7 +57,8 @@ class Capabilities(Wire):
     @classmethod
     def _forget_the_only_engine(cls, fields: Any) -> Any:
         # Rows of before there were several kinds name one.
-        return {name: value for name, value in fields.items() if name != "engine"} if "engine" in fields else fields
+        is_old = isinstance(fields, Mapping) and "engine" in fields
+        return {name: value for name, value in fields.items() if name != "engine"} if is_old else fields
 
 
 class Registration(Wire):

@@ -180,6 +180,7 @@ GATEWAY_ORDER = (
     "prometheus",
     "routes",
     "middleware",
+    "description",
     "app",
     "__main__",
 )

@@ -1,0 +1,96 @@
+"""The gateway answers what ``/openapi.json`` says, whatever it is asked, with each kind of token and with none."""
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from services.gateway.app import create_app
+from services.gateway.description import PROBLEM
+from services.gateway.settings import GatewaySettings
+from tests.unit.gateway.builders import a_gateway
+
+OPERATOR = "the-operators-token"
+CHECKS = (
+    checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    unsupported_method,
+)
+UNAVAILABLE = {503}
+"""In memory there is neither a database nor a data plane that could be asked again."""
+
+
+def an_app() -> Any:
+    """Make a gateway in memory that nothing has to open."""
+    gateway = a_gateway(token=OPERATOR)
+    app = create_app(GatewaySettings(token=OPERATOR, redis_url="redis://nowhere", data=Path("/nowhere")))
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await app(scope | {"state": {"gateway": gateway}}, receive, send)
+
+    return with_state
+
+
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", an_app())
+
+
+def ask(case: Any, token: str | None) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    answer = case.call(headers=headers)
+    case.validate_response(answer, checks=CHECKS)
+
+
+SETTINGS = hypothesis.settings(
+    max_examples=1,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    # By day a few at random of each route; each bound and each type of each value by night.
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+@SCHEMA.parametrize()
+@SETTINGS
+def test_an_operator_gets_documented_answers(case: Any) -> None:
+    ask(case, OPERATOR)
+
+
+@SCHEMA.include(method="POST").parametrize()
+@hypothesis.settings(SETTINGS, max_examples=1)
+def test_nobody_gets_documented_refusals(case: Any) -> None:
+    ask(case, None)
+
+
+@pytest.mark.long
+@SCHEMA.parametrize()
+@pytest.mark.parametrize("token", [OPERATOR, None, "wrong"])
+@hypothesis.settings(SETTINGS, max_examples=100, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+def test_everybody_gets_documented_answers(case: Any, token: str | None) -> None:
+    ask(case, token)
+
+
+def test_every_route_names_its_scopes_and_refusals() -> None:
+    document = SCHEMA.raw_schema
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    assert document["components"]["schemas"]["Problem"] == PROBLEM
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            is_open = path in {"/healthz", "/readyz", "/metrics"}
+            assert ("security" in operation) is not is_open, path
+            assert is_open or operation["x-scopes"][0] == "operator"
+            assert {"405", "422", "503"} <= operation["responses"].keys()
+            assert is_open or {"401", "403"} <= operation["responses"].keys(), (method, path)

@@ -22,6 +22,7 @@ PROBLEM = {
     },
 }
 EVERYWHERE = {
+    400: "The body cannot be read.",
     405: "The path knows other methods: `Allow` lists them.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",

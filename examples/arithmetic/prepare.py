@@ -5,126 +5,14 @@
 DIR appears complete or not at all. A second call with the same settings returns at once.
 """
 
-import argparse
-import json
-import os
-import shutil
-import signal
 import sys
-import tempfile
-import time
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 if not __package__:  # executed by path: make the package that this file belongs to importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.arithmetic.settings import PRESETS, Settings, settings_of
-
-SUMMARY = "prepared.json"
-
-
-class Progress:
-    """Writes plain lines to standard output, no more often than ``interval_seconds`` unless told to."""
-
-    def __init__(self, interval_seconds: float = 1.0) -> None:
-        self._interval_seconds = interval_seconds
-        self._started = self._last = time.monotonic()
-
-    def say(self, text: str) -> None:
-        """Write a line now."""
-        self._last = time.monotonic()
-        print(f"[{self._last - self._started:5.1f} s] {text}", flush=True)
-
-    def report(self, text: str) -> None:
-        """Write a line if the last one is old enough."""
-        if time.monotonic() - self._last >= self._interval_seconds:
-            self.say(text)
-
-
-def is_prepared(output: Path, settings: Settings) -> bool:
-    """Return whether ``output`` already holds what these settings make.
-
-    Raises:
-        FileExistsError: it holds something else.
-    """
-    try:
-        found = json.loads((output / SUMMARY).read_text())["fingerprint"]
-    except FileNotFoundError:
-        if output.exists() and any(output.iterdir()):
-            raise FileExistsError(f"{output} exists and was not made by this program; name another directory") from None
-        return False
-    if found != settings.fingerprint():
-        raise FileExistsError(f"{output} was prepared with other settings; remove it or name another directory")
-    return True
-
-
-def prepare(output: Path, settings: Settings, progress: Progress) -> None:
-    """Fill a directory beside ``output`` and rename it when it is complete; a failure or Ctrl-C leaves nothing."""
-    progress.say("loading torch")
-    import torch  # noqa: F401  # seconds, which a call that finds all prepared does not spend
-
-    progress.say("loading transformers")
-    from examples.arithmetic.building import build
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    started, started_cpu = time.monotonic(), time.process_time()
-    try:
-        measured = build(partial, settings, progress.say, progress.report)
-        summary = {
-            "fingerprint": settings.fingerprint(),
-            "settings": asdict(settings),
-            **measured,
-            "wall_seconds": round(time.monotonic() - started, 1),
-            "cpu_seconds": round(time.process_time() - started_cpu, 1),
-        }
-        (partial / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        partial.chmod(0o755)
-        partial.replace(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def main() -> int:
-    """Parse the command line and prepare; 0 when the directory is there, 2 when it cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="standard")
-    parser.add_argument("--output", type=Path, required=True, help="directory to make")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    output = arguments.output.resolve()
-    settings = settings_of(arguments.preset, arguments.seed)
-    try:
-        if is_prepared(output, settings):
-            print(f"already prepared: {output}")
-            return 0
-    except FileExistsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if find_spec("torch") is None:
-        print("torch is not installed, which makes the model: pip install 'flotilla[torch]'", file=sys.stderr)
-        return 2
-    # Before torch is imported: on few cores, contending thread pools are several times slower than one thread.
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    progress = Progress()
-    progress.say(f"preparing {settings.preset}, seed {settings.seed}, in {output}")
-    try:
-        prepare(output, settings, progress)
-    except KeyboardInterrupt:
-        print("interrupted, nothing was kept", file=sys.stderr)
-        return 130
-    progress.say(f"done: {output}")
-    return 0
-
+from examples.arithmetic.settings import PRESETS, settings_of
+from examples.preparing import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, "examples.arithmetic.building", PRESETS, settings_of))

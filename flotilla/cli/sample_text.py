@@ -25,7 +25,7 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
     text.append(f"  {_facts(sample)}\n", style="dim")
     parts = [
         ("prompt", sample["prompt"], "cyan"),
-        ("completion", sample["completion"], _colour(sample)),
+        *_turns(sample),
         ("label", sample["label"], ""),
         ("answer", sample.get("answer"), ""),
         ("components", _numbers(sample["components"]), ""),
@@ -39,11 +39,27 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
     return text
 
 
+def _turns(sample: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """List what was shown and what was written, turn by turn; of a single turn the completion."""
+    turns = sample.get("turns") or ()
+    if not turns:
+        return [("completion", sample["completion"], _colour(sample))]
+    parts = []
+    for number, turn in enumerate(turns, start=1):
+        if turn["observation"]:
+            parts.append(("", turn["observation"], "cyan"))
+        earned = "" if turn["reward"] is None else f"   [{_number(turn['reward'])}]"
+        parts.append((f"turn {number}", f"{turn['text']}{earned}", _colour(sample)))
+    return parts
+
+
 def in_a_line(sample: Mapping[str, Any]) -> str:
     """Write what was asked, written and come to in one line."""
     # The last message is the question, without the marks that the template puts around it.
     asked = sample["messages"][-1]["content"] if sample.get("messages") else sample["prompt"]
-    prompt, completion = (" ".join(str(text).split()) for text in (asked, sample["completion"]))
+    turns = sample.get("turns") or ()
+    written = " | ".join(turn["text"] for turn in turns) if len(turns) > 1 else sample["completion"]
+    prompt, completion = (" ".join(str(text).split()) for text in (asked, written))
     room = MOST_IN_A_LINE // 2
     label = f", label {sample['label']}" if sample["label"] is not None else ""
     return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample['reward'])}{label})"

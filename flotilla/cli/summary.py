@@ -17,6 +17,9 @@ from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
 from shared.schemas.health import HealthFinding
 
+SUCCESS = "evaluation/grader/environment/success/mean"
+"""Series of the share of held-out episodes that their environment calls a success."""
+
 
 def summarise(
     progress: Progress,
@@ -36,11 +39,13 @@ def summarise(
     Returns:
         What ``summary.json`` holds. Accuracies are None where nothing was evaluated or rewards are
         not 0 or 1; ``held_out`` has what was found, whatever it is; tokens are those that the policy
-        sampled; ``max_lag_trained`` is in versions.
+        sampled; ``max_lag_trained`` is in versions. Successes are shares of the held-out episodes, None where no
+        environment says what success is.
     """
     held_out, is_ungraded = progress.held_out, progress.learned[0] == "loss"
     accuracy = held_out.points if held_out.name == "accuracy" else []
     points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
+    success = progress.series.get(SUCCESS, [])
     directory = Path(checkpoints[-1].path) if checkpoints else None
     return {
         "name": progress.view.name,
@@ -57,6 +62,8 @@ def summarise(
         "accuracy_before": accuracy[0][2] if accuracy else None,
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
         "accuracy": points if accuracy else [],
+        "success_before": success[0][2] if success else None,
+        "success_after": success[-1][2] if len(success) > 1 else None,
         "held_out": {"metric": held_out.name, "points": points},
         "loss": progress.mean_of_last("loss/total", REWARD_STEPS) if is_ungraded else None,
         "held_out_loss": [value for _, _, value in progress.held_out_loss],
@@ -119,6 +126,9 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["held_out_pairs"]:
         rows.append(("held-out pairs ranked right", _first_and_last(summary["held_out_pairs"], ".1%")))
     begin = f"; from step {origin['step']} of {origin['experiment_id']}" if origin else ""
+    if summary["success_before"] is not None:
+        successes = (number(summary[f"success_{which}"], ".1%") for which in ("before", "after"))
+        rows.append(("held-out success", " -> ".join(successes)))
     rows.append(("steps", f"{summary['steps']}, policy version {summary['policy_version']}{begin}"))
     made = "read" if summary["loss"] is not None else "generated"
     tokens = f"{summary['tokens_generated']} {made}, {summary['tokens_trained']} trained"

@@ -1,30 +1,70 @@
 """From a spec to what answers its tasks."""
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
 from services.rollout.engines.base import Engine
 from services.rollout.environments.conversation import EnvironmentConversations
 from services.rollout.episodes.base import Episodes
 from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from services.rollout.episodes.rendering import TurnRenderer
+from services.rollout.episodes.rendering import ChatRenderer, TurnRenderer
 from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import Turns
-from shared.config.episodes import SingleTurnConfig
+from services.rollout.tools.conversation import ToolConversations
+from services.rollout.tools.formats import role_of_results
+from services.rollout.tools.opening import open_tools
+from shared.config.episodes import SingleTurnConfig, ToolEpisodesConfig
 from shared.config.spec import ExperimentSpec
+from shared.schemas.task import Message
+
+
+@dataclass(frozen=True)
+class OpenedEpisodes:
+    """Episodes, and what ends what they hold."""
+
+    episodes: Episodes
+    close: Callable[[], Awaitable[None]]
+
+
+async def open_episodes(
+    spec: ExperimentSpec, engine: Engine, renderer: ChatRenderer, turns: Turns, tally: SamplingTally
+) -> OpenedEpisodes:
+    """Open the episodes of an experiment.
+
+    Raises:
+        InvalidSpec: an environment or a tool cannot be loaded.
+        ModelError: the model's chat template cannot go on behind an answer.
+    """
+    config = spec.rollout.episodes
+    if not isinstance(config, ToolEpisodesConfig):
+        return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
+    tools = await open_tools(config)
+    told = renderer.with_tools(tools.schemas)
+    told.check_continuation(Message(role_of_results(config.format), "."))
+    limits, resume = Limits.of(config, spec.rollout.engine.context_tokens), resume_rule(spec.asynchrony)
+    conversations = ToolConversations(tools, config)
+    return OpenedEpisodes(MultiTurnEpisodes(engine, told, turns, limits, conversations, resume, tally), tools.aclose)
 
 
 def make_episodes(
     spec: ExperimentSpec, engine: Engine, renderer: TurnRenderer, turns: Turns, tally: SamplingTally
 ) -> Episodes:
-    """Make the episodes of an experiment.
+    """Make episodes that hold nothing: of a single turn, or with an environment.
 
     Raises:
         InvalidSpec: an environment cannot be loaded.
         ModelError: the model's chat template cannot go on behind an answer.
     """
     config, resume = spec.rollout.episodes, resume_rule(spec.asynchrony)
+    assert not isinstance(config, ToolEpisodesConfig), "tools are opened"
     if isinstance(config, SingleTurnConfig):
         return SingleTurnEpisodes(engine, renderer, turns, resume, tally)
     renderer.check_continuation()
     limits = Limits.of(config, spec.rollout.engine.context_tokens)
     return MultiTurnEpisodes(engine, renderer, turns, limits, EnvironmentConversations(config), resume, tally)
+
+
+async def _nothing_to_close() -> None:
+    """Close nothing."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from services.rollout.engines.opening import make_engine
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import Turns
-from services.rollout.episodes_of import make_episodes
+from services.rollout.episodes_of import OpenedEpisodes, open_episodes
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
@@ -47,13 +47,14 @@ class RolloutSession:
     worker: RolloutConsumer
     receiver: WeightReceiver
     endpoint: EndpointClient
+    close_episodes: Callable[[], Awaitable[None]]
     recorder: SampleRecorder | None = None
     agents: AgentEpisodes | None = None
 
     async def close(self) -> None:
         """End the engine and the endpoint, delete the images that it staged, and write samples that wait."""
         await self.receiver.close()
-        await asyncio.gather(self.endpoint.close(), self.engine.close())
+        await asyncio.gather(self.endpoint.close(), self.engine.close(), self.close_episodes())
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
 
@@ -131,13 +132,29 @@ class SessionOpener:
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
         agents = self._agents(spec, assignment, engine, renderer, template, tally) if spec.rollout.agents else None
-        episodes = agents or make_episodes(spec, engine, renderer, turns, tally)
+        opened = await self._opened(spec, engine, endpoint, renderer, turns, tally)
+        episodes = agents or opened.episodes
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()
         failed = None if recorder is None else FailedSamples(recorder, renderer)
         worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally, failed)
-        return RolloutSession(engine, gate, worker, receiver, endpoint, recorder, agents)
+        return RolloutSession(engine, gate, worker, receiver, endpoint, opened.close, recorder, agents)
+
+    @staticmethod
+    async def _opened(
+        spec: ExperimentSpec,
+        engine: Engine,
+        endpoint: EndpointClient,
+        renderer: ChatRenderer,
+        turns: Turns,
+        tally: SamplingTally,
+    ) -> OpenedEpisodes:
+        try:
+            return await open_episodes(spec, engine, renderer, turns, tally)
+        except BaseException:
+            await asyncio.gather(engine.close(), endpoint.close())
+            raise
 
     def _agents(
         self,

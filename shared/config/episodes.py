@@ -1,4 +1,4 @@
-"""How an episode goes: one prompt and one completion, or many turns with an environment."""
+"""How an episode goes: one prompt and one completion, or many turns with an environment or tools."""
 
 from typing import Annotated, Final, Literal, Self
 
@@ -75,5 +75,71 @@ class EnvironmentEpisodesConfig(TurnLimits):
         return self
 
 
-EpisodesConfig = Annotated[SingleTurnConfig | EnvironmentEpisodesConfig, Field(discriminator="kind")]
+ToolFormat = Literal["hermes", "qwen", "llama"]
+
+
+class PythonToolConfig(Config):
+    """A function of yours; its signature, type hints and docstring are what the policy is shown."""
+
+    kind: Literal["python"]
+    path: str = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
+    """`file.py:function`; an attribute `schema` of the function replaces what its signature says."""
+
+
+class HttpToolConfig(Config):
+    """A tool behind a URL, to which its name and arguments are posted."""
+
+    kind: Literal["http"]
+    url: str = Field(pattern=r"^https?://\S+$")
+    """Where to."""
+    tool_schema: str | dict[str, JsonValue]
+    """The function as OpenAI describes it, or a JSON file that holds it."""
+
+    @field_validator("tool_schema")
+    @classmethod
+    def _names_a_function(cls, schema: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
+        function = schema.get("function") if isinstance(schema, dict) else {"name": "in the file"}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("must be {type: function, function: {name: ..., description: ..., parameters: ...}}")  # noqa: TRY004
+        return schema
+
+
+class McpToolsConfig(Config):
+    """All tools of an MCP server; needs `flotilla[mcp]`."""
+
+    kind: Literal["mcp"]
+    command: tuple[str, ...] | None = Field(None, min_length=1)
+    """Program and arguments of a server that talks over its standard input and output."""
+    url: str | None = Field(None, pattern=r"^https?://\S+$")
+    """Address of a server that talks streamable HTTP."""
+    only: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the tools to offer; null: all."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError(f"give either command or url, got {'neither' if self.url is None else 'both'}")
+        return self
+
+
+ToolConfig = Annotated[PythonToolConfig | HttpToolConfig | McpToolsConfig, Field(discriminator="kind")]
+
+
+class ToolEpisodesConfig(TurnLimits):
+    """Turns with tools: an answer that calls some is told what came of it, one without a call ends the episode."""
+
+    kind: Literal["tools"]
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    """What may be called; the model's chat template is given their schemas as `tools`."""
+    format: ToolFormat = "hermes"
+    """How the model writes calls: hermes and qwen as JSON between <tool_call> tags, llama as bare JSON."""
+    max_parallel_calls: int = Field(8, ge=1)
+    """Calls of one answer that are made; the others are told so."""
+    max_result_characters: int = Field(4000, ge=100)
+    """A longer result loses its middle."""
+
+
+EpisodesConfig = Annotated[
+    SingleTurnConfig | EnvironmentEpisodesConfig | ToolEpisodesConfig, Field(discriminator="kind")
+]
 """How an episode goes, chosen by ``kind``."""

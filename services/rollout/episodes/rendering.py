@@ -1,6 +1,7 @@
 """From chat messages to token ids, once per turn; from then on only tokens travel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -8,6 +9,8 @@ from services.rollout.episodes.special_tokens import SpecialTokens
 from shared.errors import ModelError
 from shared.prompts import PromptTemplate, load_tokenizer
 from shared.schemas.task import Message
+
+ANY_MESSAGE = Message("user", ".")
 
 
 class Renderer(Protocol):
@@ -36,8 +39,8 @@ class TurnRenderer(Renderer, Protocol):
             ModelError: the chat template does not allow it.
         """
 
-    def check_continuation(self) -> None:
-        """See whether a turn can follow another at all.
+    def check_continuation(self, message: Message = ANY_MESSAGE) -> None:
+        """See whether a turn can follow another at all, by a message of this role.
 
         Raises:
             ModelError: it cannot.
@@ -106,11 +109,16 @@ class ChatRenderer:
             raise ModelError("the chat template ends messages in different ways, so that a turn cannot follow another")
         return ids[start + 1 :] if last == token else ids[start:]
 
-    def check_continuation(self) -> None:
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "ChatRenderer":
+        """Make one that shows these tools in the first prompt."""
+        template = replace(self._template, options={**self._template.options, "tools": list(schemas)})
+        return ChatRenderer(self._tokenizer, self.stop_token_ids, template)
+
+    def check_continuation(self, message: Message = ANY_MESSAGE) -> None:
         """See whether a turn can follow another; see ``TurnRenderer``."""
         if self._template.input_template is not None:
             raise ModelError("data.input_template has no messages, so that a turn cannot follow another: remove it")
-        self.continuation_ids([Message("user", ".")], -1)
+        self.continuation_ids([message], -1)
 
     def _behind_mark(self, messages: Sequence[Message]) -> str:
         chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.arithmetic.prepare import Progress, is_prepared, prepare
 from examples.arithmetic.settings import Settings, settings_of
+from examples.preparing import Progress, is_prepared, prepare
 
+BUILDING = "examples.arithmetic.building"
 PROGRAM = Path(__file__).parents[3] / "examples" / "arithmetic" / "prepare.py"
 
 
@@ -35,7 +36,7 @@ def call(*arguments: object) -> "subprocess.Popen[str]":
 
 
 def test_the_directory_holds_a_model_and_rows_that_load(tmp_path: Path) -> None:
-    prepare(tmp_path / "made", hasty(), Progress())
+    prepare(tmp_path / "made", hasty(), Progress(), BUILDING)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
@@ -52,7 +53,7 @@ def test_the_directory_holds_a_model_and_rows_that_load(tmp_path: Path) -> None:
 
 
 def test_a_second_call_finds_all_prepared_and_other_settings_are_refused(tmp_path: Path) -> None:
-    prepare(tmp_path / "made", hasty(), Progress())
+    prepare(tmp_path / "made", hasty(), Progress(), BUILDING)
 
     assert is_prepared(tmp_path / "made", hasty())
     with pytest.raises(FileExistsError, match="other settings"):

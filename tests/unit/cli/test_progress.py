@@ -163,6 +163,16 @@ async def test_a_summary_holds_before_and_after() -> None:
     assert summary["checkpoint"] is None
 
 
+async def test_a_summary_holds_the_successes_of_episodes() -> None:
+    name = "evaluation/grader/environment/success/mean"
+    progress = await refreshed([point(name, 0, 0.25), point(name, 9, 0.75)])
+
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
+
+    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
+    assert any("25.0% -> 75.0%" in line for line in shown_to_a_person(progress))
+
+
 def shown_to_a_person(progress: Progress, **more: Any) -> list[str]:
     """Lay a summary out as a terminal shows it, without the frame."""
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None, **more)

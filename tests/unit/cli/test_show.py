@@ -77,6 +77,21 @@ def test_a_sample_says_what_was_asked_written_and_come_to() -> None:
     ]
 
 
+def test_turns_are_shown_one_after_the_other_with_what_they_earned() -> None:
+    turns = [
+        {"observation": "", "text": "Left", "reward": 0.0},
+        {"observation": "_P\n_G", "text": "Down", "reward": 1.0},
+    ]
+
+    text = describe(SAMPLE | {"turns": turns}).plain
+
+    lines = [line.strip() for line in text.splitlines()]
+    places = [next(n for n, line in enumerate(lines) if line.startswith(part)) for part in ("turn 1", "_P", "turn 2")]
+    assert places == sorted(places)
+    assert lines[places[2]].endswith("Down   [1]")
+    assert "completion" not in text
+
+
 def test_why_a_group_was_not_trained_is_said_in_words() -> None:
     lines = describe(SAMPLE | {"kind": "filtered", "ended": "zero_spread"}).plain.splitlines()
 

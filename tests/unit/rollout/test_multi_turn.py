@@ -12,6 +12,7 @@ from services.rollout.engines.scripted import ScriptedEngine, rolling_token
 from services.rollout.environments.conversation import EnvironmentConversation
 from services.rollout.episodes.conversation import Conversation
 from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from services.rollout.episodes.rendering import ANY_MESSAGE
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.episodes.turns import Turns
 from shared.config.rollout import SamplingConfig
@@ -38,7 +39,7 @@ class Characters:
         closing = () if last == END else (END,)
         return (*closing, *self.prompt_ids(messages))
 
-    def check_continuation(self) -> None: ...
+    def check_continuation(self, message: Message = ANY_MESSAGE) -> None: ...
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         return " ".join(map(str, token_ids))

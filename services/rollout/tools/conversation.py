@@ -1,0 +1,114 @@
+"""Tools as the other side of an episode: calls are answered by results, and an answer without a call ends it."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from services.rollout.episodes.conversation import Conversation, Reply
+from services.rollout.tools.base import Tool, ToolFailed, Tools
+from services.rollout.tools.formats import ToolCall, read_calls, role_of_results
+from shared.config.episodes import ToolEpisodesConfig
+from shared.errors import EpisodeFailed
+from shared.schemas.task import Message, Task
+from shared.schemas.turns import FinishReason
+
+
+class ToolConversation:
+    """One episode with tools.
+
+    Args:
+        tools: of the episode; opened when it begins.
+        task: its messages are the first prompt.
+        config: format and limits.
+    """
+
+    # A tool may have changed something outside, so that calling it again is another thing.
+    is_replayable = False
+
+    def __init__(self, tools: Tools, task: Task, config: ToolEpisodesConfig) -> None:
+        self._source = tools
+        self._task = task
+        self._config = config
+        self._tools: Mapping[str, Tool] = {}
+        self._calls = self._failures = 0
+        self._seconds = 0.0
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Calls, those that failed or could not be read, and the time that they took."""
+        return {
+            "tools/calls": float(self._calls),
+            "tools/failures": float(self._failures),
+            "tools/seconds": self._seconds,
+        }
+
+    async def begin(self) -> Reply:
+        """Open the tools; the prompt is the task's."""
+        try:
+            async with asyncio.timeout(self._config.step_seconds):
+                self._tools = await self._source.open()
+        except TimeoutError as error:
+            raise EpisodeFailed(f"the tools could not be opened within {self._config.step_seconds:g} s") from error
+        return Reply(self._task.messages)
+
+    async def answer(self, text: str, *, is_cut: bool) -> Reply:
+        """Make the calls of an answer, all at once; one without a call ends the episode."""
+        calls = read_calls(text, self._config.format)
+        if not calls:
+            return Reply(finish=FinishReason.LENGTH if is_cut else FinishReason.STOP)
+        self._calls += len(calls)
+        started = time.perf_counter()
+        results = await self._results(calls)
+        self._seconds += time.perf_counter() - started
+        role = role_of_results(self._config.format)
+        return Reply(tuple(Message(role, result) for result in results))
+
+    async def close(self) -> None:
+        """Release the tools."""
+        await self._source.close()
+
+    async def _results(self, calls: Sequence[ToolCall]) -> list[str]:
+        most = self._config.max_parallel_calls
+        found = await asyncio.gather(*(self._result(call) for call in calls[:most]))
+        return [*found, *(f"error: only {most} calls at a time are made" for _ in calls[most:])]
+
+    async def _result(self, call: ToolCall) -> str:
+        try:
+            if call.problem is not None:
+                raise ToolFailed(call.problem)
+            if call.name not in self._tools:
+                raise ToolFailed(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
+            async with asyncio.timeout(self._config.step_seconds):
+                result = await self._tools[call.name].call(call.arguments)
+        except ToolFailed as error:
+            self._failures += 1
+            result = f"error: {error}"
+        except TimeoutError as error:
+            raise EpisodeFailed(f"tool {call.name} took longer than {self._config.step_seconds:g} s") from error
+        return _shortened(result, self._config.max_result_characters)
+
+
+class ToolConversations:
+    """Opens the tools for each episode.
+
+    Args:
+        tools: made anew for each episode, or shared by all.
+        config: format and limits.
+    """
+
+    def __init__(self, tools: Tools, config: ToolEpisodesConfig) -> None:
+        self._tools = tools
+        self._config = config
+
+    def __call__(self, task: Task, member: int) -> Conversation:
+        """Open one."""
+        del member
+        return ToolConversation(self._tools, task, self._config)
+
+
+def _shortened(text: str, most: int) -> str:
+    """Leave out the middle of a long result."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -1,0 +1,58 @@
+"""A tool behind a URL: its arguments are posted as JSON, and what comes back is its result."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from services.rollout.tools.base import Schema, ToolFailed
+from shared.errors import EpisodeFailed
+
+MOST_ATTEMPTS = 3
+
+
+class HttpTool:
+    """Posts ``{"name": ..., "arguments": {...}}``.
+
+    A reply below 300 is the result: its ``result`` if it is an object that has one, else the whole body. 4xx is told
+    to the policy, with ``error`` or the body. 5xx, 408, 429 and no connection are tried again, and then an error of the
+    episode.
+
+    Args:
+        url: where to.
+        schema: that the policy is shown.
+        client: with time-outs of its own.
+    """
+
+    def __init__(self, url: str, schema: Schema, client: httpx.AsyncClient) -> None:
+        self.schema = schema
+        self._url = url
+        self._client = client
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        body = {"name": self.schema["function"]["name"], "arguments": dict(arguments)}
+        why = ""
+        for _ in range(MOST_ATTEMPTS):
+            try:
+                reply = await self._client.post(self._url, json=body)
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            if reply.status_code >= 500 or reply.status_code in {408, 429}:
+                why = f"it answered {reply.status_code}"
+                continue
+            if reply.status_code >= 300:
+                raise ToolFailed(_part(reply, "error"))
+            return _part(reply, "result")
+        raise EpisodeFailed(f"tool {body['name']} at {self._url} cannot be used: {why}")
+
+
+def _part(reply: httpx.Response, key: str) -> str:
+    try:
+        body = reply.json()
+    except ValueError:
+        return reply.text
+    found = body.get(key, body) if isinstance(body, dict) else body
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -1,0 +1,136 @@
+"""The tools of an MCP server, through the official ``mcp`` package: one session for all episodes of an experiment.
+
+The package's context managers must be left by the task that entered them, so a task of its own holds the session.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from services.rollout.tools.base import Schema, Tool, ToolFailed
+from shared.config.episodes import McpToolsConfig
+from shared.errors import EpisodeFailed, InvalidSpec
+
+START_SECONDS = 30.0
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, server: "McpServer", schema: Schema) -> None:
+        self._server = server
+        self.schema = schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        return await self._server.call(self.schema["function"]["name"], arguments)
+
+
+class McpServer:
+    """A session with a server, begun again by the next call after it broke.
+
+    Args:
+        config: how to reach it.
+    """
+
+    def __init__(self, config: McpToolsConfig) -> None:
+        self._config = config
+        self._holder: asyncio.Task[None] | None = None
+        self._session: Any = None
+        self._ending = asyncio.Event()
+        self._starting = asyncio.Lock()
+
+    async def tools(self) -> list[Tool]:
+        """List the server's tools, or those of them that the spec names.
+
+        Raises:
+            InvalidSpec: the package is absent, the server cannot be started, or it lacks a tool that the spec names.
+        """
+        try:
+            listed = await (await self._connected()).list_tools()
+        except EpisodeFailed as error:
+            raise InvalidSpec(error.detail) from error
+        offered = {each.name: each for each in listed.tools}
+        wanted = self._config.only or tuple(offered)
+        missing = [name for name in wanted if name not in offered]
+        if missing:
+            raise InvalidSpec(f"the MCP server has no tool {missing[0]!r}; it has: {', '.join(offered)}")
+        return [McpTool(self, _schema(offered[name])) for name in wanted]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; see ``Tool.call``."""
+        session = await self._connected()
+        try:
+            result = await session.call_tool(name, dict(arguments))
+        except Exception as error:  # the package raises whatever its transport does
+            await self.close()
+            raise EpisodeFailed(f"MCP tool {name} cannot be used: {type(error).__name__}: {error}") from error
+        text = "\n".join(part.text for part in result.content if getattr(part, "text", None))
+        if _either(result, "is_error", "isError"):
+            raise ToolFailed(text or "the tool failed")
+        return text
+
+    async def close(self) -> None:
+        """End the session; the next call begins another."""
+        holder, self._holder, self._session = self._holder, None, None
+        if holder is not None:
+            self._ending.set()
+            await asyncio.gather(holder, return_exceptions=True)
+
+    async def _connected(self) -> Any:
+        async with self._starting:
+            if self._holder is not None and not self._holder.done():
+                return self._session
+            self._ending = asyncio.Event()
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._holder = asyncio.create_task(self._hold(ready, self._ending), name="mcp session")
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    self._session = await ready
+            except TimeoutError as error:
+                self._holder.cancel()
+                raise EpisodeFailed(f"the MCP server did not answer within {START_SECONDS:g} s") from error
+            return self._session
+
+    async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
+        try:
+            async with _session(self._config) as session:
+                await session.initialize()
+                ready.set_result(session)
+                await ending.wait()
+        except Exception as error:  # the package raises whatever its transport does
+            if not ready.done():
+                ready.set_exception(EpisodeFailed(f"the MCP server cannot be used: {type(error).__name__}: {error}"))
+
+
+@asynccontextmanager
+async def _session(config: McpToolsConfig) -> AsyncIterator[Any]:
+    try:
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client import streamable_http
+        from mcp.client.stdio import stdio_client
+    except ImportError as error:
+        raise EpisodeFailed("tools of an MCP server need the package mcp: pip install flotilla[mcp]") from error
+    async with AsyncExitStack() as stack:
+        if config.url is not None:
+            connect = _either(streamable_http, "streamable_http_client", "streamablehttp_client")
+            streams = await stack.enter_async_context(connect(config.url))
+        else:
+            command, *arguments = config.command or ()
+            parameters = StdioServerParameters(command=command, args=arguments)
+            streams = await stack.enter_async_context(stdio_client(parameters))
+        yield await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+
+
+def _either(holder: Any, new: str, old: str) -> Any:
+    """Read what release 2 of the package calls ``new`` and release 1 ``old``."""
+    return getattr(holder, new) if hasattr(holder, new) else getattr(holder, old)
+
+
+def _schema(tool: Any) -> Schema:
+    parameters = _either(tool, "input_schema", "inputSchema")
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description or "", "parameters": parameters},
+    }

@@ -1,0 +1,44 @@
+"""A function of the user's as a tool. It runs in the rollout's process with its rights: it is trusted."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.rollout.tools.base import Schema, ToolFailed, schema_of
+from shared.custom_code import describe, load_callable
+from shared.daemon_threads import on_daemon_thread
+from shared.errors import EpisodeFailed
+
+
+class PythonTool:
+    """Calls a function, plain or async, with the arguments by name.
+
+    What it returns becomes text. An exception is told to the policy, as a tool's refusal; ``ConnectionError`` and
+    ``TimeoutError`` say that something it needs is absent, and are errors of the episode.
+
+    Raises:
+        InvalidSpec: there is no such function.
+    """
+
+    def __init__(self, reference: str) -> None:
+        self._function: Callable[..., Any] = load_callable(
+            reference, what="tool", kind="function", accepts=inspect.isfunction
+        )
+        self.schema: Schema = getattr(self._function, "schema", None) or schema_of(self._function)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        try:
+            inspect.signature(self._function).bind(**arguments)
+        except TypeError as error:
+            raise ToolFailed(str(error)) from error
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                found = await self._function(**arguments)
+            else:
+                found = await on_daemon_thread(lambda: self._function(**arguments), "tool")
+        except (ConnectionError, TimeoutError) as error:
+            raise EpisodeFailed(f"tool {self._function.__name__}: {describe(error, None)}") from error
+        except Exception as error:  # whatever the user's function raises is its answer
+            raise ToolFailed(f"{type(error).__name__}: {error}") from error
+        return str(found)

@@ -1,0 +1,67 @@
+"""Tools of a real MCP server, which is a process: listed, called, refused, and gone."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.rollout.tools.base import ToolFailed
+from services.rollout.tools.mcp_tools import McpServer
+from shared.config.episodes import McpToolsConfig
+from shared.errors import EpisodeFailed, InvalidSpec
+
+pytest.importorskip("mcp")
+
+SERVER = '''
+import os
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # release 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
+server = MCPServer("numbers")
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    if a < 0:
+        raise ValueError("a must not be negative")
+    return a + b
+@server.tool()
+def leave() -> str:
+    os._exit(3)
+server.run()
+'''
+
+
+@pytest.mark.timeout(120)
+async def test_tools_of_a_server_are_called_and_its_end_is_no_answer(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    server = McpServer(McpToolsConfig(kind="mcp", command=(sys.executable, str(script))))
+    try:
+        add, leave = await server.tools()
+        assert add.schema["function"]["description"] == "Add two numbers."
+        assert set(add.schema["function"]["parameters"]["properties"]) == {"a", "b"}
+        assert await add.call({"a": 2, "b": 3}) == "5"
+        with pytest.raises(ToolFailed, match="Error executing tool add"):
+            await add.call({"a": -1, "b": 3})
+        async with asyncio.timeout(60):
+            with pytest.raises(EpisodeFailed, match="cannot be used"):
+                await leave.call({})
+        assert await add.call({"a": 20, "b": 3}) == "23", "the next call begins another session"
+    finally:
+        await server.close()
+    with pytest.raises(InvalidSpec, match="no tool 'sub'"):
+        other = McpServer(McpToolsConfig(kind="mcp", command=(sys.executable, str(script)), only=("sub",)))
+        try:
+            await other.tools()
+        finally:
+            await other.close()
+
+
+async def test_a_server_that_cannot_be_started_is_said_before_anything_runs() -> None:
+    server = McpServer(McpToolsConfig(kind="mcp", command=("/no/such/program",)))
+
+    with pytest.raises(InvalidSpec, match="cannot be used"):
+        await server.tools()
+    await server.close()

@@ -101,7 +101,8 @@ def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
         "rollout": {
             "group_size": 4,
             "sampling": {"max_new_tokens": 24},
-            "engine": {"slots": 16, "context_tokens": 128},
+            # One thread: what is compared to the last bit may not depend on what else computes.
+            "engine": {"slots": 16, "context_tokens": 128, "threads": 1},
         },
         "reward": {"components": [{"kind": "custom", "path": f"{directory / 'grade.py'}:score"}]},
         "optimisation": {"steps": 12, "groups_per_mini_batch": 4, "learning_rate": 1e-4},
@@ -112,6 +113,7 @@ def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
             "publication": {"transport": "shared_memory"},
         },
         "checkpoint": {"every_steps": 4},
+        "parallelism": {"threads": 1},
     }
     for name, section in sections.items():
         spec[name] = (

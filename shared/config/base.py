@@ -1,7 +1,7 @@
 """The base of all configuration: strict, frozen, described by its docstrings."""
 
 import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -12,6 +12,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """At least 0 and below 1."""
 Device = Annotated[str, Field(pattern=r"^(?:cpu|cuda(?::[0-9]+)?)$")]
 """A torch device that is tested: cpu, cuda, cuda:1."""
+
+Threads = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""How many threads a process computes with; ``auto``: as many as there are cores for it now (``shared/cores.py``)."""
 
 
 def check_order(name: str, bounds: tuple[float | None, float | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Config, Device
+from shared.config.base import Config, Device, Threads
 from shared.schemas.engine import EngineCapability
 
 OptionValue = bool | int | float | str | None
@@ -60,8 +60,9 @@ class TorchEngineConfig(Config):
     """Completions sampled at the same time."""
     context_tokens: int = Field(2048, ge=8)
     """Longest prompt and completion together; the KV cache grows up to it."""
-    threads: int = Field(1, ge=1)
-    """Compute threads of the engine's process."""
+    threads: Threads = "auto"
+    """Compute threads of the engine's process. auto: as many cores of its host as others leave it, as
+    parallelism.threads has it; one with batch_invariant, whose bits would depend on their number."""
     batch_invariant: bool = False
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config, Device
+from shared.config.base import Config, Device, Threads
 
 RANKS = frozenset(
     {
@@ -23,8 +23,10 @@ class ParallelismConfig(Config):
 
     device: Device = "cpu"
     """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one."""
-    threads: int = Field(1, ge=1)
-    """Compute threads of each training process. More of them than free cores make it slower, not faster."""
+    threads: Threads = "auto"
+    """Compute threads of each training process. auto: all cores of its host while nothing else of the fleet computes
+    there, else a part of them, the larger the more of the time it computes; figures of two runs then differ in their
+    last bits. With a number it always takes that many; more than there are free cores make it slower, not faster."""
     ranks: int = Field(1, ge=1, le=64)
     """Training processes on the trainer's machine. Each keeps a part of weights, gradients and optimiser state (FSDP2),
     and computes a part of each mini-batch. 1 trains in one process that has all of them."""

@@ -15,7 +15,7 @@ class EngineSettings:
         device: "cpu", or a CUDA device such as "cuda:0".
         slots: completions that the batch can hold.
         context_tokens: prompt and completion together; the model's own position limit applies as well.
-        threads: compute threads of the engine's process.
+        threads: compute threads of the engine's process; "auto" shares the host's cores with others.
         batch_invariant: compute every step in the same shapes, whatever is in the batch.
         overlap_load: read new weights on a thread of their own, while sampling goes on.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
@@ -30,7 +30,7 @@ class EngineSettings:
     device: str = "cpu"
     slots: int = 128
     context_tokens: int = 4096
-    threads: int = 1
+    threads: int | Literal["auto"] = 1
     batch_invariant: bool = False
     overlap_load: bool = False
     prefill_tokens: int = 4096
@@ -42,7 +42,7 @@ class EngineSettings:
         if self.dtype not in {"float32", "bfloat16"}:
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         for name in ("slots", "context_tokens", "threads", "prefill_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def to_wire(self) -> dict[str, Any]:

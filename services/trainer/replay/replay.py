@@ -16,6 +16,7 @@ from services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
 from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, complete
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
+from shared.cores import usable_cores
 from shared.errors import InvalidRequest, ModelError
 from shared.model_hub import model_directory
 from shared.samples.folder import SAMPLES, SPEC_FILE, step_name, stored_files
@@ -102,7 +103,8 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
         starts[0] = ROOT_LINEAGE
     start = start_of(step, records, starts)
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(spec.parallelism.threads)
+    threads = spec.parallelism.threads
+    torch.set_num_threads(len(usable_cores()) if threads == "auto" else threads)
     tell(f"loading {'the model' if not start else f'the checkpoint of step {start}'}")
     device = check_device(spec.parallelism.device)
     restored = restored_from(spec, checkpoints[start], device) if start else beginning(spec, device)

@@ -14,7 +14,9 @@ from typing import Self
 from pydantic import ValidationError
 
 from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Line, Status
+from shared.config.base import Threads
 from shared.config.parallelism import ParallelismConfig
+from shared.cores import usable_cores
 from shared.processes import python_module
 from shared.secret_variables import without_secrets
 
@@ -148,10 +150,10 @@ class WorkerHandle:
         return f"the training process was ended by {name}{shown}"
 
 
-def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: int) -> dict[str, str]:
+def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: Threads) -> dict[str, str]:
     """Make the worker's environment: compute threads as the spec says, no secrets of the fleet."""
     kept = without_secrets(inherited)
-    count = str(threads)
+    count = str(len(usable_cores()) if threads == "auto" else threads)
     return kept | {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,

@@ -12,6 +12,7 @@ from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import Command, End, KeepVersion, Restore, Save, Snapshot, Train
+from services.trainer.parallel.cores import ComputeCores
 from services.trainer.parallel.ranks import Ranks
 from shared.checkpoints import StoredCheckpoint, state_of
 from shared.config.spec import ExperimentSpec
@@ -35,6 +36,7 @@ class Follower:
 
     def __init__(self, spec: ExperimentSpec, ranks: Ranks, channel: Channel) -> None:
         self._spec, self._ranks, self._channel = spec, ranks, channel
+        self._cores = ComputeCores(spec.parallelism.threads)
         self._built: Learner | None = None
 
     def run(self) -> None:
@@ -42,7 +44,8 @@ class Follower:
         while not isinstance(command := self._channel.receive(), End):
             failure = None
             try:
-                self._obey(command)
+                with self._cores.computing():
+                    self._obey(command)
             except ModelError as error:
                 if not isinstance(command, Restore):
                     raise
@@ -58,6 +61,7 @@ class Follower:
             # The memory of what a failed attempt left must be free.
             self._built = None
             self._built = build_shard(self._spec, _stored(command.path), self._ranks).learner
+            self._cores.follow(self._built.policy.base)
             return
         assert self._built is not None
         learner = self._built

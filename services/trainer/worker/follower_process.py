@@ -4,8 +4,6 @@ import logging
 from functools import partial
 from typing import IO
 
-import torch
-
 from services.trainer.parallel.commands import Opening
 from services.trainer.parallel.job import OPENING, Place, entered, is_lost_peer
 from services.trainer.worker.follower import Follower
@@ -28,7 +26,6 @@ def follow(place: Place, answers: IO[bytes]) -> int:
     telemetry.configure_logging("trainer-worker", opening.log_level, opening.log_format)
     telemetry.experiment_id.set(opening.experiment_id)
     spec = validate_spec(opening.spec)
-    torch.set_num_threads(spec.parallelism.threads)
     with entered(place, store, spec.parallelism, partial(end_for_silence, answers)) as (ranks, channel):
         try:
             Follower(spec, ranks, channel).run()

@@ -4,18 +4,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any, TypeVar
 
 from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
 from services.trainer.learning.learner import Learner
+from services.trainer.parallel.cores import ComputeCores
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.execution import Job, open_execution
@@ -37,6 +37,7 @@ from shared.weights.transport import WeightSender
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 UNSENT = "unsent_metrics.jsonl"
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
@@ -118,13 +119,15 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
-        compute = stack.enter_context(compute_thread(spec.parallelism.threads))
+        cores = ComputeCores(spec.parallelism.threads)
+        compute = stack.enter_context(compute_thread(cores))
         loop = asyncio.get_running_loop()
         execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
         storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
+        cores.follow(learner.policy.base)
         line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
         samples = StepSamples(recorder)
         if recorder is not None:
@@ -195,12 +198,27 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
     )
 
 
+class _ComputeThread(ThreadPoolExecutor):
+    """One thread, which computes with the cores that are there for it."""
+
+    def __init__(self, cores: ComputeCores) -> None:
+        super().__init__(1, thread_name_prefix="compute")
+        self._cores = cores
+
+    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        """Compute something in its turn."""
+
+        def compute() -> T:
+            with self._cores.computing():
+                return work(*arguments, **named)
+
+        return super().submit(compute)
+
+
 @contextlib.contextmanager
-def compute_thread(threads: int) -> Iterator[Executor]:
+def compute_thread(cores: ComputeCores) -> Iterator[Executor]:
     """Run all computation on one thread, so that weights are never touched by two and results never depend on it."""
-    executor = ThreadPoolExecutor(
-        1, thread_name_prefix="compute", initializer=torch.set_num_threads, initargs=(threads,)
-    )
+    executor = _ComputeThread(cores)
     try:
         yield executor
     finally:

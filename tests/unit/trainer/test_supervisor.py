@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -311,3 +312,9 @@ def test_no_secret_is_inherited_by_the_worker() -> None:
 
     assert "secret" not in found.values()
     assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"], found["PATH"]) == ("3", "PASSIVE", "/bin")
+
+
+def test_a_worker_that_shares_cores_may_use_all_of_them() -> None:
+    cores = str(len(os.sched_getaffinity(0)))
+
+    assert environment_of({}, threads="auto")["OMP_NUM_THREADS"] == cores

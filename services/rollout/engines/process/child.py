@@ -16,6 +16,7 @@ from typing import Any
 from services.rollout.engines.process.commands import Close, Result, command_from_wire, result_to_wire
 from services.rollout.engines.process.framing import encode, receive_message
 from services.rollout.engines.settings import EngineSettings
+from shared.cores import CoreSeat
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
@@ -38,7 +39,12 @@ def serve(connection: socket.socket) -> None:
     from services.rollout.engines.embedded.engine import TorchEngine, use_threads
     from services.rollout.engines.process.driver import EngineDriver
 
-    use_threads(settings.threads)
+    cores = None
+    if settings.threads == "auto":
+        cores = CoreSeat()
+        use_threads(cores.begin())
+    else:
+        use_threads(settings.threads)
 
     def send(message: dict[str, Any]) -> None:
         connection.sendall(encode(message))
@@ -47,7 +53,7 @@ def serve(connection: socket.socket) -> None:
         send({"call": call, "result": result_to_wire(result)})
 
     try:
-        driver = EngineDriver(TorchEngine(settings), reply)
+        driver = EngineDriver(TorchEngine(settings), reply, cores)
     except FlotillaError as error:
         send({"call": 0, "result": result_to_wire(error)})
         return

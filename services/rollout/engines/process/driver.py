@@ -2,10 +2,11 @@
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 
 from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, use_threads
 from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.process.commands import (
     Abort,
@@ -21,6 +22,7 @@ from services.rollout.engines.process.commands import (
     TakeLoad,
     UpdateWeights,
 )
+from shared.cores import CoreSeat
 from shared.errors import FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
@@ -28,6 +30,8 @@ from shared.faults.sites import Site
 log = logging.getLogger(__name__)
 
 Reply = Callable[[int, Result], None]
+THREADS_SECONDS = 0.1
+"""How long the engine computes with as many threads before it looks again."""
 
 
 class EngineDriver:
@@ -36,10 +40,13 @@ class EngineDriver:
     Args:
         engine: used by the thread that calls ``run`` alone.
         reply: called on that thread with the number of a call and its result.
+        cores: tells how many threads to compute with; None: that many which torch has.
     """
 
-    def __init__(self, engine: TorchEngine, reply: Reply) -> None:
+    def __init__(self, engine: TorchEngine, reply: Reply, cores: CoreSeat | None = None) -> None:
         self._engine = engine
+        self._cores = cores
+        self._threads_until = 0.0
         self._reply = reply
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._call_of: dict[str, int] = {}
@@ -71,14 +78,24 @@ class EngineDriver:
                 self._engine.abort_all()
             if (faults := armed()) is not None:
                 faults.hit(Site.ENGINE_STEP)
+            self._use_cores()
             for outcome in self._engine.step():
                 self._report(outcome)
             if is_closing:
                 return
 
+    def _use_cores(self) -> None:
+        # Not at every step: another number of threads ends some and starts others.
+        if self._cores is not None and time.monotonic() > self._threads_until:
+            use_threads(self._cores.begin())
+            self._threads_until = time.monotonic() + THREADS_SECONDS
+
     def _take_commands(self) -> bool:
         """Execute the commands that wait; block for one while the engine is idle. True when it is to close."""
         may_block = self._engine.is_idle
+        if may_block and self._cores is not None:
+            self._cores.end()
+            self._threads_until = 0.0
         while True:
             try:
                 command = self._inbox.get(block=may_block)

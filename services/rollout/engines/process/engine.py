@@ -17,6 +17,7 @@ from services.rollout.engines.process.commands import Close, Command, command_to
 from services.rollout.engines.process.framing import encode, read_message
 from services.rollout.engines.process.remote import RemoteEngine
 from services.rollout.engines.settings import EngineSettings
+from shared.cores import usable_cores
 from shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from shared.processes import python_module, reap
 
@@ -115,7 +116,7 @@ class ProcessEngine(RemoteEngine):
 
     def _environment(self) -> dict[str, str]:
         # A second thread pool that spins makes both several times slower, so idle threads sleep.
-        threads = str(self._settings.threads)
+        threads = str(len(usable_cores()) if self._settings.threads == "auto" else self._settings.threads)
         packages = str(Path(__file__).resolve().parents[4])
         paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

@@ -1,0 +1,110 @@
+"""Cores are divided among those who compute, in proportion to how much they do; nobody waits for a dead process."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.clock import ManualClock
+from shared.cores import LATELY_SECONDS, LOOK_SECONDS, CoreSeat, divided
+
+
+class Seats:
+    """Seats in one directory, on a clock that is moved by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.clock = directory, ManualClock()
+        self._taken: list[CoreSeat] = []
+
+    def take(self, cores: int = 8, most: float = 64.0) -> CoreSeat:
+        taken = CoreSeat(
+            self.directory, cores=lambda: frozenset(range(cores)), most=lambda: most, now=self.clock.monotonic
+        )
+        self._taken.append(taken)
+        return taken
+
+    def close(self) -> None:
+        for seat in self._taken:
+            seat.close()
+
+
+@pytest.fixture
+def seats(tmp_path: Path) -> Iterator[Seats]:
+    with contextlib.closing(Seats(tmp_path)) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares", "expected"),
+    [
+        (2, [1.0], [2]),
+        (2, [1.0, 1.0], [1, 1]),
+        (3, [1.0, 1.0], [2, 1]),
+        (16, [1.0, 0.5], [11, 5]),
+        (2, [1.0, 0.05], [1, 1]),
+        (2, [0.5, 0.5, 0.5], [1, 1, 1]),
+        (8, [0.05, 1.0], [1, 7]),
+    ],
+)
+def test_cores_are_divided_in_proportion_and_nobody_gets_none(
+    cores: int, shares: list[float], expected: list[int]
+) -> None:
+    assert divided(cores, shares) == expected
+
+
+def test_who_computes_alone_has_all_cores_and_gives_some_up_when_another_begins(seats: Seats) -> None:
+    trainer, engine = seats.take(), seats.take()
+
+    assert trainer.begin() == 8
+    assert engine.begin() == 4
+    assert trainer.threads() == 4
+    engine.end()
+    assert trainer.threads() == 8
+
+
+def test_what_computes_most_of_the_time_gets_most_of_the_cores(seats: Seats) -> None:
+    trainer, engine = seats.take(), seats.take()
+    trainer.begin()
+    for _ in range(20):
+        engine.begin()
+        seats.clock.advance(LATELY_SECONDS / 20)
+        engine.end()
+        seats.clock.advance(3 * LATELY_SECONDS / 20)
+
+    assert engine.begin() == 2
+    assert trainer.threads() == 6
+
+
+def test_a_control_group_s_quota_bounds_what_a_process_takes(seats: Seats) -> None:
+    seat = seats.take(most=2.5)
+
+    assert seat.begin() == 2
+    seat.end()
+    assert seats.take(most=0.5).begin() == 1
+
+
+def test_processes_that_may_not_run_on_the_same_cores_share_none(seats: Seats) -> None:
+    one, other = seats.take(cores=8), seats.take(cores=4)
+
+    assert (one.begin(), other.begin()) == (8, 4)
+    assert one.threads() == 8
+
+
+def test_a_killed_process_leaves_its_cores_to_others(seats: Seats) -> None:
+    code = "import sys; from shared.cores import CoreSeat; from pathlib import Path; seat = CoreSeat(Path(sys.argv[1]),"
+    code += " cores=lambda: frozenset(range(8))); seat.begin(); print('computing', flush=True); sys.stdin.read()"
+    seat = seats.take()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(seats.directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"computing\n"
+        assert seat.begin() < 8
+
+        other.kill()
+    seats.clock.advance(LOOK_SECONDS)
+
+    assert seat.threads() == 8
+    assert len(list(seats.directory.iterdir())) == 1

@@ -1,0 +1,45 @@
+"""Torch computes with the cores that are there for a process, looked at again before each pass of a model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.parallel import cores as cores_module
+from services.trainer.parallel.cores import ComputeCores
+from shared.cores import CoreSeat
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_number_of_threads_is_used_as_it_is() -> None:
+    with ComputeCores(3).computing():
+        assert torch.get_num_threads() == 3
+
+
+def test_cores_are_shared_with_whoever_computes_in_the_middle_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seats = [CoreSeat(tmp_path, cores=lambda: frozenset(range(4)), now=lambda: 0.0) for _ in range(2)]
+    monkeypatch.setattr(cores_module, "CoreSeat", lambda: seats[0])
+    cores, model, found = ComputeCores("auto"), nn.Linear(2, 2), []
+    cores.follow(model)
+    with cores.computing():
+        for begins in (False, True):
+            if begins:
+                seats[1].begin()
+            model(torch.zeros(1, 2))
+            found.append(torch.get_num_threads())
+
+    assert found == [4, 2]
+    seats[1].end()
+    assert seats[1].begin() == 4, "after the step the cores are the other's"
+    for seat in seats:
+        seat.close()

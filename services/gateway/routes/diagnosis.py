@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter
 
+from services.gateway.monitoring.idle_cores import Placed, advice_on_cores
 from services.gateway.routes.dependencies import Gateway
 from shared.schemas.experiment import DiagnosisView, ExperimentState, Problem
 from shared.schemas.health import HealthFinding
@@ -22,10 +23,12 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
     found = measured.bottleneck(now, experiment.spec)
     problem = experiment.record.problem
     is_over = experiment.state is not ExperimentState.RUNNING
+    members = [Placed(s.kind, s.record.host, s.capabilities.cores) for s in gateway.registry.of(experiment.id)]
+    idle = advice_on_cores(found.component, experiment.spec, members)
     return DiagnosisView(
         component="none" if is_over else found.component,
         cause=f"the experiment is {experiment.state.value}" if is_over else found.cause,
-        advice="" if is_over else found.advice,
+        advice="" if is_over else "; ".join(filter(None, (idle, found.advice))),
         window_seconds=round(measured.window.seconds(now), 3),
         evidence=found.evidence,
         problem=Problem(**problem) if problem is not None else None,

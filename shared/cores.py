@@ -28,8 +28,9 @@ LATELY_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 """How long a new or dead process may stay unnoticed."""
 LEAST_SHARE = 0.05
-_SEAT = struct.Struct("<BddI")
-"""Whether it computes, its share when that changed, when that was on the host's monotonic clock, which cores."""
+_SEAT = struct.Struct("<BddIH")
+"""Whether it computes, its share when that changed, when that was on the host's monotonic clock, which cores, and how
+many of them it takes whatever there is (0: its part)."""
 
 
 def divided(cores: int, shares: Sequence[float]) -> list[int]:
@@ -62,12 +63,19 @@ class _Other:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("rb")
-        self._view = mmap.mmap(self._file.fileno(), _SEAT.size, prot=mmap.PROT_READ)
+        try:
+            self._view = mmap.mmap(self._file.fileno(), _SEAT.size, prot=mmap.PROT_READ)
+        except ValueError:  # smaller: of another release
+            self._file.close()
+            raise
 
-    def share(self, key: int, now: float) -> float | None:
-        """For which share of the time it computed lately; None if it does not now, or not on these cores."""
-        is_computing, share, since, cores = _SEAT.unpack(self._view[:])
-        return _lately(share, now - since, is_computing=True) if is_computing and cores == key else None
+    def share(self, key: int, now: float) -> tuple[float, int] | None:
+        """For which share of the time it computed lately, and how many cores it takes whatever there is.
+
+        None if it does not compute now, or not on these cores.
+        """
+        is_computing, share, since, cores, fixed = _SEAT.unpack(self._view[:])
+        return (_lately(share, now - since, is_computing=True), fixed) if is_computing and cores == key else None
 
     def is_dead(self) -> bool:
         """Whether its owner is gone: the lock is free. Its file is removed then."""
@@ -88,6 +96,7 @@ class CoreSeat:
 
     Args:
         directory: of all seats, the same for those that share cores.
+        threads: how many cores it takes whatever there is; None: its part of those that are left.
         cores, most: which this process may run on, and how many at a time.
         now: a monotonic clock.
     """
@@ -96,6 +105,7 @@ class CoreSeat:
         self,
         directory: Path | None = None,
         *,
+        threads: int | None = None,
         cores: Callable[[], frozenset[int]] = usable_cores,
         most: Callable[[], float] = quota,
         now: Callable[[], float] = time.monotonic,
@@ -115,7 +125,7 @@ class CoreSeat:
         hidden.rename(self._path)
         self._others: dict[str, _Other] = {}
         self._looked_at = -math.inf
-        self._key, self._num = 0, 1
+        self._key, self._num, self._fixed = 0, 1, threads or 0
         self._is_computing, self._since, self._share = False, now(), 0.5
 
     def begin(self) -> int:
@@ -131,13 +141,21 @@ class CoreSeat:
         """On how many cores to compute now."""
         now = self._now()
         self._look(now)
+        if self._fixed:
+            return self._fixed
         shares = {self._path.name: _lately(self._share, now - self._since, is_computing=self._is_computing)}
+        taken = 0
         for name, other in self._others.items():
-            if (share := other.share(self._key, now)) is not None:
-                shares[name] = share
+            if (found := other.share(self._key, now)) is not None:
+                share, fixed = found
+                if fixed:
+                    taken += fixed
+                else:
+                    shares[name] = share
+        left = max(1, self._num - taken)
         # In an order that is the same for all of them.
         names = sorted(shares)
-        return divided(self._num, [max(LEAST_SHARE, shares[name]) for name in names])[names.index(self._path.name)]
+        return divided(left, [max(LEAST_SHARE, shares[name]) for name in names])[names.index(self._path.name)]
 
     def close(self) -> None:
         """Give the seat up."""
@@ -155,7 +173,7 @@ class CoreSeat:
         self._write()
 
     def _write(self) -> None:
-        self._view[:] = _SEAT.pack(self._is_computing, self._share, self._since, self._key)
+        self._view[:] = _SEAT.pack(self._is_computing, self._share, self._since, self._key, self._fixed)
 
     def _look(self, now: float) -> None:
         """Look from time to time who else there is, and which cores this process may use."""

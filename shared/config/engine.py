@@ -60,9 +60,10 @@ class TorchEngineConfig(Config):
     """Completions sampled at the same time."""
     context_tokens: int = Field(2048, ge=8)
     """Longest prompt and completion together; the KV cache grows up to it."""
-    threads: Threads = "auto"
+    threads: Threads = 1
     """Compute threads of the engine's process. auto: as many cores of its host as others leave it, as
-    parallelism.threads has it; one with batch_invariant, whose bits would depend on their number."""
+    parallelism.threads has it; one with batch_invariant, whose bits would depend on their number. More than one pays
+    for large models and batches alone: a token's products are small, and each waits for the slowest thread."""
     batch_invariant: bool = False
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a

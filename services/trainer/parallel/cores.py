@@ -18,17 +18,11 @@ class ComputeCores:
     """
 
     def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._seat = CoreSeat() if threads == "auto" else None
+        self._seat = CoreSeat(threads=None if threads == "auto" else threads)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Compute meanwhile, and leave the cores to others afterwards."""
-        if self._seat is None:
-            assert self._threads != "auto"
-            torch.set_num_threads(self._threads)
-            yield
-            return
         torch.set_num_threads(self._seat.begin())
         try:
             yield
@@ -37,5 +31,8 @@ class ComputeCores:
 
     def follow(self, model: nn.Module) -> None:
         """Look again before each pass of a model: a step may take long, and others come and go meanwhile."""
-        if (seat := self._seat) is not None:
-            model.register_forward_pre_hook(lambda *_: torch.set_num_threads(seat.threads()))
+        model.register_forward_pre_hook(lambda *_: torch.set_num_threads(self._seat.threads()))
+
+    def close(self) -> None:
+        """Give the seat up."""
+        self._seat.close()

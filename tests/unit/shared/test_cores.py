@@ -19,9 +19,13 @@ class Seats:
         self.directory, self.clock = directory, ManualClock()
         self._taken: list[CoreSeat] = []
 
-    def take(self, cores: int = 8, most: float = 64.0) -> CoreSeat:
+    def take(self, cores: int = 8, most: float = 64.0, threads: int | None = None) -> CoreSeat:
         taken = CoreSeat(
-            self.directory, cores=lambda: frozenset(range(cores)), most=lambda: most, now=self.clock.monotonic
+            self.directory,
+            threads=threads,
+            cores=lambda: frozenset(range(cores)),
+            most=lambda: most,
+            now=self.clock.monotonic,
         )
         self._taken.append(taken)
         return taken
@@ -76,6 +80,16 @@ def test_what_computes_most_of_the_time_gets_most_of_the_cores(seats: Seats) -> 
 
     assert engine.begin() == 2
     assert trainer.threads() == 6
+
+
+def test_what_takes_a_fixed_number_leaves_the_rest_to_others(seats: Seats) -> None:
+    trainer, engine = seats.take(), seats.take(threads=1)
+
+    assert trainer.begin() == 8
+    assert engine.begin() == 1
+    assert trainer.threads() == 7
+    engine.end()
+    assert trainer.threads() == 8
 
 
 def test_a_control_group_s_quota_bounds_what_a_process_takes(seats: Seats) -> None:

@@ -20,15 +20,18 @@ def threads() -> Iterator[None]:
 
 
 def test_a_number_of_threads_is_used_as_it_is() -> None:
-    with ComputeCores(3).computing():
+    cores = ComputeCores(3)
+
+    with cores.computing():
         assert torch.get_num_threads() == 3
+    cores.close()
 
 
 def test_cores_are_shared_with_whoever_computes_in_the_middle_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seats = [CoreSeat(tmp_path, cores=lambda: frozenset(range(4)), now=lambda: 0.0) for _ in range(2)]
-    monkeypatch.setattr(cores_module, "CoreSeat", lambda: seats[0])
+    monkeypatch.setattr(cores_module, "CoreSeat", lambda threads: seats[0])
     cores, model, found = ComputeCores("auto"), nn.Linear(2, 2), []
     cores.follow(model)
     with cores.computing():

@@ -39,12 +39,9 @@ def serve(connection: socket.socket) -> None:
     from services.rollout.engines.embedded.engine import TorchEngine, use_threads
     from services.rollout.engines.process.driver import EngineDriver
 
-    cores = None
-    if settings.threads == "auto":
-        cores = CoreSeat()
-        use_threads(cores.begin())
-    else:
-        use_threads(settings.threads)
+    # One with a number takes its seat, too: others compute on what it leaves.
+    cores = CoreSeat(threads=None if settings.threads == "auto" else settings.threads)
+    use_threads(cores.begin())
 
     def send(message: dict[str, Any]) -> None:
         connection.sendall(encode(message))

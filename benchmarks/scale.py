@@ -157,6 +157,7 @@ async def gateway(directory: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
             "FLOTILLA_TOKEN": TOKEN,
             "FLOTILLA_REDIS_URL": server.url,
             "FLOTILLA_DATA": str(directory / "data"),
+            "FLOTILLA_CODE_FOLDERS": str(directory),
             "FLOTILLA_PORT": "0",
             "FLOTILLA_LOG_LEVEL": "WARNING",
         }

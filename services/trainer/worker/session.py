@@ -120,7 +120,6 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
         cores = ComputeCores(spec.parallelism.threads)
-        stack.callback(cores.close)
         compute = stack.enter_context(compute_thread(cores))
         loop = asyncio.get_running_loop()
         execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
@@ -224,3 +223,4 @@ def compute_thread(cores: ComputeCores) -> Iterator[Executor]:
         yield executor
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+        cores.close()

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 
 Work = Callable[[Ranks, Any], Any]
-DEADLINE_SECONDS = 240.0
+DEADLINE_SECONDS = 800.0
 
 
 def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1, sequence: int = 1) -> list[Any]:

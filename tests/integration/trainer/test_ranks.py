@@ -26,7 +26,7 @@ from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import run_ranks
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(900)]
 
 STEPS = 5
 RATE = 1e-2

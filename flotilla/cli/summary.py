@@ -58,7 +58,7 @@ def summarise(
         "policy_version": progress.view.policy_version,
         "origin": progress.view.origin.model_dump(mode="json") if progress.view.origin else None,
         "reward": progress.mean_of_last("reward/mean", REWARD_STEPS),
-        "reward_steps": min(REWARD_STEPS, len(progress.series.get("reward/mean", []))),
+        "reward_steps": min(REWARD_STEPS, len(progress.series.get(progress.learned[1], []))),
         "accuracy_before": accuracy[0][2] if accuracy else None,
         "accuracy_after": accuracy[-1][2] if len(accuracy) > 1 else None,
         "accuracy": points if accuracy else [],

@@ -221,6 +221,21 @@ async def test_a_summary_says_what_its_reward_is_the_mean_of() -> None:
     assert "filtered │ 3: all answers had the same reward, which teaches nothing (zero_spread)" in lines
 
 
+async def test_a_job_without_rewards_shows_its_losses_and_no_lag() -> None:
+    losses = [point("loss/total", step, 1 / step) for step in range(1, 5)]
+    held_out = [point("held_out/loss", 0, 2.0), point("held_out/loss", 4, 0.5)]
+    progress = await refreshed([*losses, *held_out])
+    progress.ledger = {"tokens": {"generated": 9, "trained": 9}}
+
+    lines = shown_to_a_person(progress)
+
+    assert {"held-out loss │ 2.000 -> 0.500", "tokens │ 9 read, 9 trained"} < set(lines)
+    assert "training loss │ 0.521, mean of the last 4 steps" in lines
+    assert not any("reward" in line or "lag" in line for line in lines)
+    line = live_line(progress, 3.0, None)
+    assert "loss 0.521 (last 4) held-out loss 0.500 queues" in line and "lag" not in line
+
+
 async def test_a_line_says_a_finding_once_that_ended_the_experiment() -> None:
     progress = await refreshed([])
     finding = {"check": "no_signal", "component": "reward", "since_step": 0, "at": "", "seen": "flat", "advice": "x"}

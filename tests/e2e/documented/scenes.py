@@ -94,7 +94,7 @@ RUNS: Final[Scene] = (
     Typed(
         DEBUG,
         f"flotilla run {ARITHMETIC} --name wrong-pattern --set "
-        "'reward.components=[{kind: exact, pattern: \"ANSWER: (\\d+)\"}]' --set health.max_groups_without_signal=400",
+        "'reward.components=[{kind: exact, pattern: \"ANSWER: (\\\\d+)\"}]' --set health.max_groups_without_signal=400",
         {"=400": "=20 --set reward.filter_zero_spread=true"},
         1,
     ),

@@ -39,7 +39,7 @@ class GradingTally:
         is_flat = len(rewards) > 1 and max(rewards) == min(rewards)
         self._count("groups")
         self._count("flat_groups", is_flat)
-        texts = {trajectory.text for trajectory in group.trajectories}
+        texts = {tuple(turn.text for turn in each.turns) or (each.text,) for each in group.trajectories}
         self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
         self._count("filtered_groups", is_filtered)
         self._count("signalless_groups", is_flat or is_filtered)
@@ -50,7 +50,7 @@ class GradingTally:
     def _add_sample(self, trajectory: Trajectory) -> None:
         self._count("samples")
         self._count("truncated", trajectory.finish_reason.is_truncation)
-        self._count("empty", not trajectory.text.strip())
+        self._count("empty", not any(turn.text.strip() for turn in trajectory.turns) and not trajectory.text.strip())
         self._count("answered", trajectory.answer is not None)
         if trajectory.status is GradeStatus.ERROR:
             self._count("errors")

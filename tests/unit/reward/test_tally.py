@@ -2,7 +2,8 @@ from services.reward.consumer import with_grades
 from services.reward.tally import GradingTally
 from shared.schemas.grading import Grade
 from shared.schemas.health import LONGEST_TEXT
-from shared.schemas.trajectory import FinishReason, Group
+from shared.schemas.trajectory import FinishReason, Group, Trajectory
+from shared.schemas.turns import Turn
 from shared.testing.builders import a_group, a_task, a_trajectory
 
 
@@ -37,6 +38,29 @@ def test_how_completions_end_and_what_graders_find_is_counted() -> None:
 
     assert (report.samples, report.truncated, report.empty, report.answered) == (4, 2, 2, 1)
     assert (report.errors, report.label_errors, report.last_error) == (2, 1, "boom")
+
+
+def an_episode(*texts: str) -> Trajectory:
+    turns = [
+        Turn(4 * number, 4 * number + 2, 4 * number + 4, FinishReason.STOP, text) for number, text in enumerate(texts)
+    ]
+    return a_trajectory(prompt_tokens=2, sampled_tokens=4 * len(texts) - 2, text=texts[-1], turns=tuple(turns))
+
+
+def test_episodes_are_alike_where_all_of_their_turns_are() -> None:
+    tally = GradingTally()
+    for episodes in [
+        (("left", "right"), ("up", "right")),
+        (("left", "right"), ("left", "right")),
+        (("up", ""), ("", "")),
+    ]:
+        members = tuple(an_episode(*texts) for texts in episodes)
+        tally.add(Group(a_task(0, group_size=2), members, "a lake"), is_filtered=False)
+
+    report = tally.report()
+
+    assert report.identical_groups == 1
+    assert report.empty == 1
 
 
 def test_two_samples_are_kept_a_good_and_a_bad_one_and_cut() -> None:

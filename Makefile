@@ -12,18 +12,20 @@ unexport PYTHONDONTWRITEBYTECODE
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 
-.PHONY: help install demo test test-sglang check format lint types goldens test-all clean
+.PHONY: help install demo test test-sglang check format lint types goldens test-all lock audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# torch first and exactly, from the constraints file: a looser request resolves to the CUDA build.
-$(STAMP): pyproject.toml constraints.txt
+# torch first and exactly, from the constraints file: a looser request resolves to the CUDA build, and hashes differ by build.
+# Everything else is what requirements.lock names, byte by byte.
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} was found: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing torch and the project into .venv (a few minutes the first time)"
 	@$(BIN)/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements.lock
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
 install: $(STAMP) ## make .venv with everything; costs nothing the second time
@@ -63,6 +65,18 @@ format: install ## rewrite the sources in the house format
 
 test-all: install ## the whole suite and the long tests, for every night
 	@$(PYTEST) -m "not sglang"
+
+# torch, and what its build for GPUs brings along, are left to torch.
+lock: install ## resolve pyproject.toml again, and write every version and hash into requirements.lock
+	@$(BIN)/pip install --quiet uv
+	@set -o pipefail; $(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+		-c constraints.txt --no-emit-package torch --no-annotate --custom-compile-command 'make lock' \
+		| awk '/^[a-z]/ {kept = !/^(nvidia-|cuda-|triton=)/} /^#/ || kept' > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+
+audit: install ## look up the locked packages among known vulnerabilities; needs a network
+	@$(BIN)/pip install --quiet pip-audit
+	@$(BIN)/pip-audit --disable-pip --require-hashes -r requirements.lock
 
 clean: ## remove what was built; runs and prepared models stay
 	rm -rf .venv .venv-sglang build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,6 +18,7 @@ EXPECTED = {
     "constraints.txt",
     "docker-compose.yml",
     "pyproject.toml",
+    "requirements.lock",
 }
 
 

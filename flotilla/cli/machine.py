@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from services.sandbox.isolation import way_to_a
+
 GIGABYTE = 1024**3
 OLDEST_PYTHON = (3, 11)
 NEEDED_DISK_BYTES = GIGABYTE
@@ -92,15 +94,7 @@ def judge_sandbox(level: str | None, why_not: Mapping[str, str], problem: str) -
         return Finding("sandbox", Verdict.WARNING, problem, advice)
     missed = "; ".join(f"{name}: {reason}" for name, reason in why_not.items())
     found = f"level {level}" + (f" (not {missed})" if missed else "")
-    return Finding("sandbox", Verdict.OK, found, "" if level == "A" else _way_to_a(why_not.get("A", "")))
-
-
-def _way_to_a(reason: str) -> str:
-    if "bwrap is not installed" in reason:
-        return "for level A install bubblewrap: apt install bubblewrap"
-    if "control group" in reason:
-        return "for level A give it a control group: systemd-run --user --scope -p Delegate=yes flotilla up"
-    return "level A needs user namespaces for bwrap and a control group that may be written: docs/sandbox.md"
+    return Finding("sandbox", Verdict.OK, found, "" if level == "A" else way_to_a(why_not.get("A", "")))
 
 
 def judge_port(port: int, problem: str | None, own_fleet: str | None) -> Finding:

@@ -214,3 +214,12 @@ def ways_out(*, uid: int, landlock_version: int, works: IsolationLevel | None) -
     ways.append("let it make user namespaces for bwrap (level B)")
     ways.append("set FLOTILLA_UNSAFE_SANDBOX=1 for level D, which is no isolation")
     return ways
+
+
+def way_to_a(reason: str) -> str:
+    """Tell what would make level A work, by why it does not."""
+    if "bwrap is not installed" in reason:
+        return "for level A install bubblewrap: apt install bubblewrap"
+    if "control group" in reason:
+        return "for level A give it a control group: systemd-run --user --scope -p Delegate=yes flotilla up"
+    return "level A needs user namespaces for bwrap and a control group that may be written: docs/sandbox.md"

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from services.sandbox.executor import Executor
 from services.sandbox.guard import landlock
 from services.sandbox.install import compile_guard, install_guard, try_level
-from services.sandbox.isolation import Place, Slot, candidates, ways_out
+from services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory
 from services.sandbox.limits import Limits
@@ -65,11 +65,21 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
             queue_seconds=settings.queue_seconds,
             renewed=executor.renewed,
         )
-        log.info("isolation chosen", extra={"isolation": executor.isolation.level.value, "unavailable": unavailable})
+        _tell(executor.isolation.level, unavailable)
         try:
             yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
         finally:
             await executor.close()
+
+
+def _tell(level: IsolationLevel, unavailable: Mapping[IsolationLevel, str]) -> None:
+    facts = {"isolation": level.value, "unavailable": {name.value: reason for name, reason in unavailable.items()}}
+    if IsolationLevel.A in unavailable:
+        log.warning(
+            "isolation chosen, below the best", extra=facts | {"advice": way_to_a(unavailable[IsolationLevel.A])}
+        )
+    else:
+        log.info("isolation chosen", extra=facts)
 
 
 def _furnish(root: Path, uids: Sequence[int | None]) -> list[Slot]:

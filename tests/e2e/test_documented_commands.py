@@ -99,7 +99,7 @@ def write_own(folder: Path, model: Path) -> None:
     "name", [pytest.param(name, marks=[] if name == "without-a-fleet" else pytest.mark.long) for name in SCENES]
 )
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_reader_can_type_it(name: str, reader: Reader) -> None:
     try:
         for step in SCENES[name]:

@@ -94,7 +94,7 @@ RUNS: Final[Scene] = (
     Typed(
         DEBUG,
         f"flotilla run {ARITHMETIC} --name wrong-pattern --set "
-        "'reward.components=[{kind: exact, pattern: \"ANSWER: (\\d+)\"}]' --set health.max_groups_without_signal=400",
+        "'reward.components=[{kind: exact, pattern: \"ANSWER: (\\\\d+)\"}]' --set health.max_groups_without_signal=400",
         {"=400": "=20 --set reward.filter_zero_spread=true"},
         1,
     ),
@@ -254,6 +254,7 @@ ELSEWHERE: Final = {
     ("examples/arithmetic/README.md", "python examples/arithmetic/prepare.py"):
         "tests/integration/examples/test_arithmetic_prepare.py",
     ("examples/continue_a_run/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("examples/agent/README.md", "flotilla up --detach"): "as on docs/continue.md",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):
@@ -266,6 +267,10 @@ ELSEWHERE: Final = {
 """Lines, by page and beginning, that other tests run."""
 
 NOT_HERE: Final = {
+    ("examples/agent/README.md", "flotilla start"): "it waits for an agent, which needs a package of another maker",
+    ("examples/agent/README.md", "pip install openai"): "a package of another maker, for this example alone",
+    ("examples/agent/README.md", "python examples/agent/agent.py"): "it needs that package",
+    ("examples/frozen_lake/README.md", "flotilla"): "it takes ten minutes and more to learn: run by hand",
     ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
     ("README.md", "docker compose"): "Docker is not on the machines of the tests",
     ("docs/containers.md", ""): "Docker is not on the machines of the tests; tests/contract/test_compose.py reads it",

@@ -205,7 +205,9 @@ async def test_health_tells_the_isolation_and_the_languages() -> None:
     assert health["languages"]["python"] == find_python(None)
 
 
-async def test_health_tells_why_no_better_level_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_and_log_tell_why_no_better_level_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
 
     async with a_client() as client:
@@ -213,6 +215,9 @@ async def test_health_tells_why_no_better_level_is_used(monkeypatch: pytest.Monk
 
     assert health["isolation"] == "C"
     assert health["unavailable"] == {"A": "bwrap is not installed", "B": "bwrap is not installed"}
+    assert [vars(record)["advice"] for record in caplog.records if record.message.startswith("isolation chosen")] == [
+        "for level A install bubblewrap: apt install bubblewrap"
+    ]
 
 
 async def test_the_service_refuses_to_start_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,6 @@ def test_the_reward_of_agents_with_the_openai_client_rises(tmp_path: Path) -> No
                 ledger = await client.call("GET", f"/v1/experiments/{experiment}/ledger")
         assert len(rewards) == NUM_STEPS
         assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.15, rewards
-        assert ledger["balanced"]
+        assert ledger["train"]["balanced"]
 
     asyncio.run(run())

@@ -61,6 +61,36 @@ class MathConfig(MatchConfig):
     """How many samples are compared at a time, each in a process of its own."""
 
 
+class ChoiceConfig(MatchConfig):
+    """The answer is the letter of the right choice."""
+
+    kind: Literal["choice"] = "choice"
+    letters: str = Field("ABCD", pattern=r"^[A-Z]{2,26}$")
+    """Letters that there are to choose from."""
+    pattern: AnswerPattern | None = None
+    """Finds the letter in the response. Null: the last one in `\\boxed{}`, at the start of `<answer>`, or after the
+    word answer, choice or option; without any, the letter with which the response begins, as in `(B)` or `B. Paris`."""
+
+
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+class FormatConfig(MatchConfig):
+    """The response is written between tags: each once, in their order, none empty. Needs no label."""
+
+    kind: Literal["format"] = "format"
+    tags: tuple[TagName, ...] = Field(("think", "answer"), min_length=1)
+    """Names of the tags. The first may be opened by the prompt's end already."""
+    allow_text_outside: bool = False
+    """Allow more than white space before, between and after the tags."""
+
+    @model_validator(mode="after")
+    def _tags_differ(self) -> Self:
+        if len(set(self.tags)) < len(self.tags):
+            raise ValueError(f"tags names one twice, and each is asked for once: {', '.join(self.tags)}")
+        return self
+
+
 class CustomConfig(ComponentConfig):
     """A function of the user's, plain or async: ``function(sample)`` returns a number, None (abstain) or a Grade."""
 
@@ -173,6 +203,8 @@ Component = Annotated[
     ExactConfig
     | NumericConfig
     | MathConfig
+    | ChoiceConfig
+    | FormatConfig
     | CustomConfig
     | CodeConfig
     | VerlDefaultConfig

@@ -10,11 +10,13 @@ import httpx
 from services.reward.remote import Callbacks, RemoteVerifier
 from services.reward.verifiers.agent import AgentVerifier
 from services.reward.verifiers.base import Verifier
+from services.reward.verifiers.choice import ChoiceVerifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.custom import CustomVerifier
 from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
+from services.reward.verifiers.format import FormatVerifier
 from services.reward.verifiers.judge import JudgeVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
@@ -22,11 +24,13 @@ from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from shared.config.judge import JudgeConfig
 from shared.config.reward import (
     AgentRewardConfig,
+    ChoiceConfig,
     CodeConfig,
     Component,
     CustomConfig,
     EnvironmentRewardConfig,
     ExactConfig,
+    FormatConfig,
     MathConfig,
     NumericConfig,
     RemoteConfig,
@@ -84,6 +88,10 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return NumericVerifier(config)
         case MathConfig():
             return MathVerifier(config)
+        case ChoiceConfig():
+            return ChoiceVerifier(config)
+        case FormatConfig():
+            return FormatVerifier(config)
         case CustomConfig():
             if surroundings.places is None:
                 return CustomVerifier(config)

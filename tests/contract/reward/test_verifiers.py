@@ -14,9 +14,11 @@ from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_component
 from shared.config.reward import (
+    ChoiceConfig,
     CodeConfig,
     CustomConfig,
     ExactConfig,
+    FormatConfig,
     MathConfig,
     NumericConfig,
     RemoteConfig,
@@ -27,9 +29,12 @@ from shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 SOURCE = "openai/gsm8k"
-KINDS = ["exact", "numeric", "math", "custom", "code", "verl_default", "remote", "combined"]
-LABELS = {"code": json.dumps({"inputs": [""], "outputs": ["7"]})}
-ANSWERS = {"code": "```python\nprint(7)\n```", "numeric": "#### 7", "math": "$7$", "verl_default": "#### 7"}
+KINDS = ["exact", "numeric", "math", "choice", "format", "custom", "code", "verl_default", "remote", "combined"]
+LABELS = {"code": json.dumps({"inputs": [""], "outputs": ["7"]}), "choice": "B"}
+ANSWERS = {
+    "code": "```python\nprint(7)\n```", "numeric": "#### 7", "math": "$7$", "verl_default": "#### 7",
+    "choice": "Answer: B", "format": "<think>3 + 4</think><answer>7</answer>",
+}  # fmt: skip
 
 
 def sandbox_answer(request: httpx.Request) -> httpx.Response:
@@ -60,6 +65,8 @@ async def a_verifier(kind: str, folder: Path) -> AsyncIterator[Verifier]:
         "exact": lambda: build_component(exact, surroundings),
         "numeric": lambda: build_component(NumericConfig(), surroundings),
         "math": lambda: build_component(MathConfig(), surroundings),
+        "choice": lambda: build_component(ChoiceConfig(), surroundings),
+        "format": lambda: build_component(FormatConfig(), surroundings),
         "custom": lambda: build_component(CustomConfig(path=f"{folder}/grader.py:grade"), surroundings),
         "code": lambda: CodeVerifier(CodeConfig(), a_client(sandbox_answer), "http://sandbox", None),
         "verl_default": lambda: build_component(VerlDefaultConfig(), surroundings),
@@ -94,7 +101,7 @@ async def test_no_samples_give_no_grades(kind: str, tmp_path: Path) -> None:
         assert await verifier.score([]) == []
 
 
-@pytest.mark.parametrize("kind", ["exact", "numeric", "math", "code", "verl_default", "combined"])
+@pytest.mark.parametrize("kind", ["exact", "numeric", "math", "choice", "code", "verl_default", "combined"])
 async def test_a_missing_label_is_an_error(kind: str, tmp_path: Path) -> None:
     async with a_verifier(kind, tmp_path) as verifier:
         (found,) = await verifier.score([a_sample(ANSWERS.get(kind, "7"), data_source=SOURCE)])

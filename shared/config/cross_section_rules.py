@@ -5,7 +5,7 @@ Each names both fields and the way out.
 
 from typing import Protocol
 
-from shared.config.advantage import GdpoConfig
+from shared.config.advantage import GdpoConfig, RemaxConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.data import DataConfig, check_data_source_column
@@ -247,6 +247,11 @@ def _agents(spec: Sections) -> None:
                 "gives a reward: set rollout.agents (an empty section will do), or remove the component"
             )
         return
+    if isinstance(spec.algorithm.advantage, RemaxConfig) and spec.finished_job is None:
+        raise ValueError(
+            "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
+            "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
+        )
     if spec.evaluation is not None:
         raise ValueError(
             "evaluation is answered by the fleet itself, and rollout.agents lets agents drive the episodes: remove "

@@ -17,6 +17,8 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
     [
         ({"algorithm": {"advantage": CUSTOM}}, "algorithm.advantage.components", "reward.components"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size", "algorithm.advantage.kind grpo"),
+        ({"rollout": {"agents": {}}, "algorithm": {"advantage": {"kind": "remax"}}}, "algorithm.advantage.kind",
+         "rollout.agents"),
         ({"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo_passk"}}}, "rollout.group_size",
          "algorithm.advantage.kind grpo_passk"),
         ({"optimisation": {"steps": 1, "shuffle": True}}, "optimisation.shuffle", "asynchrony.require_batches"),
@@ -49,6 +51,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str,
     [
         {"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "grpo", "group_of_one": "raw"}}},
         {"rollout": {"group_size": 1}, "algorithm": {"advantage": {"kind": "reinforce_plus_plus"}}},
+        {"rollout": {"agents": {}}, "algorithm": {"advantage": {"kind": "rloo"}}},
         {"rollout": SHORT, "reward": {"shaping": {"overlong": {"max_length": 20, "buffer": 8}}}},
         {"rollout": SHORT, "reward": {"sample_mask": {"truncated": True, "max_length": 16}}},
         {"reward": {"components": [{"kind": "exact", "name": "style"}]}, "algorithm": {"advantage": CUSTOM}},

@@ -79,7 +79,7 @@ ROWS: tuple[Parameter, ...] = (
                "kept strictly between", example=[0.1, 0.9], default=[0, 1], context=FILTERED,
                aliases=("--algo.dynamic_filtering_range",)),
     translated("--remote_rm_url", "reward.components", text,
-               "one URL is a component of kind remote; a .py file is called by an adapter, written beside the spec",
+               "a remote component, of several URLs with urls; a .py file by an adapter, written beside the spec",
                example="http://other:5000/get_reward", default=None, aliases=("--reward.remote_url",)),
     applied("--reward_clip_range", "algorithm.advantage.score_clip", numbers, "bounds a reward after its baseline",
                example=[-5.0, 5.0], default=[-10.0, 10.0], context=GAE, aliases=("--reward.clip_range",)),

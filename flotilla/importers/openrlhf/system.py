@@ -204,7 +204,12 @@ def rewards(source: Source) -> Fields:
 def _scores(source: Source) -> Fields:
     """Name what the filter judges: the scores beside the rewards, which are the rewards where there are none."""
     url = source.value("--remote_rm_url")
-    return {} if url is None else {"metric": f"{'custom' if url.endswith('.py') else 'remote'}/score"}
+    return {} if url is None else {"metric": f"{'custom' if _is_file(url) else 'remote'}/score"}
+
+
+def _is_file(url: str) -> bool:
+    """Whether OpenRLHF calls a function of a file: the first entry says so for all."""
+    return url.split(",")[0].strip().endswith(".py")
 
 
 def _grader(source: Source) -> Fields:
@@ -212,20 +217,27 @@ def _grader(source: Source) -> Fields:
     if url is None:
         source.lack("reward.components: give --remote_rm_url, or a grader of ours: --set 'reward.components=[...]'")
         return {}
-    if url.endswith(".py"):
+    urls = [each.strip() for each in url.split(",")]
+    if _is_file(url):
+        if len(urls) > 1:
+            source.refuse("--remote_rm_url", "a file is called alone: leave out what comes after it")
+            return {}
         file = adapter_name(url, "reward_func")
         source.files[file] = openrlhf_adapter(url)
         return {"reward.components": [{"kind": "custom", "path": f"{file}:score", "timeout_seconds": ATTEMPT_SECONDS}]}
-    if "," in url:
-        source.refuse("--remote_rm_url", "one URL: put a load balancer before several servers")
+    if not all(urls):
+        source.refuse("--remote_rm_url", "an entry between the commas is empty: leave it out")
+        return {}
+    # OpenRLHF divides samples evenly among its URLs: a URL that is named twice gets twice as many.
+    replicas = [{"url": each, "weight": float(urls.count(each))} for each in dict.fromkeys(urls)]
     component = {
         "kind": "remote",
-        "url": url,
+        **({"urls": replicas} if len(replicas) > 1 else {"url": urls[0]}),
         "dialect": "openrlhf",
         "attempt_seconds": ATTEMPT_SECONDS,
         "max_attempts": ATTEMPTS,
         "deadline_seconds": ATTEMPT_SECONDS * ATTEMPTS + ATTEMPTS,
-        "allow_private": is_private_host(url),
+        "allow_private": any(is_private_host(each) for each in urls),
     }
     return {"reward.components": [component]}
 

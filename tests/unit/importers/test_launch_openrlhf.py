@@ -115,6 +115,18 @@ def test_the_dynamic_filter_judges_scores_as_openrlhf_does(url: str, metric: str
     assert field(found, "reward.group_filter")["metric"] == metric
 
 
+def test_several_urls_are_servers_of_one_grader() -> None:
+    urls = "http://127.0.0.1:5000/x, https://grader.example.org/x,http://127.0.0.1:5000/x"
+    found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": urls, "--dynamic_filtering": True})
+
+    (component,) = field(found, "reward.components")
+    assert component["urls"] == [
+        {"url": "http://127.0.0.1:5000/x", "weight": 2.0}, {"url": "https://grader.example.org/x", "weight": 1.0}
+    ]  # fmt: skip
+    assert component["url"] is None and component["dialect"] == "openrlhf" and component["allow_private"]
+    assert field(found, "reward.group_filter")["metric"] == "remote/score"
+
+
 def test_normalised_rewards_touch_no_reward_of_a_url_or_a_file() -> None:
     report = import_flat("openrlhf", {**BASES["openrlhf"], "--normalize_reward": True}).report
 

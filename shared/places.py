@@ -3,11 +3,12 @@
 A spec comes over REST from whoever has an operator's token, which is trust in experiments, not a shell on this machine.
 """
 
+import json
 import os
 import re
 import stat
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ CODE_FOLDERS: Final = "FLOTILLA_CODE_FOLDERS"
 DATA_FOLDERS: Final = "FLOTILLA_DATA_FOLDERS"
 GRANTS: Final = "code-files"
 """File in the data directory of a local fleet: code that was named in a spec file which its user started."""
-CODE: Final = re.compile(r"[/~].*\.py:[A-Za-z_]\w*")
+CODE: Final = re.compile(r"[/~].*\.py:\w+", re.DOTALL)
 """``file.py:name``; what a spec names is absolute by the time that it is sent."""
 REMOTE_PROTOCOLS: Final = frozenset(
     {"http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
@@ -34,8 +35,8 @@ class Places:
     Attributes:
         code: folders, and files, with code that a spec may name; those below a folder count, but for what is installed.
         data: folders of files with rows; None: any that this process may read.
-        networks: that are not public, and that a URL of rows may be in.
-        grants: a file that lists further files with code, one per line; None: there is none.
+        networks: that are not public, and that a URL of rows or of a tool may be in.
+        grants: a file that lists further files with code, and commands as JSON, one per line; None: there is none.
     """
 
     code: tuple[Path, ...] = ()
@@ -56,9 +57,25 @@ class Places:
         if not below or any(path.is_relative_to(folder) for folder in _installed()):
             why = "is installed, and no code of yours" if below else "is in no folder that this fleet runs code from"
             raise InvalidSpec(
-                f"{field}: {path} {why}: name its folder in {CODE_FOLDERS} of gateway and rewards, or start the "
-                "spec's file with `flotilla run` or `flotilla start` on the fleet's own machine",
+                f"{field}: {path} {why}: name its folder in {CODE_FOLDERS} of gateway, rewards and rollouts, or start "
+                "the spec's file with `flotilla run` or `flotilla start` on the fleet's own machine",
                 errors=[{"path": field, "value": reference, "allowed": f"code in {CODE_FOLDERS}"}],
+            )
+
+    def check_command(self, command: Sequence[str], field: str) -> None:
+        """Check that a program may be started with any arguments.
+
+        Raises:
+            InvalidSpec: it may not; the detail says what to set.
+        """
+        program = Path(command[0])
+        is_named = program.is_absolute() and program.resolve() in map(_resolved, self.code)
+        if not is_named and _line_of(command) not in self._granted_lines():
+            raise InvalidSpec(
+                f"{field}: the program {command[0]!r} is none that this fleet starts for a spec: name the file itself, "
+                f"by its absolute path, in {CODE_FOLDERS} of gateway and rollouts, or start the spec's file with "
+                "`flotilla run` or `flotilla start` on the fleet's own machine",
+                errors=[{"path": field, "value": command[0], "allowed": f"a program in {CODE_FOLDERS}"}],
             )
 
     def check_file(self, path: str) -> None:
@@ -88,6 +105,9 @@ class Places:
         return protocol
 
     def _granted(self) -> frozenset[Path]:
+        return frozenset(map(Path, self._granted_lines()))
+
+    def _granted_lines(self) -> frozenset[str]:
         if self.grants is None:
             return frozenset()
         try:
@@ -96,7 +116,7 @@ class Places:
                 # Whoever else may write it would decide what is run here.
                 if status.st_uid not in {0, os.geteuid()} or stat.S_IMODE(status.st_mode) & 0o022:
                     return frozenset()
-                return frozenset(Path(line.rstrip("\n")) for line in file)
+                return frozenset(line.rstrip("\n") for line in file)
         except OSError:
             return frozenset()
 
@@ -114,6 +134,21 @@ def code_of(document: Any, field: str = "") -> dict[str, str]:
         for key, value in items
         for name, code in code_of(value, f"{field}.{key}" if field else str(key)).items()
     }
+
+
+def commands_of(document: Any) -> list[tuple[str, ...]]:
+    """List the commands of MCP servers, wherever they are in a spec."""
+    if not isinstance(document, Mapping):
+        items = document if isinstance(document, list | tuple) else ()
+        return [found for each in items for found in commands_of(each)]
+    command = document.get("command") if document.get("kind") == "mcp" else None
+    own = [tuple(map(str, command))] if isinstance(command, list | tuple) and command else []
+    return own + [found for each in document.values() for found in commands_of(each)]
+
+
+def _line_of(command: Sequence[str]) -> str:
+    """Write a command as a line of the grants, which no absolute path is equal to."""
+    return json.dumps(list(command))
 
 
 def read_places(values: Mapping[str, str], data: Path) -> Places:
@@ -135,12 +170,13 @@ def read_places(values: Mapping[str, str], data: Path) -> Places:
 
 
 def grant_code(data: Path, document: Any) -> None:
-    """Let the local fleet of a data directory run the code that a spec, or a part of one, names.
+    """Let the local fleet of a data directory run the code and the commands that a spec, or a part of one, names.
 
     Who may write there is the fleet's own user.
     """
     references = code_of(document).values()
     wanted = [str(Path(each.rpartition(":")[0]).expanduser().resolve()) for each in references]
+    wanted += map(_line_of, commands_of(document))
     path = data / GRANTS
     known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     new = [each for each in dict.fromkeys(wanted) if each not in known and "\n" not in each]

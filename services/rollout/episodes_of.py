@@ -1,6 +1,6 @@
 """From a spec to what answers its tasks."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from services.rollout.engines.base import Engine
@@ -18,6 +18,7 @@ from services.rollout.tools.opening import open_tools
 from shared.config.episodes import SingleTurnConfig, ToolEpisodesConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.task import Message
+from shared.settings import LOOPBACK, IPNetwork
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,14 @@ class OpenedEpisodes:
 
 
 async def open_episodes(
-    spec: ExperimentSpec, engine: Engine, renderer: ChatRenderer, turns: Turns, tally: SamplingTally
+    spec: ExperimentSpec,
+    engine: Engine,
+    renderer: ChatRenderer,
+    turns: Turns,
+    tally: SamplingTally,
+    networks: Sequence[IPNetwork] = LOOPBACK,
 ) -> OpenedEpisodes:
-    """Open the episodes of an experiment.
+    """Open the episodes of an experiment; ``networks`` are not public and may have tools.
 
     Raises:
         InvalidSpec: an environment or a tool cannot be loaded.
@@ -40,7 +46,7 @@ async def open_episodes(
     config = spec.rollout.episodes
     if not isinstance(config, ToolEpisodesConfig):
         return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
-    tools = await open_tools(config)
+    tools = await open_tools(config, networks)
     told = renderer.with_tools(tools.schemas)
     told.check_continuation(Message(role_of_results(config.format), "."))
     limits, resume = Limits.of(config, spec.rollout.engine.context_tokens), resume_rule(spec.asynchrony)

@@ -22,8 +22,10 @@ from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
 from services.rollout.weights.version import VersionGate
 from shared.config.spec import ExperimentSpec
+from shared.episode_places import check_episodes
 from shared.errors import WorkerDied
 from shared.model_hub import fetched
+from shared.places import Places
 from shared.prompts import PromptLimit, PromptTemplate
 from shared.samples.recorder import SampleRecorder
 from shared.schemas.service import Assignment
@@ -71,6 +73,7 @@ class SessionOpener:
         host: address that this service is reached at.
         service_id: what the gateway calls this service.
         sglang_python: interpreter that has SGLang; None where there is none.
+        places: where code and programs of a spec may be, and its tools behind URLs.
     """
 
     redis: Redis
@@ -79,6 +82,7 @@ class SessionOpener:
     pull: Puller
     host: str
     service_id: Callable[[], str]
+    places: Places
     sglang_python: Path | None = None
 
     async def __call__(
@@ -92,9 +96,10 @@ class SessionOpener:
 
         Raises:
             ModelError: the model or its tokenizer cannot be loaded.
-            InvalidSpec: the engine is not one that this service can start.
+            InvalidSpec: the engine is not one that this service can start, or code is where it runs none.
             Unavailable: the model is on the hub, which cannot be reached.
         """
+        check_episodes(spec.rollout.episodes, self.places)
         directory = str(await fetched(spec.model))
         engine = make_engine(spec, self.sglang_python)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
@@ -141,8 +146,8 @@ class SessionOpener:
         worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally, failed)
         return RolloutSession(engine, gate, worker, receiver, endpoint, opened.close, recorder, agents)
 
-    @staticmethod
     async def _opened(
+        self,
         spec: ExperimentSpec,
         engine: Engine,
         endpoint: EndpointClient,
@@ -151,7 +156,7 @@ class SessionOpener:
         tally: SamplingTally,
     ) -> OpenedEpisodes:
         try:
-            return await open_episodes(spec, engine, renderer, turns, tally)
+            return await open_episodes(spec, engine, renderer, turns, tally, self.places.networks)
         except BaseException:
             await asyncio.gather(engine.close(), endpoint.close())
             raise

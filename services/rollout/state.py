@@ -17,6 +17,7 @@ from services.rollout.session import SessionOpener
 from shared.client import GatewayClient
 from shared.credentials import Credentials
 from shared.membership import Membership
+from shared.places import read_places
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -53,6 +54,7 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             host=settings.host,
             service_id=lambda: membership.service_id or "",
             sglang_python=settings.sglang_python,
+            places=read_places(os.environ, settings.data),
         )
         service = RolloutService(opener)
         registration = Registration(

@@ -1,5 +1,6 @@
 """How an episode goes: one prompt and one completion, or many turns with an environment or tools."""
 
+import re
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -10,6 +11,8 @@ ENVIRONMENTS: Final = ("frozen_lake", "sokoban", "countdown", "word_game")
 """Environments that the fleet has itself."""
 GYMNASIUM: Final = "gymnasium:"
 """What the name of one of gymnasium's begins with."""
+REGISTERED: Final = re.compile(r"gymnasium:[\w.-]+(/[\w.-]+)?")
+"""Without a further colon: gymnasium imports the module that is named before one."""
 
 
 class SingleTurnConfig(Config):
@@ -30,12 +33,17 @@ class EnvironmentConfig(Config):
     data_sources: tuple[str, ...] | None = Field(None, min_length=1)
     """Use it for tasks of these data sources; null: for all."""
 
+    @property
+    def is_code(self) -> bool:
+        """Whether it is in a file of the user's."""
+        return self.environment not in ENVIRONMENTS and not self.environment.startswith(GYMNASIUM)
+
     @field_validator("environment")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
         file, _, last = name.rpartition(":")
         is_class = file.endswith(".py") and last.isidentifier()
-        if name in ENVIRONMENTS or is_class or (name.startswith(GYMNASIUM) and last):
+        if name in ENVIRONMENTS or REGISTERED.fullmatch(name) or (is_class and not name.startswith(GYMNASIUM)):
             return name
         raise ValueError(
             f"must be one of {', '.join(ENVIRONMENTS)}, a class in a Python file as lake.py:Lake, or gymnasium:NAME"

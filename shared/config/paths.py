@@ -18,8 +18,8 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
     made there later, does not begin with it.
 
-    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so does a
-    custom dataset's ``path.py:Class``.
+    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a
+    custom dataset's ``path.py:Class``, and an environment or a tool in a file.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
@@ -39,6 +39,8 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         # Without a slash it names an experiment.
         _resolve_path(checkpoint, "resume_from", folder)
     _resolve_functions(resolved.get("reward"), folder)
+    rollout = resolved.get("rollout")
+    _resolve_episodes(rollout.get("episodes") if isinstance(rollout, dict) else None, folder)
     tracking = resolved.get("tracking")
     trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
     for tracker in trackers if isinstance(trackers, list) else []:
@@ -66,6 +68,17 @@ def _absolute(path: str, folder: Path) -> str:
         return str(folder / Path(path).expanduser())
     except RuntimeError:
         return str(folder / path)
+
+
+def _resolve_episodes(episodes: Any, folder: Path) -> None:
+    if not isinstance(episodes, dict):
+        return
+    _resolve_functions(episodes.get("tools"), folder)
+    for name, field in (("environments", "environment"), ("tools", "tool_schema")):
+        values = episodes.get(name)
+        for each in values if isinstance(values, list) else []:
+            if field == "tool_schema" or ".py:" in str(each.get(field) if isinstance(each, dict) else ""):
+                _resolve_path(each, field, folder)
 
 
 def _resolve_functions(node: Any, folder: Path) -> None:

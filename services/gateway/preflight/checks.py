@@ -13,6 +13,7 @@ from shared.config.reward import CustomConfig, VerlDefaultConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from shared.config.verl_sources import first_not_graded
+from shared.episode_places import check_episodes, files_of
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
 from shared.places import Places, code_of
@@ -29,6 +30,7 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
+    paths |= files_of(spec.rollout.episodes)
     for number, tracker in enumerate(spec.tracking.trackers):
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
             paths[f"tracking.trackers.{number}.directory"] = tracker.directory
@@ -70,6 +72,7 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
     """
     for field, reference in code_of(spec.model_dump(mode="json")).items():
         places.check_code(reference, field)
+    check_episodes(spec.rollout.episodes, places)
 
 
 def check_model(spec: ExperimentSpec) -> None:

@@ -4,13 +4,17 @@ The package's context managers must be left by the task that entered them, so a 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import httpx
+
 from services.rollout.tools.base import Schema, Tool, ToolFailed
+from services.rollout.tools.checked_transport import checked_address
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
+from shared.settings import LOOPBACK, IPNetwork
 
 START_SECONDS = 30.0
 
@@ -32,10 +36,12 @@ class McpServer:
 
     Args:
         config: how to reach it.
+        networks: that are not public, and that its URL may lead to.
     """
 
-    def __init__(self, config: McpToolsConfig) -> None:
+    def __init__(self, config: McpToolsConfig, networks: Sequence[IPNetwork] = LOOPBACK) -> None:
         self._config = config
+        self._networks = networks
         self._holder: asyncio.Task[None] | None = None
         self._session: Any = None
         self._ending = asyncio.Event()
@@ -48,9 +54,13 @@ class McpServer:
             InvalidSpec: the package is absent, the server cannot be started, or it lacks a tool that the spec names.
         """
         try:
-            listed = await (await self._connected()).list_tools()
+            session = await self._connected()
+            async with asyncio.timeout(START_SECONDS):
+                listed = await session.list_tools()
         except EpisodeFailed as error:
             raise InvalidSpec(error.detail) from error
+        except TimeoutError as error:
+            raise InvalidSpec(f"the MCP server did not list its tools within {START_SECONDS:g} s") from error
         offered = {each.name: each for each in listed.tools}
         wanted = self._config.only or tuple(offered)
         missing = [name for name in wanted if name not in offered]
@@ -95,10 +105,15 @@ class McpServer:
 
     async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
         try:
+            if self._config.url is not None:
+                await checked_address(httpx.URL(self._config.url), self._networks)
             async with _session(self._config) as session:
                 await session.initialize()
                 ready.set_result(session)
                 await ending.wait()
+        except EpisodeFailed as error:
+            if not ready.done():
+                ready.set_exception(error)
         except Exception as error:  # the package raises whatever its transport does
             if not ready.done():
                 ready.set_exception(EpisodeFailed(f"the MCP server cannot be used: {type(error).__name__}: {error}"))

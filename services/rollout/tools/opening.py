@@ -7,11 +7,13 @@ from pathlib import Path
 import httpx
 
 from services.rollout.tools.base import Schema, Tool, name_of
+from services.rollout.tools.checked_transport import CheckedAddresses
 from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.mcp_tools import McpServer
 from services.rollout.tools.python_tool import PythonTool
 from shared.config.episodes import HttpToolConfig, McpToolsConfig, PythonToolConfig, ToolEpisodesConfig
 from shared.errors import InvalidSpec
+from shared.settings import LOOPBACK, IPNetwork
 
 
 class ToolBox:
@@ -45,13 +47,18 @@ class ToolBox:
         await self._client.aclose()
 
 
-async def open_tools(config: ToolEpisodesConfig) -> ToolBox:
+async def open_tools(config: ToolEpisodesConfig, networks: Sequence[IPNetwork] = LOOPBACK) -> ToolBox:
     """Load functions, and ask servers what they offer.
+
+    Args:
+        networks: that are not public, and that a URL may lead to.
 
     Raises:
         InvalidSpec: one cannot be loaded, or two have the same name.
     """
-    client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=config.step_seconds)
+    client = httpx.AsyncClient(
+        transport=CheckedAddresses(networks), follow_redirects=False, trust_env=False, timeout=config.step_seconds
+    )
     tools: list[Tool] = []
     servers: list[McpServer] = []
     try:
@@ -62,7 +69,7 @@ async def open_tools(config: ToolEpisodesConfig) -> ToolBox:
                 case HttpToolConfig():
                     tools.append(HttpTool(each.url, _read_schema(each.tool_schema), client))
                 case McpToolsConfig():
-                    servers.append(McpServer(each))
+                    servers.append(McpServer(each, networks))
                     tools += await servers[-1].tools()
         return ToolBox(tools, servers, client)
     except BaseException:

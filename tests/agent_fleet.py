@@ -102,7 +102,7 @@ class Rollout:
 
     async def report(self) -> None:
         """Say to the gateway how it is."""
-        load = self.episodes.counts.to_load()
+        load = self.episodes.to_load()
         observed = ObservedState(experiment_id=EXPERIMENT, state=WorkState.RUNNING, policy_version=0, load=load)
         await say(self._fleet.gateway, self.service_id, observed)
 

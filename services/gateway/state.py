@@ -198,7 +198,7 @@ def assemble(
 
 def _episodes(parts: GatewayParts) -> Episodes:
     rollouts = Rollouts(parts.registry, functools.partial(parts.tokens.peer_of, ServiceKind.ROLLOUT))
-    return Episodes(parts.repository, rollouts, parts.tokens, parts.clock)
+    return Episodes(parts.repository, rollouts, parts.tokens, parts.clock, parts.measurements)
 
 
 async def _clean(state: GatewayState) -> None:

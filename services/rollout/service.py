@@ -246,5 +246,5 @@ class RolloutService(SessionFollower[Session]):
                 "groups_answered": session.worker.answered,
                 "weight_switches": session.receiver.switches,
                 **session.worker.counts.to_load(),
-                **(session.agents.counts.to_load() if session.agents is not None else {}),
+                **(session.agents.to_load() if session.agents is not None else {}),
             }

@@ -167,7 +167,7 @@ class DiagnosisView(Wire):
     """What bounds the speed of an experiment, seen over a recent window; see docs/metrics.md."""
 
     component: str
-    """generation, reward, trainer, admission, publication, redis or evaluation; or none."""
+    """generation, agents, reward, trainer, admission, publication, redis, evaluation or data; or none."""
     cause: str
     advice: str
     """Which setting or service would change it."""

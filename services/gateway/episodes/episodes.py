@@ -11,6 +11,8 @@ from typing import Final
 from services.gateway.access.tokens import Tokens
 from services.gateway.episodes.naming import EpisodeName
 from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
+from services.gateway.monitoring.measurements import Measurements
+from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.signals import wait_for_any
 from shared.access import Principal, Scope
@@ -51,10 +53,19 @@ class Episodes:
 
     Args:
         tokens: signs the keys.
+        measurements: told when an agent asks.
     """
 
-    def __init__(self, repository: ExperimentRepository, rollouts: Rollouts, tokens: Tokens, clock: Clock) -> None:
+    def __init__(
+        self,
+        repository: ExperimentRepository,
+        rollouts: Rollouts,
+        tokens: Tokens,
+        clock: Clock,
+        measurements: PerExperiment[Measurements],
+    ) -> None:
         self._repository = repository
+        self._measurements = measurements
         self._tokens = tokens
         self._clock = clock
         self._turn = 0
@@ -78,6 +89,7 @@ class Episodes:
         end = self._clock.monotonic() + min(wanted.wait_seconds, LONGEST_WAIT_SECONDS)
         while True:
             self._check_state(experiment)
+            self._measurements.of(experiment).asked.at = self._clock.now()
             opened = await self._from_some_rollout(experiment, end)
             if opened is not None:
                 return self._handed_out(experiment, opened, base_url)

@@ -8,15 +8,17 @@ budget keeps them apart. While no step ends, the looks alone decide: who had wha
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Final
 
+from services.gateway.monitoring.agents import AgentsSeen, slowed_by_agents
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
 
 COMPONENTS: Final = (
     "generation",
+    "agents",
     "reward",
     "trainer",
     "admission",
@@ -49,6 +51,7 @@ class Look:
         is_publishing: whether a publication was open.
         is_evaluating: whether rollouts were held at a version that is evaluated.
         oldest_seconds: how long ago the oldest entry of a hop came there; without hops that are empty.
+        agents: who drove the episodes from outside, if anybody.
     """
 
     ledger: Ledger | None
@@ -56,6 +59,7 @@ class Look:
     is_publishing: bool
     is_evaluating: bool
     oldest_seconds: Mapping[HopName, float] = field(default_factory=dict)
+    agents: AgentsSeen | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,18 @@ def find_bottleneck(
         groups_per_step: that a step trains.
         is_sampled: whether rollouts make the groups; else they are read.
     """
+    found = _slowest_stage(looks, steps, budget, groups_per_step, is_sampled=is_sampled)
+    agents = looks[-1].agents if looks else None
+    about = None if agents is None or found.component != "generation" else slowed_by_agents(agents)
+    if about is None:
+        return found
+    cause, advice = about
+    return replace(found, component="agents", cause=cause, advice=advice)
+
+
+def _slowest_stage(
+    looks: Sequence[Look], steps: Sequence[StepTimes], budget: int, groups_per_step: int, *, is_sampled: bool
+) -> Bottleneck:
     if len(looks) < MIN_LOOKS:
         return Bottleneck("none", "not enough was seen yet", "ask again in a few seconds", {"looks": len(looks)})
     evidence = _evidence(looks, steps, budget)
@@ -160,6 +176,14 @@ def _evidence(looks: Sequence[Look], steps: Sequence[StepTimes], budget: int) ->
         }
     for hop in HopName:
         evidence[f"{hop.value}/oldest_seconds"] = max(look.oldest_seconds.get(hop, 0.0) for look in looks)
+    agents = [look.agents for look in looks if look.agents is not None]
+    if agents:
+        evidence |= {
+            "agents/open_episodes": fmean(each.num_open for each in agents),
+            "agents/waiting_episodes": fmean(each.num_waiting for each in agents),
+            "agents/silent_seconds": agents[-1].silent_seconds,
+            "agents/engine_share": fmean(each.engine_share for each in agents),
+        }
     if ledgers:
         evidence |= {
             "tasks/groups": fmean(_at(each, HopName.TASKS) for each in ledgers),

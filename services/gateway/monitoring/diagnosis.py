@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.gateway.monitoring.agents import AgentsSeen, missing_agents
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationPhase
 from shared.schemas.service import ServiceKind, WorkState
@@ -33,6 +34,8 @@ class Situation:
         publication: phase of the open publication, if any.
         evaluating_version: version under evaluation, if any.
         samples_answers: whether the experiment needs rollouts and rewards.
+        agents: who drives its episodes from outside, if anybody.
+        oldest_generated_seconds: how long the oldest group has waited for its rewards.
     """
 
     state: ExperimentState
@@ -45,6 +48,8 @@ class Situation:
     evaluating_version: int | None = None
     is_trained: bool = False
     samples_answers: bool = True
+    agents: AgentsSeen | None = None
+    oldest_generated_seconds: float = 0.0
 
     def of(self, kind: ServiceKind) -> list[Observation]:
         """List the live services of a kind."""
@@ -61,8 +66,12 @@ def progress_of(step: int, policy_version: int, ledger: Ledger | None, evaluatio
     return tuple(counters)
 
 
-def diagnose(situation: Situation) -> tuple[str, str]:
-    """Name the component that holds everything up, and why; call it when there was no progress for long."""
+def diagnose(situation: Situation) -> tuple[str, str] | None:
+    """Name the component that holds everything up, and why; call it when there was no progress for long.
+
+    Returns:
+        Component and cause; None while agents from outside take no longer than the spec lets them.
+    """
     sampling = (ServiceKind.ROLLOUT, ServiceKind.REWARD) if situation.samples_answers else ()
     for kind in (ServiceKind.TRAINER, *sampling):
         if not situation.of(kind):
@@ -88,14 +97,19 @@ def _not_started(situation: Situation) -> tuple[str, str]:
     return "gateway", "every service runs, but the experiment does not"
 
 
-def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str]:
+def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str] | None:
     ready = ledger.waiting.scored + ledger.claimed.scored
     if ready >= situation.groups_per_step:
         return "trainer", f"{ready} scored groups are ready, a step needs {situation.groups_per_step}, none is trained"
+    agents = situation.agents
     if ledger.claimed.generated:
+        if agents is not None and situation.oldest_generated_seconds < agents.reward_seconds:
+            return None
         return "reward", f"{ledger.claimed.generated} generated groups are claimed and none is scored"
     if ledger.waiting.generated:
         return "reward", f"{ledger.waiting.generated} generated groups wait and none is claimed"
+    if ledger.claimed.tasks and agents is not None:
+        return missing_agents(agents, ledger.claimed.tasks) if agents.are_missing else None
     if ledger.claimed.tasks:
         return "rollout", f"{ledger.claimed.tasks} tasks are claimed and none is finished; {JUST_WAIT_ANSWERS}"
     if ledger.waiting.tasks:

@@ -6,6 +6,7 @@ Health alone outlives the gateway's process; the rest begins with nothing.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.gateway.monitoring.agents import LastAsked
 from services.gateway.monitoring.bottleneck import Bottleneck
 from services.gateway.monitoring.health.window import HealthWindow
 from services.gateway.monitoring.lags import LagHistogram
@@ -22,11 +23,13 @@ class Measurements:
         window: the looks and steps of the last minute.
         lags: of the tokens that it has trained.
         health: what the training-health checks look at.
+        asked: when an agent from outside last asked for an episode.
     """
 
     window: Window = field(default_factory=Window)
     lags: LagHistogram = field(default_factory=LagHistogram)
     health: HealthWindow = field(default_factory=HealthWindow)
+    asked: LastAsked = field(default_factory=LastAsked)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics.

@@ -11,15 +11,17 @@ from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.feeder.status import Blockage
+from services.gateway.monitoring.agents import AgentsSeen, see_agents
 from services.gateway.monitoring.bottleneck import Look
 from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
-from services.gateway.monitoring.window import Window
+from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.publications import Publications
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
 from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState
+from shared.schemas.service import ServiceKind
 from shared.schemas.task import Lane
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
@@ -42,7 +44,7 @@ class Watchdog:
     """Watches one experiment while it starts or runs.
 
     Args:
-        window: what the looks are kept in.
+        measured: what the looks are kept in, and when agents asked for episodes.
         why_blocked: returns what takes nothing more and why, or None: that is named at once.
         stall_seconds: time without progress that makes a stall.
     """
@@ -56,7 +58,7 @@ class Watchdog:
         events: EventLog,
         clock: Clock,
         *,
-        window: Window,
+        measured: Measurements,
         why_blocked: Callable[[], Blockage | None],
         stall_seconds: float,
     ) -> None:
@@ -66,11 +68,12 @@ class Watchdog:
         self._publications = publications
         self._events = events
         self._clock = clock
-        self._window = window
+        self._measured = measured
         self._why_blocked = why_blocked
         self._stall_seconds = stall_seconds
         self._progress: tuple[object, ...] | None = None
         self._progress_at = clock.monotonic() - self._known_seconds()
+        self._began = clock.now()
 
     def _known_seconds(self) -> float:
         """How long nothing is known to have happened before the first look.
@@ -119,7 +122,7 @@ class Watchdog:
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
             return
-        component, cause = diagnose(
+        found = diagnose(
             Situation(
                 state=record.state,
                 services=services,
@@ -131,19 +134,33 @@ class Watchdog:
                 evaluating_version=record.evaluating_version,
                 is_trained=record.is_trained,
                 samples_answers=experiment.spec.samples_answers,
+                agents=self._agents(),
+                oldest_generated_seconds=await self._oldest_generated(),
             )
         )
-        await self._name(component, cause)
+        await (self._clear() if found is None else self._name(*found))
+
+    def _agents(self) -> AgentsSeen | None:
+        rollouts = self._registry.of(self._experiment.id, ServiceKind.ROLLOUT)
+        loads = [service.observed.load for service in rollouts]
+        asked_at = self._measured.asked.at or self._began
+        return see_agents(self._experiment.spec, loads, self._clock.now(), asked_at)
+
+    async def _oldest_generated(self) -> float:
+        if self._experiment.spec.rollout.agents is None:
+            return 0.0
+        return (await self._oldest()).get(HopName.GENERATED, 0.0)
 
     async def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
         experiment = self._experiment
         if experiment.state is not ExperimentState.RUNNING:
-            self._window.clear()
+            self._measured.window.clear()
             return
         is_publishing = self._publications.open_phase(experiment.id) is not None
         is_evaluating = experiment.record.evaluating_version is not None
         oldest = {} if ledger is None else await self._oldest()
-        self._window.add_look(now, Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest))
+        look = Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest, self._agents())
+        self._measured.window.add_look(now, look)
 
     async def _name(self, component: str, cause: str) -> None:
         known = self._experiment.record.problem

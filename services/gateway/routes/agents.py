@@ -51,7 +51,7 @@ async def begin(
 
 @router.get("/experiments/{experiment_id}/episodes")
 async def counts(experiment_id: str, gateway: Gateway) -> dict[str, int]:
-    """Count the episodes that the rollouts handed out: opened = open + completed + abandoned + lost."""
+    """Count episodes: opened = open + completed + abandoned + lost; those that wait for an agent were not."""
     return gateway.episodes.counts(experiment_id)
 
 

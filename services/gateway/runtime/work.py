@@ -54,7 +54,7 @@ class ExperimentWork:
             parts.publications,
             parts.events,
             parts.clock,
-            window=parts.measurements.of(experiment).window,
+            measured=parts.measurements.of(experiment),
             why_blocked=feeder_status.why_blocked,
             stall_seconds=parts.settings.stall_seconds,
         )

@@ -111,6 +111,11 @@ class AgentEpisodes:
         self._open: dict[str, tuple[Episode, _Offer, _Member]] = {}
         self._ended: OrderedDict[str, EndedEpisode] = OrderedDict()
 
+    def to_load(self) -> dict[str, float]:
+        """Make gauges of where the episodes are, with those that wait for an agent."""
+        waiting = sum(member.is_offered for offer in self._offers for member in offer.members)
+        return {**self.counts.to_load(), "episodes_waiting": float(waiting)}
+
     async def run(self, task: Task, partials: Partials = (), serving: int = 0, *, delivery: str = "") -> Group:
         """Hold a task open until its group is finished, or has taken too long.
 

@@ -20,6 +20,12 @@ WELL = Situation(
 )
 
 
+def named(situation: Situation) -> tuple[str, str]:
+    found = diagnose(situation)
+    assert found is not None
+    return found
+
+
 def hops(**counts: int) -> HopCounts:
     return HopCounts(**counts)
 
@@ -28,7 +34,7 @@ def hops(**counts: int) -> HopCounts:
 def test_a_missing_kind_is_named_first(kind: Kind) -> None:
     situation = replace(WELL, services=[s for s in SERVICES if s.kind is not kind])
 
-    assert diagnose(situation) == (kind.value, f"no live {kind} service")
+    assert named(situation) == (kind.value, f"no live {kind} service")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_a_missing_kind_is_named_first(kind: Kind) -> None:
     ],
 )
 def test_the_hop_where_work_piles_up_names_the_component(ledger: Ledger | None, component: str, words: str) -> None:
-    found, cause = diagnose(replace(WELL, ledger=ledger))
+    found, cause = named(replace(WELL, ledger=ledger))
 
     assert found == component
     assert words in cause
@@ -58,7 +64,7 @@ def test_the_hop_where_work_piles_up_names_the_component(ledger: Ledger | None, 
 def test_a_rollout_that_is_behind_is_named() -> None:
     behind = [replace(s, policy_version=2) if s.kind is Kind.ROLLOUT else s for s in SERVICES]
 
-    component, cause = diagnose(replace(WELL, services=behind, ledger=Ledger(waiting=hops(tasks=1))))
+    component, cause = named(replace(WELL, services=behind, ledger=Ledger(waiting=hops(tasks=1))))
 
     assert component == "rollout"
     assert "rollout-1 serves version 2" in cause
@@ -68,7 +74,7 @@ def test_a_rollout_that_is_behind_is_named() -> None:
 def test_a_rollout_that_has_no_version_yet_is_said_to_have_none(version: int | None) -> None:
     loading = [replace(s, policy_version=version) if s.kind is Kind.ROLLOUT else s for s in SERVICES]
 
-    _, cause = diagnose(replace(WELL, services=loading, ledger=Ledger(waiting=hops(tasks=1))))
+    _, cause = named(replace(WELL, services=loading, ledger=Ledger(waiting=hops(tasks=1))))
 
     assert cause.endswith("rollout-1 has not loaded any version yet")
 
@@ -76,7 +82,7 @@ def test_a_rollout_that_has_no_version_yet_is_said_to_have_none(version: int | N
 def test_a_service_that_does_not_start_is_named() -> None:
     loading = [replace(s, state=WorkState.STARTING) if s.kind is Kind.TRAINER else s for s in SERVICES]
 
-    found = diagnose(replace(WELL, state=ExperimentState.STARTING, services=loading))
+    found = named(replace(WELL, state=ExperimentState.STARTING, services=loading))
 
     assert found[0] == "trainer"
     assert found[1].startswith(
@@ -85,8 +91,8 @@ def test_a_service_that_does_not_start_is_named() -> None:
 
 
 def test_an_open_publication_and_a_final_evaluation_are_named() -> None:
-    assert diagnose(replace(WELL, publication=PublicationPhase.PREPARING))[0] == "publication"
-    assert diagnose(replace(WELL, is_trained=True, evaluating_version=3))[0] == "evaluation"
+    assert named(replace(WELL, publication=PublicationPhase.PREPARING))[0] == "publication"
+    assert named(replace(WELL, is_trained=True, evaluating_version=3))[0] == "evaluation"
 
 
 def test_every_counter_that_moves_is_progress() -> None:

@@ -323,9 +323,9 @@ async def stopping(world: World) -> None:
 
 async def look_twice(world: World) -> None:
     gateway, experiment = world.gateway, world.experiment
-    window = gateway.measurements.of(experiment).window
+    measured = gateway.measurements.of(experiment)
     parts = (gateway.repository, gateway.registry, gateway.publications, gateway.events, world.clock)
-    watchdog = Watchdog(experiment, *parts, window=window, why_blocked=lambda: None, stall_seconds=30.0)
+    watchdog = Watchdog(experiment, *parts, measured=measured, why_blocked=lambda: None, stall_seconds=30.0)
     await watchdog.look()
     world.clock.advance(31.0)
     await watchdog.look()

@@ -78,7 +78,7 @@ def a_watchdog(gateway: GatewayState, experiment: Experiment) -> Watchdog:
         gateway.publications,
         gateway.events,
         gateway.clock,
-        window=gateway.measurements.of(experiment).window,
+        measured=gateway.measurements.of(experiment),
         why_blocked=gateway.feeder_status.of(experiment).why_blocked,
         stall_seconds=30.0,
     )
@@ -154,7 +154,7 @@ async def test_an_experiment_deleted_while_its_files_are_read_is_not_stored_agai
     experiment = await add_experiment(gateway, state=state, final_ledger={}, directory=str(tmp_path / "e"))
     loop, may_go_on = asyncio.get_running_loop(), asyncio.Event()
 
-    def slow(_spec: object) -> None:
+    def slow(_spec: object, _places: object) -> None:
         asyncio.run_coroutine_threadsafe(may_go_on.wait(), loop).result(5.0)
 
     monkeypatch.setattr(checks, "check", slow)

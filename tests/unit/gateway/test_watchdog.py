@@ -23,7 +23,7 @@ def a_watchdog(gateway: GatewayState, clock: ManualClock) -> Watchdog:
         gateway.publications,
         gateway.events,
         clock,
-        window=gateway.measurements.of(experiment).window,
+        measured=gateway.measurements.of(experiment),
         why_blocked=gateway.feeder_status.of(experiment).why_blocked,
         stall_seconds=30.0,
     )

@@ -87,6 +87,17 @@ async def test_an_episode_without_a_reply_cannot_be_completed() -> None:
             await world.episodes.complete(episode.id, REWARD)
 
 
+async def test_episodes_of_claimed_tasks_that_wait_for_an_agent_are_counted() -> None:
+    async with World(a_spec(group_size=2)).running() as world:
+        await world.issue()
+        seen = []
+        for _ in range(2):
+            await world.begin()
+            seen.append(world.episodes.to_load()["episodes_waiting"])
+
+        assert seen == [1, 0]
+
+
 async def test_a_silent_agents_episode_is_handed_out_again() -> None:
     async with World(a_spec(group_size=1, lease_seconds=0.1)).running() as world:
         await world.issue()

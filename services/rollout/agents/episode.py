@@ -94,6 +94,7 @@ class _Turn:
     draft: Draft
     sampling: "asyncio.Task[Completion]"
     reply: Reply | None = None
+    num_waiting: int = 0
 
 
 class Episode:
@@ -186,6 +187,13 @@ class Episode:
         self._check_open()
         self._heard = self._clock()
         turn = self._known(asked) or self._new(asked)
+        turn.num_waiting += 1
+        try:
+            return await self._answered(turn, has_hung_up)
+        finally:
+            turn.num_waiting -= 1
+
+    async def _answered(self, turn: "_Turn", has_hung_up: HasHungUp) -> Reply | None:
         try:
             # Whoever asks may hang up and ask again: what is sampled is then there.
             completion = await asyncio.shield(turn.sampling)
@@ -195,9 +203,10 @@ class Episode:
         except FlotillaError:
             self._forget(turn)
             raise
+        if turn.reply is None and await has_hung_up():
+            return None
+        # Whoever sent the same again may have had it recorded while this looked at the connection.
         if turn.reply is None:
-            if await has_hung_up():
-                return None
             turn.reply = self._keep(turn, completion)
         return turn.reply
 
@@ -210,9 +219,10 @@ class Episode:
         )
         if self.num_turns >= self._config.max_turns:
             raise LimitReached(f"the episode had its {self._config.max_turns} turns (rollout.agents.max_turns)")
-        for former in [each for each in self._turns.values() if each.sampling.done() and each.reply is None]:
+        for former in [each for each in self._turns.values() if each.reply is None and not each.num_waiting]:
             # Its client went away and did not come back for it.
-            self._forget(former)
+            if former.sampling.done():
+                self._forget(former)
         draft = self._begin(request)
         try:
             parameters = self._parameters(len(draft.prompt_ids), request)

@@ -210,6 +210,45 @@ async def test_a_repeated_request_gets_the_answer_that_was_lost(world: World) ->
     assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
 
 
+async def test_a_repeated_request_beside_the_first_records_one_turn(world: World) -> None:
+    episode = a_lone_episode(world)
+    body = json.dumps({"messages": [user("a?")]}).encode()
+
+    async def stays_looked_at() -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    first = asyncio.create_task(episode.answer(Asked(True, body), stays_looked_at))
+    await asyncio.sleep(0)
+    both = await asyncio.gather(first, episode.answer(Asked(True, body, is_repeated=True), stays_looked_at))
+
+    assert both[0] is both[1]
+    assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
+
+
+async def test_a_request_beside_one_that_is_being_answered_takes_another_branch(world: World) -> None:
+    episode = a_lone_episode(world)
+    await ask(episode, user("a?"))
+    on = [user("a?"), {"role": "assistant", "content": "yes"}, user("b?")]
+    is_asked, others = asyncio.Event(), asyncio.Event()
+
+    async def is_looked_at() -> bool:
+        is_asked.set()
+        await others.wait()
+        return False
+
+    first = asyncio.create_task(episode.answer(Asked(True, json.dumps({"messages": on}).encode()), is_looked_at))
+    await is_asked.wait()
+    second = asyncio.create_task(ask(episode, *on[:2], user("c?")))
+    await asyncio.sleep(0)
+    others.set()
+    await asyncio.gather(first, second)
+
+    texts = sorted(text_of(each) for each in episode.trajectories())
+    assert len(texts) == 2
+    assert not any("b?" in text and "c?" in text for text in texts), "neither saw the other's question"
+
+
 async def test_the_same_question_asked_twice_is_answered_twice(world: World) -> None:
     episode = a_lone_episode(world)
 

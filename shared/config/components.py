@@ -11,15 +11,21 @@ from shared.config.base import Config
 
 def _compiles(pattern: str) -> str:
     try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from error
-    if groups < 1:
+    return pattern
+
+
+def _has_a_group(pattern: str) -> str:
+    if re.compile(pattern).groups < 1:
         raise ValueError("the pattern needs a group (...) around the answer")
     return pattern
 
 
-AnswerPattern = Annotated[str, AfterValidator(_compiles)]
+RegularExpression = Annotated[str, AfterValidator(_compiles)]
+
+AnswerPattern = Annotated[RegularExpression, AfterValidator(_has_a_group)]
 """A regular expression whose first group is the answer; the last match in the text counts."""
 
 

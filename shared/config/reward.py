@@ -6,10 +6,10 @@ remote grader is part of the experiment: it says what is optimised.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from shared.config.base import Config
-from shared.config.components import AnswerPattern, ComponentConfig, GraderUrl
+from shared.config.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
 from shared.config.judge import JudgeConfig
 from shared.config.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
@@ -51,14 +51,39 @@ class NumericConfig(MatchConfig):
     """Largest absolute difference that still counts as equal."""
 
 
-class MathConfig(MatchConfig):
-    """The answer is mathematically equal to the label, by math-verify in a process that can be killed."""
+class ComparedConfig(MatchConfig):
+    """A component that compares in processes that can be killed."""
 
-    kind: Literal["math"] = "math"
     timeout_seconds: float = Field(10.0, gt=0, le=300)
     """Time for one sample; a sample that takes longer is an error, never a wrong answer."""
     processes: int = Field(1, ge=1, le=64)
     """How many samples are compared at a time, each in a process of its own."""
+
+
+class MathConfig(ComparedConfig):
+    """The answer is mathematically equal to the label, by math-verify in a process that can be killed."""
+
+    kind: Literal["math"] = "math"
+
+
+class RegexConfig(ComparedConfig):
+    """The response matches a regular expression of Python's, in a process that can be killed."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: RegularExpression | None = None
+    """What the response must match. Null: the label is the pattern."""
+    whole: bool = False
+    """Match the whole response, white space at both ends removed; false: any part of it."""
+    ignore_case: bool = False
+    """Match without regard to case."""
+
+
+class JsonSchemaConfig(ComparedConfig):
+    """The response is JSON that a schema allows, by jsonschema in a process that can be killed."""
+
+    kind: Literal["json_schema"] = "json_schema"
+    json_schema: dict[str, JsonValue] | None = None
+    """The schema (2020-12, or the draft that its `$schema` names). Null: the label is the schema."""
 
 
 class ChoiceConfig(MatchConfig):
@@ -203,6 +228,8 @@ Component = Annotated[
     ExactConfig
     | NumericConfig
     | MathConfig
+    | RegexConfig
+    | JsonSchemaConfig
     | ChoiceConfig
     | FormatConfig
     | CustomConfig

@@ -41,6 +41,7 @@ EXTRAS = {
     "fsspec": "data at URLs",
     "huggingface_hub": "names of the hub",
     "math_verify": "the math grader",
+    "jsonschema": "the JSON schema grader",
     "psycopg": "PostgreSQL",
 }
 ASK_TORCH = """

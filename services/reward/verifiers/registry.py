@@ -20,6 +20,7 @@ from services.reward.verifiers.format import FormatVerifier
 from services.reward.verifiers.judge import JudgeVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
+from services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
 from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from shared.config.judge import JudgeConfig
 from shared.config.reward import (
@@ -31,8 +32,10 @@ from shared.config.reward import (
     EnvironmentRewardConfig,
     ExactConfig,
     FormatConfig,
+    JsonSchemaConfig,
     MathConfig,
     NumericConfig,
+    RegexConfig,
     RemoteConfig,
     RewardConfig,
     VerlDefaultConfig,
@@ -88,6 +91,10 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return NumericVerifier(config)
         case MathConfig():
             return MathVerifier(config)
+        case RegexConfig():
+            return RegexVerifier(config)
+        case JsonSchemaConfig():
+            return JsonSchemaVerifier(config)
         case ChoiceConfig():
             return ChoiceVerifier(config)
         case FormatConfig():

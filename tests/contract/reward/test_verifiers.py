@@ -19,8 +19,10 @@ from shared.config.reward import (
     CustomConfig,
     ExactConfig,
     FormatConfig,
+    JsonSchemaConfig,
     MathConfig,
     NumericConfig,
+    RegexConfig,
     RemoteConfig,
     VerlDefaultConfig,
 )
@@ -29,8 +31,21 @@ from shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 SOURCE = "openai/gsm8k"
-KINDS = ["exact", "numeric", "math", "choice", "format", "custom", "code", "verl_default", "remote", "combined"]
-LABELS = {"code": json.dumps({"inputs": [""], "outputs": ["7"]}), "choice": "B"}
+KINDS = [
+    "exact",
+    "numeric",
+    "math",
+    "regex",
+    "json_schema",
+    "choice",
+    "format",
+    "custom",
+    "code",
+    "verl_default",
+    "remote",
+    "combined",
+]
+LABELS = {"code": json.dumps({"inputs": [""], "outputs": ["7"]}), "choice": "B", "json_schema": '{"const": 7}'}
 ANSWERS = {
     "code": "```python\nprint(7)\n```", "numeric": "#### 7", "math": "$7$", "verl_default": "#### 7",
     "choice": "Answer: B", "format": "<think>3 + 4</think><answer>7</answer>",
@@ -65,6 +80,8 @@ async def a_verifier(kind: str, folder: Path) -> AsyncIterator[Verifier]:
         "exact": lambda: build_component(exact, surroundings),
         "numeric": lambda: build_component(NumericConfig(), surroundings),
         "math": lambda: build_component(MathConfig(), surroundings),
+        "regex": lambda: build_component(RegexConfig(), surroundings),
+        "json_schema": lambda: build_component(JsonSchemaConfig(), surroundings),
         "choice": lambda: build_component(ChoiceConfig(), surroundings),
         "format": lambda: build_component(FormatConfig(), surroundings),
         "custom": lambda: build_component(CustomConfig(path=f"{folder}/grader.py:grade"), surroundings),
@@ -101,7 +118,9 @@ async def test_no_samples_give_no_grades(kind: str, tmp_path: Path) -> None:
         assert await verifier.score([]) == []
 
 
-@pytest.mark.parametrize("kind", ["exact", "numeric", "math", "choice", "code", "verl_default", "combined"])
+@pytest.mark.parametrize(
+    "kind", ["exact", "numeric", "math", "regex", "json_schema", "choice", "code", "verl_default", "combined"]
+)
 async def test_a_missing_label_is_an_error(kind: str, tmp_path: Path) -> None:
     async with a_verifier(kind, tmp_path) as verifier:
         (found,) = await verifier.score([a_sample(ANSWERS.get(kind, "7"), data_source=SOURCE)])

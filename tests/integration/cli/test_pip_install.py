@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 LEAST = "torch, transformers, safetensors and jinja2 are not installed, which rollouts and trainers need"
-WITHOUT_TORCH = (("reward", "math_verify"), ("data", "fsspec"), ("hub", "huggingface_hub"), ("plot", "matplotlib"))
+WITHOUT_TORCH = (
+    ("reward", "math_verify"), ("reward", "jsonschema"), ("data", "fsspec"), ("hub", "huggingface_hub"),
+    ("plot", "matplotlib"),
+)  # fmt: skip
 
 
 def run(*command: str, code: int = 0, cwd: Path | None = None) -> str:

@@ -16,6 +16,9 @@ REINFORCE = {"adv_estimator": "reinforce"}
 KL = {"add_token_level_kl": True}
 NORMED = {**REINFORCE, "reward_norm": "group"}
 STATE = {**REINFORCE, "reward_normalization.grouping": "state"}
+GIGPO = {"adv_estimator": "gigpo", "reward_normalization.grouping": "state", "reward_normalization.method": "mean_std"}
+STEPWISE = ("gigpo", "step_reinforce")
+"""Estimators that compare the steps of an environment, and normalise them on their own."""
 DEAD = "no release of ROLL that is still in use reads it"
 INFER = "train_infer_correction.is_weight"
 
@@ -25,6 +28,12 @@ ROWS: tuple[Parameter, ...] = (
                example="reinforce", default="gae"),
     applied("gamma", "algorithm.advantage.gamma", number, "discount", example=0.99, default=1.0, context={}),
     applied("lambd", "algorithm.advantage.lam", number, "lambda of gae", example=0.9, default=0.95, context=GAE),
+    applied("step_reward_gamma", "algorithm.advantage.gamma", number, "discount per turn, of gigpo and step_reinforce",
+            example=0.9, default=0.95, context=GIGPO),
+    applied("episode_reward_weight", "algorithm.advantage.episode_weight", number, "of the episode's part in gigpo",
+            example=0.5, default=1.0, context=GIGPO),
+    applied("step_reward_weight", "algorithm.advantage.step_weight", number, "of the step's part in gigpo",
+            example=0.5, default=1.0, context=GIGPO),
     translated("whiten_advantages", "algorithm.advantage.whiten", flag, "over the sampled tokens of the batch",
                example=True, default=False),
     applied("advantage_clip", "algorithm.advantage.clip", number, "bounds advantages, last", example=2.0,
@@ -140,20 +149,35 @@ def _turns(source: Source) -> Section:
     return {"gamma": source.required("gamma")}
 
 
+def _steps(source: Source) -> Section:
+    """Make what estimators over steps share; they compare within a group, whatever else ROLL would compare with."""
+    if source.required("gamma") != 1:
+        source.refuse("gamma", "all tokens of a turn have its advantage: use step_reward_gamma, which discounts turns")
+    if source.value("reward_clip") is not None:
+        source.refuse("reward_clip", "ROLL bounds what comes out of the estimator by it: use advantage_clip")
+    by_std = {"mean": False, "mean_std": True}
+    method, grouping = source.value("reward_normalization.method"), source.value("reward_normalization.grouping")
+    if method not in by_std:
+        why = f"{method} leaves steps as they are, or cuts them, and they are compared here: use mean or mean_std"
+        source.refuse("reward_normalization.method", why)
+    if grouping not in {"state", "traj_group_id"}:
+        source.refuse("reward_normalization.grouping", "steps are compared within their group: use traj_group_id")
+    return {"gamma": source.required("step_reward_gamma"), "divide_by_std": by_std.get(method, True)}
+
+
 ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
     "gae": ("gae", lambda s: {"gamma": s.required("gamma"), "lam": s.required("lambd")}),
     "reinforce": ("reinforce", _turns),
     "grpo": ("reinforce", _turns),
     "agentic_reinforce": ("turn_reinforce", _turns),
-}
+    "gigpo": ("gigpo", lambda s: {**_steps(s), "episode_weight": s.required("episode_reward_weight"),
+                                  "step_weight": s.required("step_reward_weight")}),
+    "step_reinforce": ("step_reinforce", _steps),
+}  # fmt: skip
 
 
 def advantage(source: Source) -> Fields:
     """Make the estimator, and the critic's loss where it has a critic."""
-    written = source.value("adv_estimator")
-    if written in {"gigpo", "step_reinforce"}:
-        source.refuse("adv_estimator", f"{written} needs the steps of an environment: use grpo")
-        return {}
     found = source.choose("adv_estimator", ESTIMATORS)
     if found is None:
         return {}
@@ -260,6 +284,8 @@ def kl(source: Source) -> Fields:
 def normalisation(source: Source) -> Fields:
     """Make the normalisation of rewards, in any of ROLL's three spellings."""
     method = source.value("reward_normalization.method")
+    if source.value("adv_estimator") in STEPWISE:
+        return {}
     if source.value("adv_estimator") == "grpo":
         statistics: tuple[str | None, str | None] = ("group", "group")
     elif method not in {None, "identity"}:

@@ -17,7 +17,24 @@ ENGINE = (
 )
 CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
-ENVIRONMENTS = "episodes are single turns: there are no environments here"
+ENVIRONMENTS = (
+    "tasks are rows here, with a column seed for the environment, and ROLL's environments have no rows: write "
+    "rollout.episodes, data and the component environment of reward.components with --set"
+)
+AT_A_TIME = (
+    "how many episodes go on at a time is said by rollout.engine.slots, and what a step takes by rollout_batch_size"
+)
+MANAGED = {
+    "env_groups": AT_A_TIME,
+    "num_env_groups": AT_A_TIME,
+    "max_traj_per_env": AT_A_TIME,
+    "group_size": "episodes of a group are num_return_sequences_in_group: give that",
+    "tags": ENVIRONMENTS,
+    "n_groups": "how often an environment comes up is said by its rows: give as many as it shall have",
+    "num_groups_partition": "how often an environment comes up is said by its rows: give as many as it shall have",
+    "format_penalty": "it is an option of each environment: rollout.episodes.environments.0.options.format_penalty",
+}
+"""Why no key of an environment manager is read, and what does it here."""
 TRAIN = "actor_train"
 INFER = "actor_infer"
 VALIDATION = "validation.generating_args"
@@ -230,10 +247,9 @@ BACKENDS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 AGENTIC: tuple[Parameter, ...] = (
-    *(refused(f"env_manager.{name}", ENVIRONMENTS, aliases=(f"train_env_manager.{name}",))
-      for name in ("env_groups", "group_size", "tags", "n_groups", "max_traj_per_env", "format_penalty")),
-    refused("env_manager.num_env_groups", ENVIRONMENTS, aliases=("train_env_manager.num_env_groups",)),
-    refused("env_manager.num_groups_partition", ENVIRONMENTS, aliases=("train_env_manager.num_groups_partition",)),
+    *(refused(f"env_manager.{name}", why, aliases=(f"train_env_manager.{name}",)) for name, why in MANAGED.items()),
+    *ignored("a step takes whole groups: nothing is copied, deleted or drawn to suit the devices",
+             "batch_adjust_mode"),
     *ignored("names the class of a worker that the refused environments would run in", "env_manager.worker_cls"),
     *(refused(name, ENVIRONMENTS, is_tree=True)
       for name in ("env_manager", "train_env_manager", "val_env_manager", "custom_envs")),

@@ -24,7 +24,7 @@ Fields = dict[str, Any]
 
 BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoffload", "zero3", "zero3_cpuoffload"))
 OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
-"""ROLL's own files: of how trainers shard, which does not matter here, and of environments, which there are none of."""
+"""ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}

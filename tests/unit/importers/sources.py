@@ -44,6 +44,14 @@ BASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+STEPWISE = ("gigpo", "step_reinforce")
+ENVIRONMENT = (
+    "rollout.episodes={kind: environment, environments: [{environment: sokoban}]}",
+    "reward.components=[{kind: environment}]",
+)
+"""What is written beside ROLL's estimators over steps, since its environments are not read."""
+
+
 def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str] = (), rows: int = ROWS) -> Imported:
     """Write the values as the system's users would, read that, and build a spec."""
     kept = {name: value for name, value in values.items() if value is not None or system != "openrlhf"}
@@ -52,7 +60,8 @@ def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str]
     else:
         text = yaml.safe_dump(nested(kept))
         given = read(system, text, overrides, {}, source="launch.yaml")
-    return build(SYSTEMS[system], given, rows=rows)
+    ours = ENVIRONMENT if values.get("adv_estimator") in STEPWISE else ()
+    return build(SYSTEMS[system], given, rows=rows, overrides=ours)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

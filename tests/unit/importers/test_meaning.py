@@ -16,6 +16,8 @@ ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 VAL = "actor_rollout_ref.rollout.val_kwargs"
 ACTOR = "actor_rollout_ref.actor"
 RC = "algorithm.rollout_correction"
+GIGPO = {"adv_estimator": "gigpo", "reward_normalization.grouping": "traj_group_id",
+         "reward_normalization.method": "mean", "num_return_sequences_in_group": 4}  # fmt: skip
 HELD_OUT = {"validation.data_args.file_name": "heldout.jsonl"}
 TRAIN = "actor_train.training_args"
 MIX = "actor_train.data_args.domain_interleave_probs"
@@ -119,6 +121,14 @@ def field(found: Imported, path: str) -> Any:
         ("roll", {}, "rollout.sampling.top_p", 0.7),
         ("roll", {}, "algorithm.aggregation.mode", "seq-mean-token-mean"),
         ("roll", {"adv_estimator": "grpo"}, "reward.shaping.normalisation.std", "group"),
+        ("roll", GIGPO, "algorithm.advantage.kind", "gigpo"),
+        ("roll", GIGPO, "algorithm.advantage.gamma", 0.95),
+        ("roll", GIGPO, "algorithm.advantage.divide_by_std", False),
+        ("roll", GIGPO, "reward.shaping.normalisation", None),
+        ("roll", {**GIGPO, "reward_normalization.method": "mean_std"}, "algorithm.advantage.divide_by_std", True),
+        ("roll", {**GIGPO, "episode_reward_weight": 0.5}, "algorithm.advantage.episode_weight", 0.5),
+        ("roll", {**GIGPO, "adv_estimator": "step_reinforce", "step_reward_gamma": 0.9}, "algorithm.advantage.gamma",
+         0.9),
         ("roll", {"dual_clip_loss": True}, "algorithm.policy_loss.dual_clip", 1.4),
         ("roll", {"pg_variant": "tis"}, "algorithm.policy_loss.clip_high", 0.0),
         ("roll", {"async_generation_ratio": 1.5}, "asynchrony.max_lag", 2),
@@ -261,7 +271,11 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("roll", {f"{MIX}.math": 1.0, "rewards.math.tag_included": ["x"],
                   "actor_train.data_args.file_name": ["a.jsonl", "b.jsonl"]}, f"{MIX}.math"),
         ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "actor_infer.generating_args.max_new_tokens"),
-        ("roll", {"adv_estimator": "gigpo"}, "adv_estimator"),
+        ("roll", {"adv_estimator": "gigpo"}, "reward_normalization.method"),
+        ("roll", {**GIGPO, "reward_normalization.grouping": "tags"}, "reward_normalization.grouping"),
+        ("roll", {**GIGPO, "reward_normalization.method": "asym_clip"}, "reward_normalization.method"),
+        ("roll", {**GIGPO, "gamma": 0.9}, "gamma"),
+        ("roll", {**GIGPO, "reward_clip": 5.0}, "reward_clip"),
         ("roll", {"adv_estimator": "reinforce", "reward_norm": "running"}, "reward_norm"),
         ("roll", {"adv_estimator": "reinforce", "reward_normalization.method": "mean"},
          "reward_normalization.grouping"),

@@ -61,6 +61,30 @@ def test_what_is_not_of_environments_imports_once_a_grader_is_named() -> None:
     assert imported.may_run(allow_refused=True) and not imported.may_run()
 
 
+def test_an_environment_is_written_beside_an_agentic_recipe() -> None:
+    text = read_launch_text(RECIPES / WITH_ENVIRONMENTS).replace("adv_estimator: grpo", "adv_estimator: gigpo")
+    given = read("roll", text, (), {}, source=WITH_ENVIRONMENTS)
+    sokoban = "{environment: sokoban, options: {size: 6, format_penalty: -0.15}}"
+    overrides = [
+        f"rollout.episodes={{kind: environment, max_turns: 10, environments: [{sokoban}]}}",
+        "reward.components=[{kind: environment}]",
+        "data.input_template=null",
+    ]
+
+    without = build(SYSTEMS["roll"], given, rows=1000, overrides=overrides[1:])
+    assert not without.may_run(allow_refused=True)
+    assert any("set rollout.episodes.kind to environment" in problem for problem in without.report.problems)
+
+    imported = build(SYSTEMS["roll"], given, rows=1000, overrides=overrides)
+
+    assert imported.may_run(allow_refused=True), imported.report.render()
+    assert imported.spec is not None
+    assert (imported.spec.rollout.episodes.kind, imported.spec.algorithm.advantage.kind) == ("environment", "gigpo")
+    said = {entry.name: entry.detail for entry in imported.report.refused}
+    assert "num_return_sequences_in_group" in said["env_manager.group_size"]
+    assert "options.format_penalty" in said["env_manager.format_penalty"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_of_a_recipe_has_its_entry_once(name: str) -> None:
     system = name.partition("_")[0]

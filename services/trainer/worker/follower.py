@@ -54,7 +54,7 @@ class Follower:
                 self._channel.end(failure)
             except ModelError as error:
                 # The leader tries another checkpoint, or ends.
-                log.warning("no learner could be made", extra={"error": error.detail})
+                log.warning("a command failed on a rank", extra={"error": error.detail})
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Restore):

@@ -4,6 +4,7 @@ The leader tells the followers first and then does its own part, on the one thre
 when every rank is done. Where the trainer is one process, its learner and its weights are asked themselves.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -111,12 +112,18 @@ class Leader:
         """Write the files of a checkpoint on every rank.
 
         Raises:
-            OSError: the disk has no room; nothing was asked of the others.
+            OSError: the disk has no room, or fails; the others are told, and wait for the next command.
         """
         files = shared_files(learner)
         reserve(directory, files, model_directory(learner.spec.model), learner)
         self._channel.send(Save(directory=str(directory)))
-        write_shared(directory, files)
+        try:
+            write_shared(directory, files)
+        except OSError as error:
+            # Another checkpoint is tried later: who stayed in this one would meet the next command's collectives.
+            with contextlib.suppress(ModelError):
+                self._channel.end(ModelError(f"the leader could not write its part: {error}"))
+            raise
         self._channel.end()
 
     def learner(self, learner: Learner) -> LedLearner:

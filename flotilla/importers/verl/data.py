@@ -85,7 +85,11 @@ ENGINE = (
     "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
     "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
 )
-SINGLE = "episodes are single turns, without tools or a simulated user: leave it out"
+SINGLE = "an import makes single turns, without tools or a simulated user: leave it out"
+TOOLS = (
+    "an import makes single turns; verl's tools are classes with arguments of each row: leave it out, and give --set "
+    "'rollout.episodes={kind: tools, tools: [...]}' with functions, URLs or MCP servers"
+)
 TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("max_turns", None, ()), ("max_assistant_turns", None, ()), ("max_user_turns", None, ()),
     ("tool_config_path", None, ()), ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
@@ -141,8 +145,9 @@ ROLLOUT: tuple[Parameter, ...] = (
     refused(f"{ROLLOUT_NAME}.do_sample", "greedy answers are no policy to train: leave it true", default=True),
     refused(f"{ROLLOUT_NAME}.use_fire_sampling", "a hotter first token would not be the policy's: leave it false",
             default=False),
-    refused(f"{ROLLOUT_NAME}.multi_turn.enable", "episodes are single turns: leave it false", default=False),
-    *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}", SINGLE, default=default, harmless=harmless)
+    refused(f"{ROLLOUT_NAME}.multi_turn.enable", TOOLS, default=False),
+    *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}",
+              TOOLS if name.endswith(("tool_path", "tool_config_path")) else SINGLE, default=default, harmless=harmless)
       for name, default, harmless in TURNS),
     refused(f"{ROLLOUT_NAME}.multi_turn", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.agent.custom_async_server.path", "the engine is the fleet's own: leave it null",

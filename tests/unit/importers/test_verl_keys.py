@@ -117,6 +117,17 @@ def test_a_setting_of_turns_tools_or_agents_is_refused_though_nothing_is_enabled
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("enable", True), ("tool_config_path", "tools.yaml"), ("function_tool_path", "tools.py")]
+)
+def test_a_refused_tool_says_how_the_spec_has_tools(name: str, value: Any) -> None:
+    full = f"{ROLLOUT}.multi_turn.{name}"
+
+    (entry,) = import_flat("verl", {**BASES["verl"], full: value}).report.refused
+
+    assert "rollout.episodes={kind: tools" in entry.detail
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("multi_turn.enable", False),

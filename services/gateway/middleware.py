@@ -6,6 +6,7 @@ Everything is refused without a token but the few paths that say nothing about a
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 SELF_AUTHORISED = "/v1/gradings/"
 """What is below it is let in by what the route itself compares: graders are not members of the fleet."""
-NEVER_KEPT = frozenset({"/v1/tokens", "/v1/services"})
-"""Their answers hold tokens, which no database may. Both may be repeated: names are unique, so are processes."""
+NEVER_KEPT = re.compile(r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions)/?")
+"""Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
+ends with its lease. What the model writes: the episode's rollout knows a request that is sent again."""
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
@@ -112,14 +114,14 @@ class Guard:
             raise _Refused(_TooSlow(detail)) from None
         replayed = _with_body(body, receive)
         key = headers.get("idempotency-key")
-        if scope["method"] != "POST" or key is None or scope["path"] in NEVER_KEPT:
+        if scope["method"] != "POST" or key is None or NEVER_KEPT.fullmatch(scope["path"]):
             await self._app(scope, replayed, send)
             return
         if not 0 < len(key) <= LONGEST_KEY:
             raise _Refused(InvalidRequest(f"Idempotency-Key must have 1 to {LONGEST_KEY} characters"))
         who = caller.get()
         # What one token was answered is nobody else's.
-        whose = "" if who is None or who == OPERATOR else f"{who.actor} "
+        whose = "" if who is None or who == OPERATOR else f"{who.actor} {who.experiment_id} {who.subject} "
         full_key = f"{whose}{scope['path']} {key}"
         if len(full_key) > 2 * LONGEST_KEY:
             full_key = hashlib.sha256(full_key.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from services.gateway.access.tokens import Tokens
 from services.gateway.middleware import HEAD_BYTES, HEADERS, Guard, Opened
 from services.gateway.routes.dependencies import number_of
 from services.gateway.store.memory import MemoryStore
+from services.gateway.store.records import StoredAnswer
+from shared.access import Principal
+from shared.access import Scope as Role
 from shared.clock import ManualClock
 from shared.errors import InvalidRequest
 
@@ -87,3 +91,50 @@ async def test_headers_have_a_limit(headers: list[tuple[bytes, bytes]]) -> None:
 def test_a_cursor_is_a_number_that_a_database_holds(cursor: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a cursor"):
         number_of(cursor)
+
+
+class Kept(MemoryStore):
+    """A store that counts the answers that it is given to keep."""
+
+    num_answers = 0
+
+    async def put_answer(self, answer: StoredAnswer) -> None:
+        self.num_answers += 1
+        await super().put_answer(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "num_answers"),
+    [
+        ("/v1/chat/completions", 0),
+        ("/v1/completions", 0),
+        ("/v1/experiments/e.1/episodes", 0),
+        ("/v1/episodes/e.1.rollout-1.0/complete", 2),
+    ],
+)
+async def test_an_idempotency_key_of_one_agent_says_nothing_to_another_and_keeps_no_key_of_an_episode(
+    path: str, num_answers: int
+) -> None:
+    store, clock, seen = Kept(), ManualClock(), Seen()
+    tokens = Tokens(store, clock, "t")
+    guard = Guard(seen, body_bytes=100, opened_of=lambda _: Opened(store, clock, tokens))
+    for subject in ("e.1.rollout-1.0", "e.1.rollout-1.1"):
+        token = tokens.issue(Principal(Role.AGENT, "an agent", experiment_id="e.1", subject=subject), 60.0)
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "state": {},
+            "route": SimpleNamespace(status_code=None),
+            "headers": [(b"authorization", f"Bearer {token}".encode()), (b"idempotency-key", b"turn-1")],
+        }
+
+        async def receive() -> Message:
+            return REST
+
+        await guard(scope, receive, seen.send)
+
+    assert (seen.bodies, seen.statuses) == ([b"000", b"000"], [200, 200])
+    assert store.num_answers == num_answers

@@ -58,7 +58,8 @@ class Rollouts:
             EpisodeGone: it is no member of the fleet any more.
         """
         service = self._registry.find(service_id)
-        if service is None:
+        # An agent may write any id: what rollouts let in is for no service of another kind.
+        if service is None or service.kind is not ServiceKind.ROLLOUT:
             raise EpisodeGone(f"the rollout that held episode {episode_id} is gone: begin another one")
         return service
 

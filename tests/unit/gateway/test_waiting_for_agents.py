@@ -1,10 +1,13 @@
 """An experiment that waits for agents from outside: who is named, and who is not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from services.gateway.monitoring.agents import AgentsSeen, see_agents
 from services.gateway.monitoring.bottleneck import Look, StepTimes, find_bottleneck
 from services.gateway.monitoring.diagnosis import diagnose
@@ -160,3 +163,15 @@ async def test_an_agent_that_asks_counts_although_it_gets_no_task() -> None:
     assert await fleet.problem_after(3.0) is None
     named = await fleet.problem_after(30.0)
     assert named is not None and named.component == "agents"
+
+
+@pytest.mark.parametrize("kind", [ServiceKind.TRAINER, ServiceKind.REWARD, ServiceKind.SANDBOX])
+async def test_what_rollouts_let_in_is_shown_to_no_service_of_another_kind(kind: ServiceKind) -> None:
+    services = {"other-1": SimpleNamespace(kind=kind), "rollout-1": SimpleNamespace(kind=ServiceKind.ROLLOUT)}
+    rollouts = Rollouts(cast(Any, SimpleNamespace(find=services.get)), lambda: "secret")
+    try:
+        assert cast(Any, rollouts.find("rollout-1", "e.rollout-1.0")) is services["rollout-1"]
+        with pytest.raises(EpisodeGone):
+            rollouts.find("other-1", "e.other-1.0")
+    finally:
+        await rollouts.aclose()

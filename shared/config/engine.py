@@ -39,6 +39,9 @@ OWNED_OPTIONS: Mapping[str, str] = {
     "ssl_certfile": "nothing: the server listens on the loopback address",
     "grpc_mode": "nothing: the server speaks HTTP",
     "config": "rollout.engine.options: it would override what is set here",
+    "trust_remote_code": "nothing: code from a model directory is never run",
+    "custom_weight_loader": "nothing: it names a module, which would be imported",
+    "forward_hooks": "nothing: they name modules, which would be imported",
 }
 """Server arguments that follow from the rest of the spec, and what sets them instead."""
 

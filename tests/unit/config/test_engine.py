@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from shared.config.engine import SglangEngineConfig, TorchEngineConfig
 from shared.config.load import validate_spec
@@ -75,3 +76,9 @@ def test_reading_ahead_needs_a_spare_copy() -> None:
     assert validate_spec(document).asynchrony.publication.overlap_load is None
     with pytest.raises(InvalidSpec, match="overlap_load needs an engine with a spare copy"):
         validate_spec(document | overlap)
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "--trust-remote-code", "custom-weight-loader", "forward_hooks"])
+def test_an_option_that_runs_code_of_a_model_or_of_a_spec_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="may not be given"):
+        SglangEngineConfig.model_validate({"kind": "sglang", "options": {name: True}})

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(made: Path) -> Iterator[flotilla.Client]:
     with (
         pytest.MonkeyPatch.context() as environment,
-        running_fleet(made / "fleet") as fleet,
+        running_fleet(made / "fleet", FLOTILLA_CODE_FOLDERS=str(EXAMPLES)) as fleet,
     ):
         environment.setenv("FLOTILLA_GATEWAY_URL", fleet.url)
         environment.setenv("FLOTILLA_TOKEN", fleet.token)

@@ -47,7 +47,7 @@ async def test_nothing_but_health_answers_without_the_token(url: str, settings: 
     assert len(mutating) >= 14 and len(routes) >= 30, "the walk must see every route"
     async with httpx.AsyncClient(base_url=url) as http:
         for method, template in routes:
-            path = re.sub(r"\{\w+\}", "1", template)
+            path = re.sub(r"\{\w+\}", "1" * 32, template)
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
                 answer = await http.request(method, path, headers=headers, content=b"{}")
                 if template in OPEN_PATHS and method == "GET":

@@ -77,7 +77,8 @@ def write_verl_rows(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
-    with running_fleet(tmp_path_factory.mktemp("fleet") / "data") as running:
+    folders = {"FLOTILLA_CODE_FOLDERS": str(tmp_path_factory.getbasetemp())}
+    with running_fleet(tmp_path_factory.mktemp("fleet") / "data", **folders) as running:
         yield running
 
 

@@ -1,14 +1,12 @@
 """The client for scripts and notebooks: the asynchronous one, on a thread of its own."""
 
-import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
-
 from flotilla.client.asynchronous import CALL_SECONDS, AsyncClient, Ledgers, Spec
+from flotilla.client.loop_thread import LoopThread
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
 from shared.samples.kinds import SampleKind
@@ -26,7 +24,7 @@ class Client:
     """The same without ``await``, for scripts and notebooks; each method is that of :class:`AsyncClient`.
 
     The calls run on an event loop of its own thread, so it works inside a running loop, as in a notebook. Use it as a
-    context manager, or ``close`` it.
+    context manager, or ``close`` it; the end of the process closes it, too.
     """
 
     def __init__(
@@ -37,14 +35,14 @@ class Client:
         data: str | Path = DEFAULT_DATA,
         deadline_seconds: float = CALL_SECONDS,
     ) -> None:
-        self._stack = contextlib.ExitStack()
-        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal())
+        async def connected() -> AsyncClient:
+            return AsyncClient(url, token, data=data, deadline_seconds=deadline_seconds)
+
+        self._thread = LoopThread()
         try:
-            self._client: AsyncClient = self._portal.call(
-                lambda: AsyncClient(url, token, data=data, deadline_seconds=deadline_seconds)
-            )
+            self._client = self._thread.call(connected)
         except BaseException:
-            self._stack.close()
+            self._thread.close()
             raise
 
     def __enter__(self) -> Self:
@@ -56,11 +54,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the thread."""
+        """Close the connections and end the thread; a second time nothing is left to do."""
+        if self._thread.is_closed:
+            return
         try:
-            self._portal.call(self._client.close)
+            self._thread.call(self._client.close)
         finally:
-            self._stack.close()
+            self._thread.close()
 
     def create(self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False) -> Experiment:
         """Create an experiment; see :meth:`AsyncClient.create`."""
@@ -205,4 +205,4 @@ class Client:
         async def call() -> Result:
             return await method(*arguments, **options)
 
-        return self._portal.call(call)
+        return self._thread.call(call)

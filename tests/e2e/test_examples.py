@@ -1,6 +1,7 @@
 """Every example trains: two steps of each on one fleet, with a model and problems that need no preparation."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(made: Path) -> Iterator[flotilla.Client]:
     with (
         pytest.MonkeyPatch.context() as environment,
-        running_fleet(made / "fleet", FLOTILLA_CODE_FOLDERS=str(EXAMPLES)) as fleet,
+        running_fleet(made / "fleet", FLOTILLA_CODE_FOLDERS=f"{EXAMPLES}{os.pathsep}{made}") as fleet,
     ):
         environment.setenv("FLOTILLA_GATEWAY_URL", fleet.url)
         environment.setenv("FLOTILLA_TOKEN", fleet.token)

@@ -14,7 +14,7 @@ from shared.client import GatewayClient
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS = 12
 TOLERANCE = 1e-5
@@ -103,7 +103,6 @@ async def test_two_ranks_are_killed_and_learn_what_one_learns(tmp_path: Path) ->
         assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
 
 
-@pytest.mark.long
 @pytest.mark.timeout(2400)
 async def test_a_rank_may_die_at_any_point(tmp_path: Path) -> None:
     curves = []

@@ -37,7 +37,7 @@ demo: install ## a fleet comes up, a model visibly learns, the result is shown, 
 # Three workers on two cores: fleets wait for leases and deadlines a third of the time.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --retry-failed-alone --durations=15
 
-test: install ## the whole test suite (about 12 minutes on two cores)
+test: install ## the whole test suite (about 15 minutes on two cores)
 	@$(PYTEST) -m "not long and not sglang"
 
 # SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).

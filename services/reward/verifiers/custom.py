@@ -2,9 +2,7 @@
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from pydantic import ValidationError
 
 from shared.config.reward import CustomConfig
 from shared.custom_code import describe, load_callable
+from shared.daemon_threads import on_daemon_thread
 from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
 
@@ -88,34 +87,5 @@ class CustomVerifier:
     async def _call(self, sample: GradingSample) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(sample)
-        value = await _in_thread(self._function, sample)
+        value = await on_daemon_thread(lambda: self._function(sample), "custom verifier")
         return await value if inspect.isawaitable(value) else value
-
-
-def _in_thread(function: GradingFunction, sample: GradingSample) -> "asyncio.Future[object]":
-    # Not an executor: its threads are joined at exit, where a function that hangs would keep the service from ending.
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[object] = loop.create_future()
-
-    def settle(value: object, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        value: object = None
-        failure: BaseException | None = None
-        try:
-            value = function(sample)
-        except StopIteration as error:  # a future refuses this one
-            failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:  # SystemExit too: it must not end the thread in silence
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        with suppress(RuntimeError):  # the loop is closed: the service has ended and nobody waits
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    threading.Thread(target=work, name="custom verifier", daemon=True).start()
-    return future

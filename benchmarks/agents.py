@@ -27,6 +27,7 @@ from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.routes import episodes_router
 from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
+from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.weights.version import VersionGate
 from shared.clock import SystemClock
 from shared.config.spec import ExperimentSpec
@@ -54,7 +55,7 @@ async def serve_rollout(arguments: argparse.Namespace) -> None:
     """Be the rollout; print its address."""
     plane, spec = MemoryDataPlane(), spec_of(arguments.turns)
     engine = engine_that(lambda _: REPLY, slots=1024, token_seconds=arguments.reply_seconds / len(REPLY))
-    template = ChatTemplate(CharacterTokenizer(), (END,))
+    template = ChatTemplate(ChatRenderer(CharacterTokenizer(), (END,)))
     prefix = lambda: f"{EXPERIMENT}.{arguments.service}"  # noqa: E731
     episodes = AgentEpisodes(engine, template, spec, plane.mailbox, prefix)
     gate = VersionGate()

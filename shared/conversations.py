@@ -41,8 +41,7 @@ def render(tokenizer: Any, template: PromptTemplate, messages: Sequence[Message]
     chat = [{"role": message.role, "content": message.content} for message in messages]
 
     def text(count: int, *, asks: bool) -> str:
-        options = {"tokenize": False, "add_generation_prompt": asks, **template.options}
-        return str(tokenizer.apply_chat_template(chat[:count], **options))
+        return template.render(tokenizer, chat[:count], opens=asks)
 
     whole, at = text(len(chat), asks=False), 0
     parts: list[tuple[str, bool]] = []

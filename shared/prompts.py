@@ -69,8 +69,17 @@ class PromptTemplate:
             text = "\n\n".join(message.content for message in messages)
             return tuple(tokenizer(text)["input_ids"])
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self.options)
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(tokenizer(self.render(tokenizer, chat), add_special_tokens=False)["input_ids"])
+
+    def render(self, tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, opens: bool = True, **options: Any) -> str:
+        """Render messages by the model's chat template; raises whatever that program raises.
+
+        Args:
+            opens: end with the beginning of the assistant's next message.
+            options: variables of the template, beside those of the spec.
+        """
+        variables = {**self.options, **options}
+        return str(tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=opens, **variables))
 
 
 @dataclass(frozen=True, slots=True)

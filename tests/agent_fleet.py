@@ -18,6 +18,7 @@ from services.rollout.agents.routes import episodes_router
 from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.weights.version import VersionGate
 from shared.clock import SystemClock
 from shared.config.spec import ExperimentSpec
@@ -70,7 +71,7 @@ class Rollout:
         self._name = name
         self.service_id = ""
         self.engine: ScriptedEngine = engine_that(fleet.writes, **fleet.engine)
-        template = ChatTemplate(CharacterTokenizer(), (END,))
+        template = ChatTemplate(ChatRenderer(CharacterTokenizer(), (END,)))
         prefix = lambda: f"{EXPERIMENT}.{self.service_id}"  # noqa: E731
         self.episodes = AgentEpisodes(self.engine, template, fleet.spec, fleet.plane.mailbox, prefix)
         self.gate = VersionGate()

@@ -136,7 +136,7 @@ class SessionOpener:
         )
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
-        agents = self._agents(spec, assignment, engine, renderer, template, tally) if spec.rollout.agents else None
+        agents = self._agents(spec, assignment, engine, renderer, tally) if spec.rollout.agents else None
         opened = await self._opened(spec, engine, endpoint, renderer, turns, tally)
         episodes = agents or opened.episodes
         recorder = None
@@ -167,10 +167,9 @@ class SessionOpener:
         assignment: Assignment,
         engine: Engine,
         renderer: ChatRenderer,
-        template: PromptTemplate,
         tally: SamplingTally,
     ) -> AgentEpisodes:
-        chat = ChatTemplate(renderer.tokenizer, renderer.stop_token_ids, template)
+        chat = ChatTemplate(renderer)
         experiment_id = assignment.experiment_id
         mailbox = RedisDataPlane(self.redis, experiment_id, Lane.TRAIN, self.streams).mailbox
         return AgentEpisodes(engine, chat, spec, mailbox, lambda: f"{experiment_id}.{self.service_id()}", tally)

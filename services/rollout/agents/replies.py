@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from services.rollout.agents.requests import ChatRequest, TextRequest
 from services.rollout.agents.template import Template
-from services.rollout.agents.tool_calls import parse_tool_calls
 from services.rollout.engines.base import Completion
+from services.rollout.tools.formats import ToolCall, split_calls
 from shared.schemas.trajectory import FinishReason
 
 PIECE_CHARACTERS: Final = 24
@@ -82,9 +82,9 @@ def chat_reply(
     message: dict[str, Any] = {"role": "assistant", "content": said}
     if request.tools and request.tool_choice != "none":
         names = {str((each.get("function") or {}).get("name")) for each in request.tools}
-        rest, calls = parse_tool_calls(said, names)
+        rest, calls = split_calls(said, names)
         if calls:
-            message = {**message, "content": rest or None, "tool_calls": [call.to_openai() for call in calls]}
+            message = {**message, "content": rest or None, "tool_calls": [_call(call) for call in calls]}
             finish = "tool_calls"
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
     if request.logprobs:
@@ -129,6 +129,11 @@ def text_reply(
         "usage": _usage(num_prompt, completion),
     }
     return Reply(body, text, None, request.stream_options.include_usage)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
 def _head(kind: str, what: str, model: str, episode_id: str) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from shared.errors import InvalidRequest
-from shared.prompts import PromptTemplate
+from services.rollout.episodes.rendering import ChatRenderer
+from shared.errors import InvalidRequest, ModelError
 from shared.schemas.task import Message
 
-MARK: Final = "flotilla-reply"
 ChatMessage = Mapping[str, Any]
 
 
@@ -48,24 +47,20 @@ class Template(Protocol):
 
 
 class ChatTemplate:
-    """The template of a Hugging Face tokenizer."""
+    """The template of a model, by the renderer of the fleet's own episodes."""
 
-    def __init__(
-        self, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), template: PromptTemplate | None = None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.stop_token_ids = stop_token_ids
-        self._template = template or PromptTemplate()
-        self._is_chat = bool(tokenizer.chat_template) and self._template.input_template is None
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self.stop_token_ids = renderer.stop_token_ids
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         """See ``Template.prompt``."""
-        if self._is_chat:
+        if self._renderer.is_chat:
             return self._render(messages, tools, opens=True)
         if tools:
             raise InvalidRequest("the model has no chat template, so it cannot be told of tools")
         plain = [Message(each["role"], each["content"]) for each in messages]
-        return self.text(self._template.token_ids(self._tokenizer, plain), with_special_tokens=True)
+        return self.text(self._renderer.prompt_ids(plain), with_special_tokens=True)
 
     def continuation(
         self,
@@ -88,30 +83,25 @@ class ChatTemplate:
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """See ``Template.token_ids``."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._renderer.token_ids(text)
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """See ``Template.text``."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special_tokens))
+        return self._renderer.text(token_ids, with_special_tokens=with_special_tokens)
 
     @functools.cached_property
     def _reply_end(self) -> str | None:
         """What the template puts behind a reply; None where there is no chat template."""
-        if not self._is_chat:
+        if not self._renderer.is_chat:
             return None
-        exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        return self._render(exchange, (), opens=False).rpartition(MARK)[2]
+        try:
+            return self._renderer.behind_answer((), opens=False)
+        except ModelError as error:
+            raise InvalidRequest(error.detail) from error
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], *, opens: bool) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=opens,
-                **self._template.options,
-            )
+            return self._renderer.render(messages, tools, opens=opens)
         except Exception as error:
             # A template is a program of the model's maker: it says by any error what it does not take.
             raise InvalidRequest(f"the model's chat template does not take these messages: {error}"[:500]) from error
-        return str(rendered)

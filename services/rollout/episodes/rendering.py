@@ -78,9 +78,9 @@ class ChatRenderer:
         return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template)
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, for who renders by other means."""
-        return self._tokenizer
+    def is_chat(self) -> bool:
+        """Whether prompts are rendered by a chat template."""
+        return bool(self._tokenizer.chat_template) and self._template.input_template is None
 
     def special_tokens(self) -> SpecialTokens:
         """Describe the tokenizer's special tokens."""
@@ -96,13 +96,13 @@ class ChatRenderer:
         The template never sees what was sampled: it renders a mark in its place, and only what is behind the mark is
         made tokens. That begins with the special token that ends a message, where no tokenizer joins two texts.
         """
-        tail = self._behind_mark(messages)
+        tail = self.behind_answer(messages)
         closing = self._closing
         if closing is None:
-            return tuple(self._tokenizer(tail, add_special_tokens=False)["input_ids"])
+            return self.token_ids(tail)
         token, text = closing
         at = tail.find(text)
-        ids = tuple(self._tokenizer(tail[at:], add_special_tokens=False)["input_ids"]) if at >= 0 else ()
+        ids = self.token_ids(tail[at:]) if at >= 0 else ()
         # Some tokenizers put a mark of their own before every text.
         start = next((place for place, each in enumerate(ids[:2]) if each == token), None)
         if start is None:
@@ -120,17 +120,27 @@ class ChatRenderer:
             raise ModelError("data.input_template has no messages, so that a turn cannot follow another: remove it")
         self.continuation_ids([message], -1)
 
-    def _behind_mark(self, messages: Sequence[Message]) -> str:
-        chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        chat += [{"role": each.role, "content": each.content} for each in messages]
+    def render(
+        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, opens: bool = True
+    ) -> str:
+        """Render messages of any kind by the chat template, with no other tools than these; see ``PromptTemplate``."""
+        return self._template.render(self._tokenizer, chat, opens=opens, tools=list(tools) or None)
+
+    def behind_answer(self, messages: Sequence[Message], *, opens: bool = True) -> str:
+        """Render what the template puts behind an answer: its end, and then these messages.
+
+        Raises:
+            ModelError: the template does not take it, or does not show earlier answers.
+        """
         if not self._tokenizer.chat_template:
             return "".join(f"\n\n{each.content}" for each in messages)
-        options = {name: value for name, value in self._template.options.items() if name != "tools"}
+        chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        chat += [{"role": each.role, "content": each.content} for each in messages]
         try:
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
+            text = self.render(chat, opens=opens)
         except Exception as error:  # whatever a template raises: it is the model's own code
             raise ModelError(f"the chat template cannot go on behind an answer: {error}") from error
-        _, mark, tail = str(text).partition(MARK)
+        _, mark, tail = text.partition(MARK)
         if not mark:
             raise ModelError("the chat template leaves the assistant's earlier answers out")
         return tail
@@ -140,7 +150,7 @@ class ChatRenderer:
         """The token that ends the assistant's message in the template, and its text; None without a template."""
         if not self._tokenizer.chat_template:
             return None
-        tail = self._behind_mark([Message("user", ".")])
+        tail = self.behind_answer([Message("user", ".")])
         found = []
         for token in self.stop_token_ids:
             text = str(self._tokenizer.decode([token]))
@@ -150,6 +160,10 @@ class ChatRenderer:
             raise ModelError("the chat template ends the assistant's message with none of the model's end tokens")
         _, token, text = min(found)
         return token, text
+
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """Tokenise a text that special tokens may be in."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""

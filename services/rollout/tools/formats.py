@@ -7,7 +7,7 @@ separated by ``;``. What looks like a call and cannot be read is told to the pol
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from services.rollout.environments.base import without_thought
 from shared.config.episodes import ToolFormat
 
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
+MAX_SPLIT: Final = 64
 CALL: Final = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
 
 
@@ -36,6 +37,26 @@ class ToolCall:
 def read_calls(text: str, form: ToolFormat) -> list[ToolCall]:
     """Find the calls in an answer, in their order; none in one that only speaks. ``text`` has special tokens in it."""
     return _READERS[form](without_thought(text))
+
+
+def split_calls(text: str, offered: Collection[str]) -> tuple[str, list[ToolCall]]:
+    """Split an answer in the hermes form into what it says, thoughts included, and its calls.
+
+    What cannot be read stays text, and so does a call of a tool that was not offered: an agent from outside sees what
+    the policy wrote, and may tell it so.
+    """
+    calls: list[ToolCall] = []
+
+    def taken(found: re.Match[str]) -> str:
+        call = _read(found.group(1), "arguments")
+        if call.problem is not None or call.name not in offered or len(calls) == MAX_SPLIT:
+            return found.group()
+        calls.append(call)
+        return ""
+
+    spoken = without_thought(text)
+    rest = text.removesuffix(spoken) + CALL.sub(taken, spoken)
+    return (rest.strip() if calls else text), calls
 
 
 def role_of_results(form: ToolFormat) -> str:

@@ -88,7 +88,7 @@ def simulate(name: str, num_turns: int, seed: int) -> tuple[int, int]:
 def test_turns_follow_each_other_without_a_token_made_twice(name: str) -> None:
     changed, played = simulate(name, 300, seed=1)
 
-    assert changed > played // 4, "rendering it all again would change what was sampled: the test can tell"
+    assert changed > played // 10, "rendering it all again would change what was sampled: the test can tell"
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_ten_thousand_turns_follow_each_other_without_a_token_made_twice(name: s
     changed, played = simulate(name, 10_000, seed=2)
 
     assert played >= 10_000
-    assert changed > played // 4
+    assert changed > played // 10
 
 
 def test_tool_results_follow_an_answer_as_one_message() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from services.rollout.agents.conversation import TooManyBranches
 from services.rollout.agents.episode import Asked, ContextTooLong, Episode, LimitReached
-from services.rollout.agents.tool_calls import parse_tool_calls
 from services.rollout.engines.scripted import log_prob_of
+from services.rollout.tools.formats import split_calls
 from shared.errors import InvalidRequest
 from shared.schemas.trajectory import FinishReason, Trajectory
 from shared.testing.characters import END, CharacterTokenizer
@@ -153,11 +153,12 @@ async def test_tools_are_shown_called_and_answered_in_one_trajectory() -> None:
         ("<tool_call>{not json}</tool_call>", 0),
         ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', 0),
         ('<tool_call>{"name": "add"}</tool_call>', 1),
+        (f"<think>{CALL}</think>no", 0),
         ("plain", 0),
     ],
 )
 def test_what_is_no_call_stays_text(text: str, calls: int) -> None:
-    rest, found = parse_tool_calls(text, {"add"})
+    rest, found = split_calls(text, {"add"})
 
     assert len(found) == calls
     assert rest == ("" if calls else text)

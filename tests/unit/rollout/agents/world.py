@@ -11,6 +11,7 @@ from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.weights.version import VersionGate
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
@@ -67,7 +68,7 @@ class World:
         self.spec = spec or a_spec()
         self.seconds = 1000.0
         self.tokenizer = tokenizer or CharacterTokenizer()
-        self.template = ChatTemplate(self.tokenizer, (END,))
+        self.template = ChatTemplate(ChatRenderer(self.tokenizer, (END,)))
         self.engine = engine_that(writes, **engine)
         self.plane = MemoryDataPlane(clock=lambda: self.seconds)
         self.episodes = AgentEpisodes(

@@ -5,9 +5,11 @@ import contextlib
 import errno
 import json
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -19,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.connections import connections
+from shared.connections import ConnectionLimits, connections
 from shared.errors import FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
@@ -29,9 +31,8 @@ log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 SHUTDOWN_SECONDS = 3
-MAX_CONNECTIONS = 4096
-"""Connections beyond that are answered 503."""
-MAX_HEAD_BYTES = 64 * 1024
+OTHER_FILES = 256
+"""What is left of a process's open files for all that is no connection of a caller's."""
 
 Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
 """What an app does before it ends, when there is time for it."""
@@ -78,25 +79,41 @@ def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) ->
     asyncio.run(_serve(app, listening, leave))
 
 
-def config_of(app: ASGIApp) -> uvicorn.Config:
+def config_of(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.Config:
     """Make the settings of a server that logs through us, and leaves lifespan and signals to ``serve``."""
+    limits = limits or ConnectionLimits()
     return uvicorn.Config(
         app,
-        http=connections(),
+        http=connections(limits),
         log_config=None,
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=limits.idle_seconds,
+        limit_concurrency=limits.connections,
         server_header=False,
     )
+
+
+def possible_limits() -> ConnectionLimits:
+    """Allow this process as many open files as it may have, and no more connections than it has files for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    usual = ConnectionLimits()
+    wanted = usual.connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            most = max(soft - OTHER_FILES, soft // 2)
+            return replace(usual, connections=most, per_address=most * usual.per_address // usual.connections)
+    return usual
 
 
 async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
     faults = armed()
     opened: dict[str, Any] = {}
-    config = config_of(_with_state(app if faults is None else FaultyApp(app, faults, problem_response), opened))
+    guarded = app if faults is None else FaultyApp(app, faults, problem_response)
+    config = config_of(_with_state(guarded, opened), possible_limits())
     server = uvicorn.Server(config)
 
     leaving: asyncio.Task[None] | None = None

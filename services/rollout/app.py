@@ -7,9 +7,10 @@ from typing import Protocol
 from fastapi import FastAPI, Request
 
 from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.routes import episodes_router
+from services.rollout.agents.routes import MAX_BODY_BYTES, episodes_router
 from services.rollout.state import RolloutState, open_state
 from shared.credentials import Credentials
+from shared.gatekeeper import Gatekeeper
 from shared.service_app import create_service_app
 from shared.settings import ServiceSettings
 
@@ -34,6 +35,8 @@ def create_app(
     lets_in = Credentials(settings.token) if credentials is None else credentials
     app = create_service_app("Flotilla rollout", partial(open_state, settings, address, lets_in))
     app.include_router(episodes_router(_agents, lets_in.accepts))
+    # Bodies are read before a route is asked: nobody else's are.
+    app.add_middleware(Gatekeeper, credentials=lets_in, max_bytes=MAX_BODY_BYTES)
     return app
 
 

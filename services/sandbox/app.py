@@ -5,11 +5,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.sandbox.gatekeeper import Gatekeeper
 from services.sandbox.routes import health, run_code
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
 from shared.credentials import Credentials
+from shared.gatekeeper import Gatekeeper
 from shared.serving import add_problem_handlers
 
 OpenState = Callable[[SandboxSettings], AbstractAsyncContextManager[SandboxState]]

@@ -5,7 +5,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,24 @@ async def test_nobody_but_operators_changes_an_experiment_and_nobody_without_a_t
         # Beginning an episode is what an agent is for: it changes nothing of the experiment.
         allowed = ["POST /v1/experiments/{experiment_id}/episodes"] if column == "agent" else []
         assert changed == allowed, column
+
+
+async def test_no_service_reads_a_body_of_nobody() -> None:
+    gateway = a_gateway(token=OPERATOR)
+    read: list[str] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append("read")
+        yield b"{}"
+
+    for kind, app in services(gateway).items():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        routes = [(method, path) for path, methods in app.openapi()["paths"].items() for method in methods]
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            for method, path in routes:
+                if method.upper() not in {"GET", "HEAD"}:
+                    answer = await client.request(method, path, content=body())
+                    assert (answer.status_code, read) == (401, []), (kind, path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 import httpx
 import pytest
 
-from services.sandbox.gatekeeper import Gatekeeper
 from shared.credentials import Credentials
+from shared.gatekeeper import Gatekeeper
 
 TOKEN = "the right token"
 
@@ -57,3 +57,25 @@ async def test_a_body_that_is_too_large_is_refused(is_streamed: bool) -> None:
         reply = await client.post("/x", headers={"Authorization": f"Bearer {TOKEN}"}, content=content)
 
     assert (reply.status_code, reply.json()["code"]) == (413, "request_too_large")
+
+
+async def test_a_body_that_breaks_off_reaches_nobody() -> None:
+    reached: list[object] = []
+
+    async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        reached.append(scope)
+
+    parts = iter([{"type": "http.request", "body": b"abc", "more_body": True}, {"type": "http.disconnect"}])
+    said: list[object] = []
+
+    async def receive():  # type: ignore[no-untyped-def]
+        return next(parts)
+
+    async def send(message) -> None:  # type: ignore[no-untyped-def]
+        said.append(message)
+
+    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": headers}
+    await Gatekeeper(app, credentials=Credentials(TOKEN), max_bytes=10)(scope, receive, send)
+
+    assert (reached, said) == ([], [])

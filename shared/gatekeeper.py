@@ -1,4 +1,4 @@
-"""What stands before the routes: nobody without the token makes the service work, nobody fills its memory."""
+"""What a service's requests pass before a route: nobody without the token makes it work, or fills its memory."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,6 +13,10 @@ class RequestTooLarge(InvalidRequest):
     """The body is larger than the service reads."""
 
     code, title, status = "request_too_large", "The request is too large", 413
+
+
+class _BrokenOff(Exception):
+    """The caller went before the whole body had come."""
 
 
 class Gatekeeper:
@@ -40,6 +44,8 @@ class Gatekeeper:
             if not self._credentials.accepts(authorization):
                 raise Unauthorized("this call needs the header `Authorization: Bearer TOKEN` with the right token")
             body = await self._read(headers.get(b"content-length", b""), receive)
+        except _BrokenOff:
+            return
         except FlotillaError as error:
             await problem_response(error)(scope, receive, send)
             return
@@ -52,7 +58,8 @@ class Gatekeeper:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return bytes(body)
+                # What arrived is not what was sent.
+                raise _BrokenOff
             body += message.get("body", b"")
             if len(body) > self._max_bytes:
                 raise RequestTooLarge(f"the body has more than {self._max_bytes} bytes")

@@ -1,0 +1,193 @@
+"""What one caller may take of a server: every service is served so. Raw sockets, deadlines made short."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from shared.connections import ConnectionLimits
+from shared.serving import bind, config_of
+from tests.unit.gateway.builders import until
+
+SHORT = ConnectionLimits(head_seconds=0.3, body_seconds=0.3, idle_seconds=1, unread_seconds=0.5)
+LONG_ENOUGH = 10.0
+WHOLE = b"GET /%s HTTP/1.1\r\nhost: h\r\n\r\n"
+
+
+class App:
+    """Notes the bodies that came whole; ``/slow`` waits to be told, ``/much`` and ``/more`` send what nobody reads."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.broken = self.waiting = 0
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.broken += 1
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.bodies.append(body)
+        if scope["path"] == "/slow":
+            self.waiting += 1
+            await self.may_answer.wait()
+        size = {"/much": 8 << 20, "/more": 256 << 20}.get(scope["path"], 2)
+        head = [(b"content-length", str(size).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        for start in range(0, size, 1 << 20):
+            piece = b"x" * min(1 << 20, size - start)
+            is_last = start + len(piece) == size
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+
+@asynccontextmanager
+async def served(limits: ConnectionLimits = SHORT) -> AsyncIterator[tuple[App, uvicorn.Server, int]]:
+    app, listening = App(), bind("127.0.0.1", 0)
+    server = uvicorn.Server(config_of(app, limits))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    await until(lambda: server.started)
+    try:
+        yield app, server, listening.getsockname()[1]
+    finally:
+        app.may_answer.set()
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def sent(port: int, *pieces: bytes, every: float = 0.0, again: bytes = b"") -> bytes:
+    """Send pieces, then one more over and over; return what the server says until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def send() -> None:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            while again:
+                await asyncio.sleep(every)
+                writer.write(again)
+                await writer.drain()
+
+    sending = asyncio.create_task(send())
+    answer = bytearray()
+    try:
+        async with asyncio.timeout(LONG_ENOUGH):
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(65536):
+                    answer += piece
+    finally:
+        sending.cancel()
+        writer.close()
+    return bytes(answer)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "again", "status"),
+    [
+        pytest.param((), b"", b"408", id="nothing"),
+        pytest.param((b"GET / HTTP/1.1\r\nhost: h\r\nx: ",), b"a", b"408", id="a byte of a header at a time"),
+        pytest.param((), b"\r\n", b"408", id="empty lines"),
+        pytest.param((b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 900\r\n\r\n",), b"a", b"408", id="slow body"),
+        pytest.param(
+            (b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n",),
+            b"1\r\na\r\n",
+            b"408",
+            id="endless chunks",
+        ),
+        pytest.param((b"GET / HTTP/1.1\r\nx: ",), b"a" * 8192, b"431", id="a header without an end"),
+        pytest.param((b"GET /",), b"a" * 8192, b"431", id="a path without an end"),
+        pytest.param(
+            (b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: a\r\n" % n for n in range(200)) + b"\r\n",),
+            b"",
+            b"431",
+            id="many headers",
+        ),
+        pytest.param((b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000 + b"\r\n\r\n",), b"", b"431", id="a large header"),
+        pytest.param((b"\x16\x03\x01\x00\xa5\x01\x00",), b"", b"400", id="no HTTP"),
+    ],
+)
+async def test_who_draws_a_request_out_or_makes_it_large_is_dropped(
+    pieces: tuple[bytes, ...], again: bytes, status: bytes
+) -> None:
+    async with served() as (app, server, port):
+        answer = await sent(port, *pieces, every=0.02, again=again)
+        await until(lambda: not server.server_state.connections)
+
+    assert answer.startswith(b"HTTP/1.1 " + status), answer
+    assert b"connection: close" in answer
+    assert app.bodies == [], "nothing of it was done"
+
+
+async def test_who_says_no_more_after_an_answer_is_dropped_and_so_is_a_second_request_that_is_drawn_out() -> None:
+    async with served() as (_, _, port):
+        idle = await sent(port, WHOLE % b"")
+        slow = await sent(port, WHOLE % b"", b"GET", every=0.05, again=b"a")
+
+    assert idle.startswith(b"HTTP/1.1 200") and idle.endswith(b"xx")
+    assert slow.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 40" in slow
+
+
+async def test_who_waits_for_an_answer_is_not_dropped() -> None:
+    async with served() as (app, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        # The second request waits in the connection while the first is answered.
+        writer.write(WHOLE % b"slow" + b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\nab")
+        await until(lambda: app.waiting == 1)
+        await asyncio.sleep(3 * SHORT.head_seconds)  # as long as nothing may be said elsewhere
+        app.may_answer.set()
+        async with asyncio.timeout(LONG_ENOUGH):
+            assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    assert app.bodies == [b"", b"ab"]
+
+
+@pytest.mark.parametrize(
+    "request_of", [WHOLE % b"more", WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") % b"much"]
+)
+async def test_who_does_not_read_an_answer_is_dropped(request_of: bytes) -> None:
+    async with served() as (app, server, port):
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(caller, ("127.0.0.1", port))
+            await asyncio.get_running_loop().sock_sendall(caller, request_of)
+            await until(lambda: len(app.bodies) == 1)
+            await until(lambda: not server.server_state.connections, seconds=LONG_ENOUGH)
+
+
+async def test_one_address_has_its_share_of_the_connections_only() -> None:
+    async with served(replace(SHORT, per_address=2, head_seconds=5)) as (_, server, port):
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await until(lambda: len(server.server_state.connections) == 2)
+        refused = await sent(port)
+        held[0][1].close()
+        await until(lambda: len(server.server_state.connections) == 1)
+        let_in = await sent(port, WHOLE % b"")
+        held[1][1].close()
+
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert let_in.startswith(b"HTTP/1.1 200")
+
+
+async def test_beyond_all_connections_requests_are_refused() -> None:
+    async with served(replace(SHORT, connections=2, head_seconds=5)) as (_, server, port):
+        _, held = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: len(server.server_state.connections) == 1)
+        refused = await sent(port, WHOLE % b"")
+        held.close()
+
+    assert refused.startswith(b"HTTP/1.1 503")

@@ -210,7 +210,7 @@ def add_problem_handlers(app: FastAPI) -> None:
             return problem_response(NotFound(f"there is no {request.method} {request.url.path}"))
         if error.status_code == MethodNotAllowed.status:
             allowed = ", ".join(_methods(app, request.url.path))
-            detail = f"{request.method} is not allowed on {request.url.path}, but {allowed}"
+            detail = f"{request.method} is not allowed on {request.url.path}; allowed: {allowed}"
             response = problem_response(MethodNotAllowed(detail, allowed=allowed))
             response.headers["Allow"] = allowed
             return response

@@ -272,10 +272,10 @@ def _add_imports(systems: "Commands") -> None:
         parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
         parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
         _import_options(parser, name)
-    text = "openrlhf: a launch script (.sh), or -- and the flags"
+    text = "openrlhf: a launch script (.sh) and its variables (NAME=VALUE), or -- and the flags"
     openrlhf = add_command(systems, "openrlhf", text, "import_file:import_file")
     _import_options(openrlhf, "openrlhf")
-    openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script (.sh), or -- and the flags")
+    openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script and NAME=VALUE, or -- and the flags")
     text = "Say what becomes of every parameter in lists of them (JSON)."
     parser = add_command(systems, "coverage", text, "import_file:show_coverage")
     parser.add_argument("directory", help="directory of the lists")

@@ -102,6 +102,20 @@ def read_script(
     return script
 
 
+def given_variables(pairs: Sequence[str], text: str, *, source: str) -> dict[str, str]:
+    """Find the variables of a script among ``KEY=VALUE`` of our command line: those without a dot.
+
+    Raises:
+        InvalidSpec: the script has no variable of that name.
+    """
+    split = (pair.partition("=") for pair in pairs)
+    fixed = {name: value for name, equals, value in split if equals and NAME.fullmatch(name)}
+    for name, value in fixed.items():
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise problem(name, value, f"{source} uses no variable of this name")
+    return fixed
+
+
 def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
     if words[0] in {"export", "declare", "local", "readonly"}:
         words = [word for word in words[1:] if not word.startswith("-")]

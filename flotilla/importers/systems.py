@@ -50,7 +50,7 @@ def read(
     Args:
         system: a name in ``SYSTEMS``.
         text: what the file holds.
-        overrides: ``KEY=VALUE`` from the command line; OpenRLHF has none.
+        overrides: ``KEY=VALUE`` from the command line; of OpenRLHF's scripts, variables alone.
         environment: for interpolations that read it.
         source: the file's name; its suffix tells scripts from YAML.
         beside: finds the files that YAML names in ``defaults``.
@@ -63,7 +63,7 @@ def read(
         return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)
     if system == "roll":
         return read_roll(text, overrides, environment, source=source, is_script=is_script, beside=beside)
-    return read_openrlhf_script(text, environment, source=source)
+    return read_openrlhf_script(text, overrides, environment, source=source)
 
 
 def system_of(system: str, given: Sequence[Given]) -> System:

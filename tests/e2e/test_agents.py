@@ -12,27 +12,21 @@ from typing import Any
 import pytest
 
 from shared.client import GatewayClient
-from tests.fleet import ROOT, running_fleet
+from tests.fleet import ROOT, RunningFleet, running_fleet
 
 NUM_STEPS = 20
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-async def begun(client: GatewayClient) -> str:
-    printed = subprocess.run(
-        [sys.executable, "-m", "flotilla", "prepare", "examples/agent/experiment.yaml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=True,
+def typed(fleet: RunningFleet, *words: str) -> str:
+    """Type a command of the example's page."""
+    environment = {**os.environ, "FLOTILLA_TOKEN": fleet.token, "FLOTILLA_GATEWAY_URL": fleet.url}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=700, env=environment
     )
-    spec = json.loads(printed.stdout)
-    spec["optimisation"]["steps"] = NUM_STEPS
-    created = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
-    await client.call("POST", f"/v1/experiments/{created['id']}/start", deadline_seconds=60)
-    return str(created["id"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 async def rewards_of(client: GatewayClient, experiment: str) -> list[float]:
@@ -50,22 +44,10 @@ async def rewards_of(client: GatewayClient, experiment: str) -> list[float]:
 def test_the_reward_of_agents_with_the_openai_client_rises(tmp_path: Path) -> None:
     async def run() -> None:
         with running_fleet(tmp_path) as fleet:
+            start = ("start", "examples/agent/experiment.yaml", "--set", f"optimisation.steps={NUM_STEPS}", "--json")
+            experiment = json.loads(typed(fleet, "-m", "flotilla", *start))["id"]
+            typed(fleet, "examples/agent/agent.py", experiment, "--parallel", "32")
             async with fleet.client() as client:
-                experiment = await begun(client)
-                agents = await asyncio.to_thread(
-                    subprocess.run,
-                    [sys.executable, "examples/agent/agent.py", experiment, "--parallel", "32"],
-                    cwd=ROOT,
-                    env={
-                        **os.environ,
-                        "FLOTILLA_TOKEN": client.token or "",
-                        "FLOTILLA_GATEWAY_URL": client.base_url,
-                    },
-                    capture_output=True,
-                    text=True,
-                    timeout=700,
-                )
-                assert agents.returncode == 0, agents.stdout + agents.stderr
                 rewards = await rewards_of(client, experiment)
                 ledger = await client.call("GET", f"/v1/experiments/{experiment}/ledger")
         assert len(rewards) == NUM_STEPS

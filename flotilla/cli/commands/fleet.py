@@ -55,6 +55,7 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
         raise Conflict(f"a fleet runs already with the data directory {data} (pid {running.pid})")
     log_path = _make_log(data)
     rest = [argument for argument in sys.argv[1:] if argument not in {"--detach", "-d"}]
+    console.print(f"a fleet starts; what it says is in {log_path}", markup=False)
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *python_module("flotilla", *rest),

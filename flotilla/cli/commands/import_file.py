@@ -42,10 +42,9 @@ async def import_file(arguments: argparse.Namespace) -> int:
 def _imported(arguments: argparse.Namespace) -> Imported:
     if arguments.system == "openrlhf":
         words = list(arguments.words)
-        is_script = len(words) == 1 and words[0].endswith(SCRIPTS)
         given = (
-            read("openrlhf", read_launch_text(Path(words[0])), (), os.environ, source=words[0])
-            if is_script
+            read("openrlhf", read_launch_text(Path(words[0])), words[1:], os.environ, source=words[0])
+            if words[0].endswith(SCRIPTS)
             else read_openrlhf(words)
         )
     else:

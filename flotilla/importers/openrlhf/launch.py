@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flotilla.importers.hydra import problem
-from flotilla.importers.shell import Command, read_script
+from flotilla.importers.shell import Command, given_variables, read_script
 from flotilla.importers.source import Given
 from shared.errors import InvalidSpec
 
@@ -66,13 +66,19 @@ def read_openrlhf(
     return program + [Given(_value(values), name, where, refusal=refusals.get(name)) for name, values in given.items()]
 
 
-def read_openrlhf_script(text: str, environment: Mapping[str, str], *, source: str) -> list[Given]:
-    """Read the flags that a launch script gives to OpenRLHF.
+def read_openrlhf_script(
+    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str
+) -> list[Given]:
+    """Read the flags that a launch script gives to OpenRLHF, with ``NAME=VALUE`` from the command line.
 
     Raises:
-        InvalidSpec: the script cannot be followed, or starts OpenRLHF not once.
+        InvalidSpec: the script cannot be followed, starts OpenRLHF not once, or has no variable of a name.
     """
-    script = read_script(text, {}, source=source, environment=environment)
+    fixed = given_variables(overrides, text, source=source)
+    other = next((pair for pair in overrides if pair.partition("=")[0] not in fixed), None)
+    if other is not None:
+        raise problem("command line", other, f"beside {source} there may be NAME=VALUE, for its variables")
+    script = read_script(text, fixed, source=source, environment=environment)
     started = [(command, found) for command in script.commands if (found := find_program(command.words))]
     known = [command for command, (module, _) in started if module == PPO]
     others = [command for command, (module, start) in started if OWN.fullmatch(module) or _has_model(command, start)]

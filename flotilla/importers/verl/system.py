@@ -1,14 +1,13 @@
 """verl as a system to import from, and how its launch files are read."""
 
-import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flotilla.importers.composition import Beside, Composition
-from flotilla.importers.hydra import apply_hydra_overrides, as_given, problem
+from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.parameter import UNSET, Inherit, ignored
-from flotilla.importers.shell import NAME, read_script
+from flotilla.importers.shell import given_variables, read_script
 from flotilla.importers.source import Given
 from flotilla.importers.system import System, make_system
 from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, trainer
@@ -68,11 +67,8 @@ def default_of(name: str) -> object:
 def _from_script(
     text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str, beside: Beside
 ) -> list[Given]:
-    fixed = dict(pair.split("=", 1) for pair in overrides if "=" in pair and NAME.fullmatch(pair.partition("=")[0]))
+    fixed = given_variables(overrides, text, source=source)
     dotted = [pair for pair in overrides if pair.partition("=")[0] not in fixed]
-    unused = next((name for name in fixed if not re.search(rf"\b{re.escape(name)}\b", text)), None)
-    if unused is not None:
-        raise problem(unused, fixed[unused], f"{source} uses no variable of this name")
     script = read_script(text, fixed, source=source, environment=environment)
     found = launch.find_launch(script, source)
     if found is None:  # a fragment without a command: its variables are all that there is

@@ -255,6 +255,11 @@ ELSEWHERE: Final = {
         "tests/integration/examples/test_arithmetic_prepare.py",
     ("examples/continue_a_run/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
     ("examples/agent/README.md", "flotilla up --detach"): "as on docs/continue.md",
+    ("examples/agent/README.md", "flotilla start examples/agent/experiment.yaml"): "tests/e2e/test_agents.py",
+    ("examples/agent/README.md", "python examples/agent/agent.py EXPERIMENT --parallel 32"): "tests/e2e/test_agents.py",
+    ("examples/frozen_lake/README.md", "flotilla run examples/frozen_lake/experiment.yaml"):
+        "tests/e2e/test_frozen_lake.py",
+    ("examples/frozen_lake/README.md", "flotilla show runs/frozen_lake --best"): "tests/e2e/test_frozen_lake.py",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):
@@ -267,10 +272,7 @@ ELSEWHERE: Final = {
 """Lines, by page and beginning, that other tests run."""
 
 NOT_HERE: Final = {
-    ("examples/agent/README.md", "flotilla start"): "it waits for an agent, which needs a package of another maker",
-    ("examples/agent/README.md", "pip install openai"): "a package of another maker, for this example alone",
-    ("examples/agent/README.md", "python examples/agent/agent.py"): "it needs that package",
-    ("examples/frozen_lake/README.md", "flotilla"): "it takes ten minutes and more to learn: run by hand",
+    ("examples/agent/README.md", "pip install openai"): "pyproject.toml: the tests' own packages have it",
     ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
     ("README.md", "docker compose"): "Docker is not on the machines of the tests",
     ("docs/containers.md", ""): "Docker is not on the machines of the tests; tests/contract/test_compose.py reads it",

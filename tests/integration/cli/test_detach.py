@@ -63,4 +63,6 @@ async def test_it_names_the_command_that_ends_this_fleet(
     child.kill()
     child.wait(10)
     assert code == 0
-    assert f"`flotilla down --data '{data}'` ends it" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"`flotilla down --data '{data}'` ends it" in said
+    assert said.startswith(f"a fleet starts; what it says is in {data / 'logs' / 'fleet.log'}\n")

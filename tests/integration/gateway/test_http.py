@@ -450,7 +450,7 @@ async def test_unknown_paths_and_methods_are_problems(url: str) -> None:
     assert {name: wrong.json()[name] for name in ("status", "code", "detail")} == {
         "status": 405,
         "code": "method_not_allowed",
-        "detail": "PUT is not allowed on /v1/experiments, but GET, POST",
+        "detail": "PUT is not allowed on /v1/experiments; allowed: GET, POST",
     }
 
 

@@ -1,8 +1,10 @@
 """OpenRLHF's programs: the one that trains by reinforcement is read, whole; others are refused by name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build, look_up
@@ -45,6 +47,26 @@ def test_the_trainer_is_read_whatever_starts_it(program: str) -> None:
 
     assert found.may_run(), found.report.render()
     assert field(found, "rollout.group_size") == 4
+
+
+@pytest.mark.parametrize(
+    "words", [["--rows", "100000", "MODEL=models/q"], ["MODEL=models/q", "--rows", "100000"]], ids=" ".join
+)
+def test_variables_of_a_script_are_given_on_the_command_line(words: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"python3 -m {PPO} {FLAGS.replace('--pretrain m', '--pretrain $MODEL')}\n")
+    output = tmp_path / "spec.yaml"
+
+    assert main(["import", "openrlhf", str(script), *words, "--output", str(output)]) == 0
+    assert yaml.safe_load(output.read_text())["model"]["path"] == "models/q"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"), [("OTHER=1", "uses no variable of this name"), ("--seed=3", "there may be NAME=VALUE")]
+)
+def test_what_is_no_variable_of_the_script_is_a_message(word: str, message: str) -> None:
+    with pytest.raises(InvalidSpec, match=message):
+        read("openrlhf", f"MODEL=m\npython3 -m {PPO} {FLAGS}\n", [word], {}, source="run.sh")
 
 
 @pytest.mark.parametrize("value", ["openrlhf_train_ppo", "ckpt/train_ppo", "train_ppo_ray.py", PPO])

@@ -17,10 +17,12 @@ from services.reward.service import RewardService
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
 from shared.client import GatewayClient
+from shared.config.reward_model import RewardModelConfig
 from shared.config.spec import ExperimentSpec
 from shared.credentials import Credentials
 from shared.errors import Unavailable
 from shared.membership import Membership
+from shared.model_hub import fetched
 from shared.places import read_places
 from shared.samples.recorder import SampleRecorder
 from shared.schemas.experiment import Page
@@ -81,10 +83,14 @@ class SessionOpener:
         """Build the verifier and open the hops.
 
         Raises:
-            InvalidSpec: a custom function cannot be loaded.
+            InvalidSpec: a custom function or a reward model cannot be loaded.
+            ModelError: the hub does not give a reward model.
             Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
         sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
+        for component in spec.reward.components:
+            if isinstance(component, RewardModelConfig):
+                await fetched(component.model)
         streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
         surroundings = Surroundings(
             experiment=assignment.experiment_id,

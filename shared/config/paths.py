@@ -18,8 +18,8 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
     made there later, does not begin with it.
 
-    URLs stay. A custom verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a
-    custom dataset's ``path.py:Class``, and an environment or a tool in a file.
+    So it is with a reward model's path. URLs stay. A custom verifier's ``path.py:function`` counts as a path, in
+    ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``, and an environment or a tool in a file.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
@@ -39,6 +39,7 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         # Without a slash it names an experiment.
         _resolve_path(checkpoint, "resume_from", folder)
     _resolve_functions(resolved.get("reward"), folder)
+    _resolve_reward_models(resolved.get("reward"), folder, made)
     rollout = resolved.get("rollout")
     _resolve_episodes(rollout.get("episodes") if isinstance(rollout, dict) else None, folder)
     tracking = resolved.get("tracking")
@@ -68,6 +69,14 @@ def _absolute(path: str, folder: Path) -> str:
         return str(folder / Path(path).expanduser())
     except RuntimeError:
         return str(folder / path)
+
+
+def _resolve_reward_models(reward: Any, folder: Path, made: str) -> None:
+    components = reward.get("components") if isinstance(reward, dict) else None
+    for each in components if isinstance(components, list) else []:
+        is_model = isinstance(each, dict) and each.get("kind") == "reward_model"
+        if is_model and not _names_hub(each, folder, made):
+            _resolve_path(each, "path", folder)
 
 
 def _resolve_episodes(episodes: Any, folder: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, model_validator
 from shared.config.base import Config
 from shared.config.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
 from shared.config.judge import JudgeConfig
+from shared.config.reward_model import RewardModelConfig
 from shared.config.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
 
@@ -238,6 +239,7 @@ Component = Annotated[
     | EnvironmentRewardConfig
     | AgentRewardConfig
     | JudgeConfig
+    | RewardModelConfig
     | RemoteConfig,
     Field(discriminator="kind"),
 ]

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "rollout", "trainer", "reward", "sandbox")
 TORCH = {"torch", "transformers", "safetensors"}
-MAY_IMPORT_TORCH = ("services/trainer/", "services/rollout/", "shared/weights/")
+MAY_IMPORT_TORCH = ("services/trainer/", "services/rollout/", "services/reward/scoring/", "shared/weights/")
 
 
 def modules() -> list[Path]:

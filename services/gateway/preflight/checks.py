@@ -9,7 +9,9 @@ from services.gateway.datasets.finished import check_rows
 from services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import DataConfig, RowsConfig, is_url
+from shared.config.model import ModelConfig
 from shared.config.reward import CustomConfig, VerlDefaultConfig
+from shared.config.reward_model import RewardModelConfig
 from shared.config.spec import ExperimentSpec
 from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from shared.config.verl_sources import first_not_graded
@@ -30,6 +32,8 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
+        if isinstance(component, RewardModelConfig) and not component.model.is_hub_name:
+            paths[f"reward.components.{number}.path"] = component.path
     paths |= files_of(spec.rollout.episodes)
     for number, tracker in enumerate(spec.tracking.trackers):
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
@@ -76,33 +80,56 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
 
 
 def check_model(spec: ExperimentSpec) -> None:
-    """Check that the model's directory is there and holds a model; of a hub's model, config and tokenizer are fetched.
+    """Check that the directories of all models are there; of a hub's model, config and tokenizer are fetched.
 
     Raises:
-        ModelError: it is missing, or has no readable config.json; or the hub does not give it.
+        ModelError: one is missing, or has no readable config.json; or the hub does not give it.
     """
-    if spec.model.is_hub_name and not has_config(spec.model):
-        fetch_small(spec.model)
-    directory = model_directory(spec.model)
+    for field, model in models_of(spec).items():
+        _check_model(field, model)
+
+
+def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
+    """List the models of a spec by the dotted field of their path: the one that is trained, and reward models."""
+    models = {"model.path": spec.model}
+    for number, component in enumerate(spec.reward.components):
+        if isinstance(component, RewardModelConfig):
+            models[f"reward.components.{number}.path"] = component.model
+    return models
+
+
+def _check_model(field: str, model: ModelConfig) -> None:
+    if model.is_hub_name and not has_config(model):
+        fetch_small(model)
+    directory = model_directory(model)
     if not directory.is_dir():
-        raise ModelError(f"model.path: there is no directory {directory}", path=str(directory))
+        raise ModelError(f"{field}: there is no directory {directory}", path=str(directory), field=field)
     try:
         (directory / "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"model.path: cannot read config.json in {directory}: {error}", path=str(directory)) from None
+        detail = f"{field}: cannot read config.json in {directory}: {error}"
+        raise ModelError(detail, path=str(directory), field=field) from None
 
 
 def pinned(spec: ExperimentSpec) -> ExperimentSpec:
-    """Replace the revision of a hub's model by its commit, so that every service loads the same files at any time.
+    """Replace revisions of the hub's models by commits, so that every service loads the same files at any time.
 
     Raises:
         ModelError: there is no such model or revision, the hub refuses it or cannot be reached.
     """
-    model = spec.model
+    components = tuple(
+        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, RewardModelConfig) else each
+        for each in spec.reward.components
+    )
+    model = spec.model.model_copy(update={"revision": _commit_of(spec.model)})
+    return spec.model_copy(update={"model": model, "reward": spec.reward.model_copy(update={"components": components})})
+
+
+def _commit_of(model: ModelConfig) -> str | None:
+    """Find the commit of a hub's model; the revision as it is where it is one, or where the model is a directory."""
     if not model.is_hub_name or COMMIT.fullmatch(model.revision or ""):
-        return spec
-    commit = fetch_small(model)
-    return spec.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+        return model.revision
+    return fetch_small(model)
 
 
 def check_functions(spec: ExperimentSpec) -> None:
@@ -112,7 +139,7 @@ def check_functions(spec: ExperimentSpec) -> None:
         DataError: one is missing.
     """
     for field, path in paths_of(spec).items():
-        if field.startswith("reward.") and not Path(path).is_file():
+        if field.startswith("reward.") and field not in models_of(spec) and not Path(path).is_file():
             raise DataError(f"{field}: there is no file {path}", path=path, field=field)
 
 

@@ -20,6 +20,7 @@ from services.reward.verifiers.format import FormatVerifier
 from services.reward.verifiers.judge import JudgeVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
+from services.reward.verifiers.reward_model import RewardModelVerifier
 from services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
 from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from shared.config.judge import JudgeConfig
@@ -40,7 +41,9 @@ from shared.config.reward import (
     RewardConfig,
     VerlDefaultConfig,
 )
+from shared.config.reward_model import RewardModelConfig
 from shared.errors import InvalidSpec
+from shared.model_hub import model_directory
 from shared.places import Places
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import GradeStatus
@@ -83,6 +86,7 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
 
     Raises:
         InvalidSpec: a custom file cannot be loaded, a secret is not set, or there is no sandbox to run code.
+        ModelError: a hub's reward model is not on this machine.
     """
     match config:
         case ExactConfig():
@@ -113,6 +117,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case JudgeConfig():
             key = _secret(config.api_key_env, "api_key_env", surroundings)
             return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)
+        case RewardModelConfig():
+            return RewardModelVerifier(config, model_directory(config.model))
         case AgentRewardConfig():
             if surroundings.mailbox is None:
                 raise InvalidSpec("a reward component of kind agent needs the data plane of an experiment")
@@ -172,11 +178,11 @@ class CombinedVerifier:
         """Start what is to be ready before the first sample.
 
         Raises:
-            InvalidSpec: a custom function cannot be loaded.
+            InvalidSpec: a custom function or a reward model cannot be loaded.
             GradingFailed: a process did not start.
         """
         for _, verifier in self._parts:
-            if isinstance(verifier, CustomProcessVerifier):
+            if isinstance(verifier, CustomProcessVerifier | RewardModelVerifier):
                 await verifier.start()
 
     async def aclose(self) -> None:

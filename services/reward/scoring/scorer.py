@@ -1,0 +1,205 @@
+"""A sequence classifier with one output, and what it says of texts."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from shared.config.reward_model import RewardModelConfig, ScoreNormalisation
+from shared.conversations import ASSISTANT, render
+from shared.errors import ModelError
+from shared.model_files import check_directory
+from shared.prompts import PromptTemplate
+from shared.schemas.task import Message
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEAD = "score"
+"""What transformers calls the head of its decoders' classifiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of one text: a score, or why there is none."""
+
+    score: float | None
+    num_tokens: int = 0
+    reason: str | None = None
+
+
+class Scorer:
+    """Scores conversations by the model's head at the last token.
+
+    Args:
+        config: the component's section.
+        directory: of the model's files.
+
+    Raises:
+        ModelError: the model cannot be loaded, has not one output, or lacks what the section asks of it.
+    """
+
+    def __init__(self, config: RewardModelConfig, directory: Path) -> None:
+        check_directory(directory)
+        self._config = config
+        try:
+            self._device = torch.device(config.device)
+            torch.empty(1, device=self._device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"device {config.device} cannot be used: {_first_line(error)}") from error
+        self._tokenizer = _tokenizer(directory)
+        if config.template is not None:
+            self._tokenizer.chat_template = config.template
+        self._model = _load(directory, DTYPES[config.dtype]).to(self._device).eval()
+        self._mean, self._std = _normalisation(config.normalise, directory)
+
+    def score(self, texts: Sequence[Mapping[str, Any]]) -> list[Scored]:
+        """Score each text.
+
+        Args:
+            texts: each with ``messages``, the last one the assistant's, or with ``prompt`` and ``response``.
+        """
+        rows = [self._tokens(each) for each in texts]
+        found = [row if isinstance(row, Scored) else None for row in rows]
+        fitting = [number for number, row in enumerate(rows) if not isinstance(row, Scored)]
+        for numbers in self._batches(fitting, [len(row) if isinstance(row, list) else 0 for row in rows]):
+            chosen = [row for number in numbers if isinstance(row := rows[number], list)]
+            for number, value, row in zip(numbers, self._forward(chosen), chosen, strict=True):
+                found[number] = self._scored(value, len(row))
+        return [each for each in found if each is not None]
+
+    def _scored(self, value: float, num_tokens: int) -> Scored:
+        if not math.isfinite(value):
+            return Scored(None, num_tokens, "the reward model's score is not a number")
+        return Scored((value - self._mean) / self._std, num_tokens)
+
+    def _tokens(self, text: Mapping[str, Any]) -> list[int] | Scored:
+        try:
+            token_ids = self._rendered(text)
+        except Exception as error:  # a chat template raises what it likes
+            return Scored(None, 0, f"the reward model's template refuses the conversation: {_first_line(error)}")
+        limit = self._config.max_tokens
+        if len(token_ids) > limit and self._config.overlong == "error":
+            return Scored(None, len(token_ids), f"{len(token_ids)} tokens are more than max_tokens, which is {limit}")
+        return token_ids[-limit:] if token_ids else Scored(None, 0, "there is not one token to score")
+
+    def _rendered(self, text: Mapping[str, Any]) -> list[int]:
+        tokenizer, end = self._tokenizer, self._tokenizer.eos_token_id
+        messages = [Message(**each) for each in text["messages"]]
+        if messages and tokenizer.chat_template:
+            try:
+                # What a job of kind `reward_model` was trained on: up to the end of the assistant's turn.
+                rendered = render(tokenizer, PromptTemplate(), messages, len(messages) - 1)
+            except ValueError:
+                chat = [{"role": each.role, "content": each.content} for each in messages]
+                whole = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
+                ids = list(tokenizer(whole, add_special_tokens=False)["input_ids"])
+            else:
+                last = max(number for number, is_learned in enumerate(rendered.loss_mask) if is_learned)
+                ids = list(rendered.token_ids[: last + 1])
+            return ids if end is None or (ids and ids[-1] in tokenizer.all_special_ids) else [*ids, end]
+        if messages:
+            ids = list(PromptTemplate().token_ids(tokenizer, messages[:-1]))
+        else:
+            ids = list(tokenizer(text["prompt"], add_special_tokens=False)["input_ids"])
+        answer = messages[-1].content if messages else text["response"]
+        assert not messages or messages[-1].role == ASSISTANT
+        return [*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], *([] if end is None else [end])]
+
+    def _batches(self, numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Cut into batches whose padded size stays within the budget; those of like lengths together."""
+        batch: list[int] = []
+        for number in sorted(numbers, key=lambda number: lengths[number]):
+            if batch and lengths[number] * (len(batch) + 1) > self._config.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        longest = max(map(len, rows))
+        ids = torch.zeros((len(rows), longest), dtype=torch.long)
+        mask = torch.zeros((len(rows), longest), dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        last = mask.sum(1) - 1
+        scores = self._scores(ids.to(self._device), mask.to(self._device), last.to(self._device))
+        return [float(each) for each in scores.float().cpu()]
+
+    def _scores(self, ids: Tensor, mask: Tensor, last: Tensor) -> Tensor:
+        """Compute one score per row [B]: by a decoder's head at the last token, else as the classifier does itself.
+
+        A decoder's classifier looks for the last token that is no padding token, which misses an end that is one.
+        """
+        head = getattr(self._model, HEAD, None)
+        if not isinstance(head, nn.Module):
+            found: Tensor = self._model(input_ids=ids, attention_mask=mask).logits
+            return found[:, 0]
+        hidden = self._model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state  # type: ignore[operator]
+        chosen: Tensor = head(hidden[torch.arange(len(last), device=last.device), last])
+        return chosen[:, 0]
+
+
+def _tokenizer(directory: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    # A config that contradicts itself raises an error of the hub's library, which derives from Exception.
+    except Exception as error:
+        raise ModelError(f"{directory}: no tokenizer can be loaded: {_first_line(error)}") from error
+
+
+def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
+    kind: Any = AutoModelForSequenceClassification
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, num_labels=1)
+        model, report = kind.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
+        )
+    except MemoryError:
+        raise
+    # transformers raises whatever a broken file leads to, safetensors an error of its own that derives from Exception.
+    except Exception as error:
+        raise ModelError(f"{directory}: the reward model cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(map(str, report.get("missing_keys") or ()))
+    if missing:
+        raise ModelError(
+            f"{directory}: the weights lack {len(missing)} tensors of a sequence classifier, such as {missing[0]}: is "
+            "this a reward model?"
+        )
+    mismatched = sorted(str(entry) for entry in report.get("mismatched_keys") or ())
+    if mismatched:
+        raise ModelError(f"{directory}: the model has not one output: {mismatched[0]}")
+    loaded: nn.Module = model
+    return loaded
+
+
+def _normalisation(wanted: ScoreNormalisation | str | None, directory: Path) -> tuple[float, float]:
+    if wanted is None:
+        return 0.0, 1.0
+    if isinstance(wanted, ScoreNormalisation):
+        return wanted.mean, wanted.std
+    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    mean, std = stored.get("mean"), stored.get("std")
+    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+        raise ModelError(
+            f"{directory / 'config.json'} has no `mean` and `std` to normalise by: give numbers as normalise, or null"
+        )
+    return float(mean), float(std)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,246 @@
+"""A reward model in a process of its own, which has torch and knows no secret of the service.
+
+Samples of all groups that wait go to it in batches. A process that dies, or takes too long, is started again, and gets
+its batch again: until then samples wait. Only a batch on which it died several times is given up, as errors, never as
+zeros.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config.reward_model import RewardModelConfig
+from shared.errors import FlotillaError, GradingFailed, InvalidSpec
+from shared.processes import python_module, reap
+from shared.restarts import Restarts
+from shared.schemas.grading import Grade, GradingSample
+from shared.secret_variables import without_secrets
+
+log = logging.getLogger(__name__)
+
+PROCESS = "services.reward.scoring"
+START_SECONDS = 600.0
+"""Large weights take long to read."""
+MAX_LINE_BYTES = 256 * 1024 * 1024
+DEATHS_OF_A_BATCH = 4
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+START_DEATHS = sys.maxsize
+"""A model that was loaded once can be loaded again, when what is in the way has gone: there is no last attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    text: Mapping[str, object]
+    grade: asyncio.Future[Grade]
+
+
+class RewardModelVerifier:
+    """Grades by a reward model.
+
+    Args:
+        config: the component's section.
+        directory: of the model's files.
+        command: how to start the process; another one only in tests.
+        first_pause_seconds: before a process that died is started again; it grows with every death.
+    """
+
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        directory: Path,
+        *,
+        command: Sequence[str] = (),
+        first_pause_seconds: float = FIRST_PAUSE_SECONDS,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._command = tuple(command) or tuple(python_module(PROCESS))
+        self._waiting: deque[_Waiting] = deque()
+        self._arrived = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._scoring: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._deaths = Restarts(
+            START_DEATHS, first_pause_seconds=first_pause_seconds, longest_pause_seconds=LONGEST_PAUSE_SECONDS
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the model's process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and let it load the model.
+
+        Raises:
+            InvalidSpec: the model cannot be loaded.
+            GradingFailed: the process did not start.
+        """
+        async with self._starting:
+            if self._scoring is None:
+                await self._ensure_process()
+                self._scoring = asyncio.create_task(self._score_batches(), name="reward model")
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample by the model's score of its conversation."""
+        try:
+            await self.start()
+        except FlotillaError as error:
+            return [Grade.error(error.detail)] * len(samples)
+        loop = asyncio.get_running_loop()
+        waiting = [_Waiting(text_of(sample, self._config), loop.create_future()) for sample in samples]
+        self._waiting.extend(waiting)
+        self._arrived.set()
+        return list(await asyncio.gather(*(each.grade for each in waiting)))
+
+    async def aclose(self) -> None:
+        """End the process; what waits is an error."""
+        if self._scoring is not None:
+            self._scoring.cancel()
+            await asyncio.gather(self._scoring, return_exceptions=True)
+        await self._end()
+        for each in self._waiting:
+            _settle(each, Grade.error("the reward model was closed"))
+        self._waiting.clear()
+
+    async def _score_batches(self) -> None:
+        batch: list[_Waiting] = []
+        try:
+            while True:
+                self._arrived.clear()
+                batch = self._next_batch()
+                if not batch:
+                    await self._arrived.wait()
+                    continue
+                grades = await self._graded([each.text for each in batch])
+                for each, grade in zip(batch, grades, strict=True):
+                    _settle(each, grade)
+        finally:
+            for each in batch:
+                _settle(each, Grade.error("the reward model was closed"))
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        while self._waiting and len(batch) < self._config.batch_samples:
+            each = self._waiting.popleft()
+            if not each.grade.done():  # whoever asked may have gone
+                batch.append(each)
+        return batch
+
+    async def _graded(self, texts: Sequence[Mapping[str, object]]) -> list[Grade]:
+        deaths = 0
+        while True:
+            has_batch = False
+            try:
+                process = await self._ensure_process()
+                has_batch = True
+                found = await self._ask(process, texts)
+            except (GradingFailed, InvalidSpec) as error:
+                await self._end()
+                deaths += has_batch
+                if deaths == DEATHS_OF_A_BATCH:
+                    detail = f"the reward model failed {deaths} times on this batch, at last: {error.detail}"
+                    return [Grade.error(detail)] * len(texts)
+                pause = self._deaths.died() or 0.0
+                log.warning("the reward model is started again", extra={"error": error.detail, "pause_seconds": pause})
+                await asyncio.sleep(pause)
+            else:
+                self._deaths.forget()
+                return found
+
+    async def _ask(self, process: asyncio.subprocess.Process, texts: Sequence[Mapping[str, object]]) -> list[Grade]:
+        answer = await self._exchange(process, texts, self._config.timeout_seconds)
+        try:
+            assert isinstance(answer, list)
+            return [_grade(*each) for _, each in zip(texts, answer, strict=True)]
+        except (AssertionError, TypeError, ValueError) as error:
+            raise GradingFailed(f"the reward model's process gave no scores: {error}") from error
+
+    async def _exchange(self, process: asyncio.subprocess.Process, asked: object, seconds: float) -> object:
+        """Write one line and read one.
+
+        Raises:
+            GradingFailed: the process ended, or took too long.
+        """
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+                if not line.endswith(b"\n"):
+                    code = await process.wait()
+                    raise GradingFailed(f"the reward model's process ended with code {code}")
+            return json.loads(line)
+        except TimeoutError:
+            raise GradingFailed(f"the reward model's process did not answer within {seconds:g} s") from None
+        except (OSError, ValueError) as error:
+            raise GradingFailed(f"the reward model's process cannot be asked: {error!r}") from error
+
+    async def _ensure_process(self) -> asyncio.subprocess.Process:
+        if self._process is not None:
+            return self._process
+        environment = without_secrets(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["OMP_NUM_THREADS"] = str(self._config.threads)
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            env=environment,
+        )
+        self._process = process
+        first = {"config": self._config.model_dump(mode="json"), "directory": str(self._directory)}
+        try:
+            wrong = await self._exchange(process, first, START_SECONDS)
+        except BaseException:
+            await self._end()
+            raise
+        if wrong is not None:
+            await self._end()
+            raise InvalidSpec(f"reward model {self._config.path}: {wrong}")
+        return process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        await reap(process)
+
+
+def text_of(sample: GradingSample, config: RewardModelConfig) -> dict[str, object]:
+    """Make what the process reads of a sample: its conversation, or prompt and response as the policy had them."""
+    if config.reads == "text" or not sample.messages:
+        return {"messages": [], "prompt": sample.prompt, "response": sample.response}
+    messages = [{"role": each.role, "content": each.content} for each in sample.messages]
+    for turn in sample.turns[:-1]:
+        messages += [*_shown(turn.observation), {"role": "assistant", "content": turn.response}]
+    messages += _shown(sample.turns[-1].observation) if sample.turns else []
+    return {"messages": [*messages, {"role": "assistant", "content": sample.response}]}
+
+
+def _shown(observation: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": observation}] if observation else []
+
+
+def _settle(waiting: _Waiting, grade: Grade) -> None:
+    if not waiting.grade.done():
+        waiting.grade.set_result(grade)
+
+
+def _grade(score: float | None, num_tokens: int, reason: str | None) -> Grade:
+    if score is None:
+        return Grade.error(reason or "the reward model gave no score")
+    return Grade.scored(score, metrics={"tokens": float(num_tokens)})

@@ -155,7 +155,12 @@ class StoredExperiments:
             "health": documents["health"] or [],
             "created_at": datetime.fromtimestamp(row["created_at"], UTC).isoformat(),
             "updated_at": datetime.fromtimestamp(row["updated_at"], UTC).isoformat(),
-            "total_steps": documents["spec"]["optimisation"]["steps"],
+            "total_steps": _total_steps(documents["spec"]),
             "services": {},
             "directory": str(self._directory(row)),
         }
+
+
+def _total_steps(spec: Mapping[str, Any]) -> int:
+    is_evaluation = (spec.get("job") or {}).get("kind") == "evaluation"
+    return 0 if is_evaluation else int(spec["optimisation"]["steps"])

@@ -8,6 +8,7 @@ from typing import Protocol
 from shared.config.advantage import GdpoConfig, RemaxConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
+from shared.config.checkpoint import CheckpointConfig
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
@@ -49,11 +50,15 @@ class Sections(Protocol):
     @property
     def parallelism(self) -> ParallelismConfig: ...
     @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    @property
     def evaluation(self) -> EvaluationConfig | None: ...
     @property
     def resources(self) -> ResourcesConfig: ...
     @property
     def finished_job(self) -> FinishedJob | None: ...
+    @property
+    def trains(self) -> bool: ...
     @property
     def samples_answers(self) -> bool: ...
     @property
@@ -81,7 +86,7 @@ def check_sections(spec: Sections) -> None:
     _sandboxes(spec)
     _prompts(spec)
     _agents(spec)
-    if spec.finished_job is None:
+    if spec.finished_job is None and spec.trains:
         _advantage(spec)
         _shuffle(spec)
 

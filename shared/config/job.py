@@ -15,6 +15,12 @@ class ReinforcementConfig(Config):
     kind: Literal["rl"] = "rl"
 
 
+class EvaluationJobConfig(Config):
+    """Held-out problems are answered and graded once, as ``evaluation`` says; nothing is trained."""
+
+    kind: Literal["evaluation"]
+
+
 class HeldOutRowsConfig(RowsConfig):
     """Rows that are never trained on, with the columns that training rows have; the trainer computes their loss."""
 
@@ -92,7 +98,8 @@ class RewardModelJobConfig(_PairsConfig):
 
 
 JobConfig = Annotated[
-    ReinforcementConfig | SftConfig | PreferenceConfig | RewardModelJobConfig, Field(discriminator="kind")
+    ReinforcementConfig | EvaluationJobConfig | SftConfig | PreferenceConfig | RewardModelJobConfig,
+    Field(discriminator="kind"),
 ]
 FinishedJob = SftConfig | PreferenceConfig | RewardModelJobConfig
 """Jobs whose rows hold finished answers."""

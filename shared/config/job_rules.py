@@ -1,20 +1,25 @@
 """What a job that is not reinforcement learning makes of the other sections: what it fills in, and what it refuses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
+from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import Sections
 from shared.config.data import DataConfig
 from shared.config.job import FinishedJob, RewardModelJobConfig, SftConfig
+from shared.config.optimisation import OptimisationConfig
+from shared.config.parallelism import ParallelismConfig
 from shared.config.resources import ResourcesConfig
 from shared.config.reward import RewardConfig
 from shared.config.rollout import RolloutConfig
 
 FINISHED_KINDS = frozenset({"sft", "preference", "reward_model"})
+EVALUATION = "evaluation"
+NO_EVALUATION = "job.kind evaluation answers the rows that evaluation.path or evaluation.sets names: add it"
 FOR_PROMPTS = ("max_prompt_tokens", "overlong")
 
 
@@ -24,9 +29,32 @@ def with_defaults_of_the_job(given: Any) -> Any:
         return given
     job = given.get("job")
     kind = job.get("kind") if isinstance(job, Mapping) else None
+    if kind == EVALUATION:
+        return _with_defaults_of_an_evaluation(given)
     if kind in FINISHED_KINDS and given.get("reward") is None and given.get("evaluation") is None:
         return {**given, "reward": {}}
     return given
+
+
+def _with_defaults_of_an_evaluation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what training needs, and that the rows of ``data`` are those of ``evaluation``."""
+    if given.get("evaluation") is None:
+        raise ValueError(NO_EVALUATION)
+    filled = {"optimisation": {"steps": 1}, **given}
+    data, rows = given.get("data") or {}, given.get("evaluation") or {}
+    if isinstance(data, Mapping) and isinstance(rows, Mapping) and not {"path", "sources"} & data.keys():
+        place = {key: value for key in ("path", "sets") if (value := rows.get(key)) is not None}
+        filled["data"] = {**data, **({"path": place["path"]} if "path" in place else _as_sources(place.get("sets")))}
+    return filled
+
+
+def _as_sources(sets: Any) -> dict[str, Any]:
+    if not isinstance(sets, Sequence) or isinstance(sets, str):
+        return {}
+    unnamed = [
+        {key: value for key, value in each.items() if key != "name"} for each in sets if isinstance(each, Mapping)
+    ]
+    return {"sources": unnamed} if unnamed else {}
 
 
 def check_job(spec: Sections) -> None:
@@ -35,6 +63,8 @@ def check_job(spec: Sections) -> None:
     Raises:
         ValueError: something is.
     """
+    if not spec.trains:
+        _check_evaluation(spec)
     job = spec.finished_job
     if job is None:
         return
@@ -67,6 +97,24 @@ def check_job(spec: Sections) -> None:
                 f"data.{name} has no effect while job.kind is {kind}, which reads whole answers: remove it, or use "
                 "job.max_tokens and job.overlong"
             )
+
+
+def _check_evaluation(spec: Sections) -> None:
+    if spec.evaluation is None:
+        raise ValueError(NO_EVALUATION)
+    if spec.evaluation.every_versions is not None:
+        raise ValueError("evaluation.every_versions has no effect while job.kind is evaluation, which has one version")
+    for section, found, default in (
+        ("algorithm", spec.algorithm, AlgorithmConfig()),
+        ("optimisation", spec.optimisation, OptimisationConfig(steps=1)),
+        ("asynchrony", spec.asynchrony, AsynchronyConfig()),
+        ("parallelism", spec.parallelism, ParallelismConfig()),
+        ("checkpoint", spec.checkpoint, CheckpointConfig()),
+    ):
+        _refuse_changed(found, default, section, EVALUATION, "nothing is trained")
+    if [each.location() for each in spec.data.all_sources] != [each.location() for each in spec.evaluation.all_sets]:
+        name = "path" if spec.data.path is not None else "sources"
+        raise ValueError(f"data.{name} has no effect while job.kind is evaluation, which answers those of evaluation")
 
 
 def _check_columns(job: FinishedJob, data: DataConfig) -> None:

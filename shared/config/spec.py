@@ -12,7 +12,7 @@ from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
-from shared.config.job import FinishedJob, JobConfig, PreferenceConfig, ReinforcementConfig
+from shared.config.job import EvaluationJobConfig, FinishedJob, JobConfig, PreferenceConfig, ReinforcementConfig
 from shared.config.job_rules import check_job, with_defaults_of_the_job
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
@@ -58,7 +58,12 @@ class ExperimentSpec(Config):
     @property
     def finished_job(self) -> FinishedJob | None:
         """The job, where its rows hold finished answers; None where rollouts answer them."""
-        return None if isinstance(self.job, ReinforcementConfig) else self.job
+        return None if isinstance(self.job, ReinforcementConfig | EvaluationJobConfig) else self.job
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a trainer; else an evaluation is all that is done."""
+        return not isinstance(self.job, EvaluationJobConfig)
 
     @property
     def samples_answers(self) -> bool:

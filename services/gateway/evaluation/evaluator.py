@@ -81,7 +81,7 @@ class Evaluator:
             policy_version=record.policy_version,
             evaluated_version=record.evaluated_version,
             every_versions=self._config.every_versions,
-            is_trained=record.is_trained,
+            is_trained=self._experiment.is_trained,
         )
 
     async def abandon(self) -> None:

@@ -284,7 +284,7 @@ class ExperimentCommands:
     ) -> None:
         """Record a conclusion of the gateway; one that means nothing in the experiment's state changes nothing."""
         record = change.staged(experiment, experiment.record)
-        if event is LifecycleEvent.TRAINED and not record.is_trained:
+        if event is LifecycleEvent.TRAINED and experiment.spec.trains and not record.is_trained:
             # It was given more steps while this waited for its turn.
             return
         state = after_event(record.state, event, outcome=ExperimentState(record.outcome or ExperimentState.STOPPED))
@@ -327,7 +327,7 @@ class ExperimentCommands:
             created_at=rfc3339(record.created_at),
             updated_at=rfc3339(record.updated_at),
             step=record.step,
-            total_steps=record.spec["optimisation"]["steps"],
+            total_steps=record.spec["optimisation"]["steps"] if experiment.spec.trains else 0,
             policy_version=record.policy_version,
             services={kind: ids for kind, ids in services.items() if ids},
             problem=Problem.model_validate(record.problem) if record.problem else None,

@@ -33,6 +33,7 @@ class Situation:
         budget, groups_per_step: the admission budget and R.
         publication: phase of the open publication, if any.
         evaluating_version: version under evaluation, if any.
+        trains: whether the experiment needs a trainer.
         samples_answers: whether the experiment needs rollouts and rewards.
         agents: who drives its episodes from outside, if anybody.
         oldest_generated_seconds: how long the oldest group has waited for its rewards.
@@ -46,6 +47,7 @@ class Situation:
     policy_version: int
     publication: PublicationPhase | None = None
     evaluating_version: int | None = None
+    trains: bool = True
     is_trained: bool = False
     samples_answers: bool = True
     agents: AgentsSeen | None = None
@@ -73,7 +75,8 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
         Component and cause; None while agents from outside take no longer than the spec lets them.
     """
     sampling = (ServiceKind.ROLLOUT, ServiceKind.REWARD) if situation.samples_answers else ()
-    for kind in (ServiceKind.TRAINER, *sampling):
+    training = (ServiceKind.TRAINER,) if situation.trains else ()
+    for kind in (*training, *sampling):
         if not situation.of(kind):
             return kind.value, f"no live {kind} service"
     if situation.state is ExperimentState.STARTING:

@@ -225,6 +225,7 @@ def check(spec: ExperimentSpec, places: Places | None = None) -> None:
     check_model(spec)
     check_functions(spec)
     check_trackers(spec)
-    train_dataset(spec, places)
+    if spec.trains:
+        train_dataset(spec, places)
     held_out_dataset(spec, places)
     evaluation_dataset(spec, places)

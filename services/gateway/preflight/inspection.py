@@ -88,7 +88,8 @@ def inspect(spec: ExperimentSpec) -> Inspection:
     has_model = attempt("model.path", check_model)
     attempt("reward.components", lambda: checks.check_functions(spec))
     attempt("tracking.trackers", lambda: check_trackers(spec))
-    attempt("data", read_training)
+    if spec.trains:
+        attempt("data", read_training)
     attempt("evaluation", read_held_out)
     if has_model and datasets:
         attempt("model.path", lambda: prompts.append(look_at_prompts(spec, datasets)))

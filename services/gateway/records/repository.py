@@ -68,6 +68,11 @@ class Experiment:
         return self.state in {ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED}
 
     @property
+    def is_trained(self) -> bool:
+        """Whether all steps are done and durable, or there are none."""
+        return self.record.is_trained or not self.spec.trains
+
+    @property
     def hold_version(self) -> int | None:
         """Version that an evaluation is pinned to now."""
         return self.record.evaluating_version

@@ -113,7 +113,7 @@ class Reconciler:
         record = experiment.record
         if experiment.state is ExperimentState.STARTING and self._is_ready(experiment):
             await self._commands.conclude(experiment, LifecycleEvent.READY)
-        if experiment.state in {ExperimentState.RUNNING, ExperimentState.PAUSED} and record.is_trained:
+        if experiment.state in {ExperimentState.RUNNING, ExperimentState.PAUSED} and experiment.is_trained:
             is_evaluated = experiment.spec.evaluation is None or record.evaluated_version == record.policy_version
             if is_evaluated and self._publications.open_phase(experiment.id) is None:
                 await self._commands.conclude(

@@ -43,7 +43,11 @@ class ExperimentWork:
             await self._run(experiment, dataset, held_out, finished)
 
     async def _run(
-        self, experiment: Experiment, dataset: Dataset, held_out: Dataset | None, finished: FinishedGroups | None
+        self,
+        experiment: Experiment,
+        dataset: Dataset | None,
+        held_out: Dataset | None,
+        finished: FinishedGroups | None,
     ) -> None:
         parts = self._parts
         feeder_status = parts.feeder_status.of(experiment)
@@ -59,13 +63,14 @@ class ExperimentWork:
             stall_seconds=parts.settings.stall_seconds,
         )
         lanes = [
-            Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run(),
             watchdog.run(),
             self._health(experiment).run(),
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
             self._tracking.run(experiment),
             parts.samples.follow(experiment),
         ]
+        if dataset is not None:
+            lanes.append(Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run())
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))
@@ -94,18 +99,19 @@ class ExperimentWork:
             functools.partial(parts.commands.fail, experiment),
         )
 
-    async def _load(self, experiment: Experiment) -> tuple[Dataset, Dataset | None]:
-        """Load the datasets, without the rows that are too long."""
+    async def _load(self, experiment: Experiment) -> tuple[Dataset | None, Dataset | None]:
+        """Load training and held-out rows, without those that are too long; None for rows that it does not have."""
         spec, stop = experiment.spec, threading.Event()
-        dataset = await asyncio.to_thread(checks.train_dataset, spec, self._parts.settings.places)
-        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec, self._parts.settings.places)
-        found: list[Dataset] = []
+        places = self._parts.settings.places
+        dataset = await asyncio.to_thread(checks.train_dataset, spec, places) if spec.trains else None
+        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec, places)
+        found: list[Dataset | None] = []
         try:
             for what, each in (("training", dataset), ("held-out", held_out)):
-                if each is dataset and spec.finished_job is not None:
+                if each is None or (each is dataset and spec.finished_job is not None):
                     # The limit on whole answers is another, which each row meets when its turn comes.
                     found.append(each)
-                elif each is not None:
+                else:
                     filtered = await asyncio.to_thread(without_overlong, each, spec, what, stop=stop)
                     found.append(filtered.dataset)
                     if filtered.num_dropped:
@@ -113,7 +119,7 @@ class ExperimentWork:
                         await self._parts.events.append(experiment.id, "prompts_filtered", dataset=what, **facts)
         finally:
             stop.set()
-        return found[0], found[1] if held_out is not None else None
+        return found[0], found[1]
 
     async def end(self, experiment: Experiment) -> None:
         """Bring an experiment to rest."""

@@ -92,7 +92,7 @@ class Placement:
 def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     """Read the bounds of what an experiment needs and may have."""
     resources = spec.resources
-    quotas = {Kind.TRAINER: TRAINER}
+    quotas = {Kind.TRAINER: TRAINER} if spec.trains else {}
     if spec.samples_answers:
         quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
     if spec.runs_code:

@@ -96,7 +96,7 @@ class Scheduler:
             Demand(
                 experiment_id=experiment.id,
                 quotas=quotas_of(experiment.spec),
-                is_placed=experiment.record.trainer_epoch > 0,
+                is_placed=_was_placed(experiment),
                 weight=experiment.spec.resources.weight,
                 priority=experiment.spec.resources.priority,
                 is_paused=experiment.state is ExperimentState.PAUSED,
@@ -181,6 +181,13 @@ class Scheduler:
             kinds=kinds,
             waiting=why_waiting(experiment.id, placement, demands, candidates),
         )
+
+
+def _was_placed(experiment: Experiment) -> bool:
+    """Whether it has had all that it needs: a trainer is given with the rest, at once."""
+    if experiment.spec.trains:
+        return experiment.record.trainer_epoch > 0
+    return experiment.state is not ExperimentState.STARTING
 
 
 def _is_busy(service: LiveService) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.settings import GatewaySettings
 from shared.client import GatewayClient
+from shared.errors import InvalidSpec
 from tests.integration.gateway.fleet import (
     TOKEN,
     ScriptedReward,
@@ -52,3 +53,31 @@ async def test_an_experiment_trains_evaluates_and_completes(tmp_path: Path, redi
     accuracy = {m["version"]: m["value"] for m in metrics if m["name"] == "evaluation/accuracy"}
     assert accuracy[0] == pytest.approx(1.0) and accuracy[2] == pytest.approx(1.0)
     assert [m["step"] for m in metrics if m["name"] == "loss"] == [1, 2]
+
+
+async def test_an_evaluation_alone_completes_without_a_trainer(tmp_path: Path, redis_url: str) -> None:
+    spec = a_spec(tmp_path, job={"kind": "evaluation"}, data={}, evaluation={"path": str(tmp_path / "heldout.jsonl")})
+    del spec["optimisation"], spec["checkpoint"]
+    async with (
+        a_gateway(settings_of(tmp_path, redis_url)) as (url, _),
+        GatewayClient(url, TOKEN) as client,
+        ScriptedRollout(url, redis_url),
+        ScriptedReward(url, redis_url),
+    ):
+        created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
+        path = f"/v1/experiments/{created['id']}"
+
+        async def ended() -> bool:
+            return (await client.call("GET", path))["state"] in {"completed", "failed"}
+
+        await until(ended)
+        view = await client.call("GET", path)
+        ledger = await client.call("GET", f"{path}/ledger")
+        metrics = (await client.call("GET", f"{path}/metrics"))["items"]
+        with pytest.raises(InvalidSpec, match=r"optimisation\.steps"):
+            await client.call("POST", f"{path}/extend", body={"steps": 3})
+    assert view["state"] == "completed", view
+    assert (view["step"], view["total_steps"], view["policy_version"], view["services"]) == (0, 0, 0, {})
+    assert ledger["evaluation"]["trained"] == 3 and ledger["evaluation"]["balanced"]
+    assert ledger["train"]["issued"] == 0
+    assert {m["name"]: m["value"] for m in metrics}["evaluation/accuracy"] == pytest.approx(1.0)

@@ -109,3 +109,11 @@ def test_every_counter_that_moves_is_progress() -> None:
     seen |= {progress_of(2, 1, base, Ledger()), progress_of(1, 2, base, Ledger()), progress_of(1, 1, base, base)}
 
     assert len(seen) == 9
+
+
+def test_an_evaluation_alone_misses_no_trainer() -> None:
+    sampling = [service for service in SERVICES if service.kind is not Kind.TRAINER]
+    alone = replace(WELL, services=sampling, trains=False, is_trained=True, evaluating_version=0)
+
+    assert named(alone)[0] == "evaluation"
+    assert named(replace(alone, services=sampling[:1])) == ("reward", "no live reward service")

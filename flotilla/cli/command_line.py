@@ -28,6 +28,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_evaluate(commands)
     _add_fleet(commands)
     _add_membership(commands)
     _add_experiments(commands)
@@ -67,6 +68,20 @@ def _add_run(commands: "Commands") -> None:
     which.add_argument("--continue", dest="go_on", action="store_true", help="go on where the run of this name ended")
     which.add_argument("--fresh", action="store_true", help="move an earlier run of this name to RUNS/earlier")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
+
+
+def _add_evaluate(commands: "Commands") -> None:
+    text = "Let a model answer the held-out problems of an experiment file, and train nothing."
+    parser = add_command(commands, "evaluate", text, "evaluate:evaluate")
+    parsing.add_spec(parser)
+    text = "what answers: a model's directory, a checkpoint, or a run, whose newest checkpoint is taken"
+    parser.add_argument("--model", metavar="DIRECTORY", help=f"{text} (default: model.path of the file)")
+    parser.add_argument("--rows", metavar="FILE", help="problems to answer (default: those of the evaluation section)")
+    parsing.add_fleet(parser, port=0)
+    parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
+    parser.add_argument("--name", help="name of the run directory (default: the experiment's name and -evaluation)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
+    parser.set_defaults(go_on=False)
 
 
 def _add_fleet(commands: "Commands") -> None:

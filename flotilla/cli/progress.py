@@ -38,7 +38,7 @@ class Progress:
     Attributes:
         view: state, step, version.
         series: values by name: (step, version, value) in the order of steps.
-        ledger: the train lane's ledger.
+        ledger: the train lane's ledger; the evaluation lane's where nothing is trained.
         services: those that work for it.
     """
 
@@ -111,7 +111,8 @@ class Progress:
         """Read what is new."""
         path = f"/v1/experiments/{self.view.id}"
         self.view = ExperimentView.model_validate(await client.call("GET", path))
-        self.ledger = (await client.call("GET", f"{path}/ledger"))["train"]
+        lane = "train" if self.view.total_steps else "evaluation"
+        self.ledger = (await client.call("GET", f"{path}/ledger"))[lane]
         everyone = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": PAGE})).items
         mine = {service for ids in self.view.services.values() for service in ids}
         self.services = [service for service in everyone if service["service_id"] in mine]
@@ -181,9 +182,26 @@ def _sampling(progress: Progress) -> str:
     return f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
 
 
+def _answered(ledger: Mapping[str, Any]) -> int:
+    """Count the problems of an evaluation that need no more work."""
+    return int(ledger.get("issued", 0)) - int(ledger.get("outstanding", 0))
+
+
+def _evaluation_line(progress: Progress, elapsed: float) -> str:
+    """Write how far an experiment is that only evaluates."""
+    view, ledger = progress.view, progress.ledger
+    problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
+    return (
+        f"{duration(elapsed)} {view.state:<9} {_answered(ledger)} of {ledger.get('issued', 0)} problems answered, "
+        f"{progress.tokens_per_second():.0f} tok/s{problem}"
+    )
+
+
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
     view, ledger = progress.view, progress.ledger
+    if not view.total_steps:
+        return _evaluation_line(progress, elapsed)
     held_out = progress.held_out
     told = f"held-out {held_out.name} {number(held_out.points[-1][2])} " if held_out.points else ""
     waiting = ledger.get("waiting", {})
@@ -200,6 +218,8 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
 def live_view(progress: Progress, elapsed: float, left: float | None) -> RenderableType:
     """The live view of a terminal."""
     view, ledger = progress.view, progress.ledger
+    if not view.total_steps:
+        return Text(_evaluation_line(progress, elapsed))
     name, points = progress.held_out
     table = Table.grid(padding=(0, 2))
     for _ in range(3):

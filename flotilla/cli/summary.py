@@ -17,6 +17,11 @@ from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
 from shared.schemas.health import HealthFinding
 
+SHOWN = ("row", "messages", "prompt", "completion", "label", "reward", "reason")
+"""Columns of a sample."""
+EVALUATION = "evaluation/"
+WITHOUT_TRAINING = frozenset({"lag_versions"})
+"""Series that say nothing where one version alone is evaluated."""
 SUCCESS = "evaluation/grader/environment/success/mean"
 """Series of the share of held-out episodes that their environment calls a success."""
 
@@ -55,6 +60,7 @@ def summarise(
         "problem": progress.view.problem.model_dump(mode="json") if progress.view.problem else None,
         "health": [finding.model_dump(mode="json") for finding in progress.view.health],
         "steps": progress.view.step,
+        "total_steps": progress.view.total_steps,
         "policy_version": progress.view.policy_version,
         "origin": progress.view.origin.model_dump(mode="json") if progress.view.origin else None,
         "reward": progress.mean_of_last("reward/mean", REWARD_STEPS),
@@ -64,6 +70,7 @@ def summarise(
         "accuracy": points if accuracy else [],
         "success_before": success[0][2] if success else None,
         "success_after": success[-1][2] if len(success) > 1 else None,
+        "evaluation": _last_evaluation(progress),
         "held_out": {"metric": held_out.name, "points": points},
         "loss": progress.mean_of_last("loss/total", REWARD_STEPS) if is_ungraded else None,
         "held_out_loss": [value for _, _, value in progress.held_out_loss],
@@ -76,10 +83,17 @@ def summarise(
         "checkpoint": str(directory / "model") if directory else None,
         "plot": str(plot) if plot else None,
         "logs": str(logs) if logs else None,
-        "samples": [
-            {key: sample[key] for key in ("row", "messages", "prompt", "completion", "label", "reward", "reason")}
-            for sample in samples
-        ],
+        "samples": [{key: sample[key] for key in SHOWN} for sample in samples],
+    }
+
+
+def _last_evaluation(progress: Progress) -> dict[str, float]:
+    """Collect the newest value of each series of evaluations."""
+    series = sorted(progress.series.items())
+    return {
+        name.removeprefix(EVALUATION): points[-1][2]
+        for name, points in series
+        if name.startswith(EVALUATION) and points
     }
 
 
@@ -109,6 +123,8 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Write what training has come to."""
     held_out, origin = summary["held_out"], summary["origin"]
     form = ".1%" if held_out["metric"] == "accuracy" else ".3f"
+    if not summary["total_steps"]:
+        return _evaluated(summary)
     rows = []
     if held_out["points"]:
         values = [point["value"] for point in held_out["points"]]
@@ -140,6 +156,25 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _evaluated(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write what an evaluation without training has found: shares as percentages."""
+    found = {name: value for name, value in summary["evaluation"].items() if name not in WITHOUT_TRAINING}
+    rows = [(name, number(value, ".1%" if _is_share(name, summary) else ".4g")) for name, value in found.items()]
+    return [*rows, ("tokens", f"{summary['tokens_generated'] or 0} generated")]
+
+
+def _is_share(name: str, summary: Mapping[str, Any]) -> bool:
+    last = name.rpartition("/")[2]
+    return (
+        last == "accuracy"
+        or last.startswith("pass@")
+        or (
+            last.startswith(("mean@", "maj@", "best@"))
+            and (name.removesuffix(last) + "accuracy" in summary["evaluation"])
+        )
+    )
+
+
 def _first_and_last(values: Sequence[float], form: str) -> str:
     return " -> ".join(number(value, form) for value in [values[0], *values[1:][-1:]])
 
@@ -150,7 +185,8 @@ def _ledger_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not ledger:
         return []
     ended = {kind: sum(ledger.get(kind, {}).values()) for kind in ("filtered", "dropped", "failed")}
-    parts = {"trained": ledger.get("trained", 0), **{kind: count for kind, count in ended.items() if count}}
+    taken = "trained" if summary["total_steps"] else "evaluated"
+    parts = {taken: ledger.get("trained", 0), **{kind: count for kind, count in ended.items() if count}}
     parts |= {kind: ledger[kind] for kind in ("planned", "outstanding") if ledger.get(kind)}
     total = " + ".join(f"{count} {kind}" for kind, count in parts.items())
     verdict = "balanced" if ledger.get("balanced") else "NOT balanced"

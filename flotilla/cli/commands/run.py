@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> int:
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {short_path(path)}")
     try:
-        return await _run(arguments, launch, directory)
+        return await run_on_own_fleet(arguments, launch, directory)
     except asyncio.CancelledError:
         if directory.experiment_id is None:
             console.print("ended before an experiment was created: the same command begins again")
@@ -56,7 +56,8 @@ async def run(arguments: argparse.Namespace) -> int:
         directory.release()
 
 
-async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
+async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
+    """Prepare, start a fleet, run the experiment on it to its end, and show what came of it; return the exit code."""
     console, started = new_console(), time.monotonic()
     if not (arguments.go_on and directory.holds_run):
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
@@ -67,7 +68,7 @@ async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: Run
     options = FleetOptions(
         data=directory.path / FLEET,
         num_rollouts=arguments.rollouts or (resources.rollouts.min if sampled else 0),
-        num_trainers=arguments.trainers or 1,
+        num_trainers=(arguments.trainers or 1) if launch.spec.trains else 0,
         num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
         num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),
         host="127.0.0.1",
@@ -82,7 +83,8 @@ async def _run(arguments: argparse.Namespace, launch: LaunchFile, directory: Run
             try:
                 progress = await _train(fleet, client, launch, directory, arguments)
             except asyncio.CancelledError:
-                console.print("stopping   the trainer writes a checkpoint; Ctrl-C again ends everything at once")
+                what = "the trainer writes a checkpoint; " if launch.spec.trains else ""
+                console.print(f"stopping   {what}Ctrl-C again ends everything at once")
                 raise
             await _until_settled(progress, client)
             return await _report(progress, client, directory.path, time.monotonic() - started)
@@ -115,7 +117,7 @@ async def _report(progress: Progress, client: GatewayClient, path: Path, wall_se
     unwritten = ""
     plot = path / "plot.png"
     try:
-        has_plot = write_plot(progress, plot)
+        has_plot = progress.view.total_steps > 0 and write_plot(progress, plot)
     except OSError as error:
         has_plot, unwritten = False, f"{plot} could not be written: {error.strerror}"
     made = plot if has_plot else None
@@ -131,13 +133,17 @@ async def _report(progress: Progress, client: GatewayClient, path: Path, wall_se
     )
     console = new_console()
     show_summary(console, summary, took="this command took")
-    console.print(f"samples    flotilla show {short_path(path)}", markup=False)
+    kind = "" if progress.view.total_steps else " --kind evaluation"
+    console.print(f"samples    flotilla show {short_path(path)}{kind}", markup=False)
     try:
         write_summary(summary, path / "summary.json")
     except OSError as error:
         unwritten = f"{path / 'summary.json'} could not be written: {error.strerror}"
     if unwritten:
         raise Unavailable(unwritten)
+    if not (progress.view.total_steps or progress.held_out.points):
+        console.print("the evaluation has given no figure: flotilla show and the logs say what became of the answers")
+        return 1
     return 0 if progress.view.state is ExperimentState.COMPLETED else 1
 
 

@@ -84,6 +84,12 @@ RUNS: Final[Scene] = (
     Typed(CONTINUE, f"flotilla run {ARITHMETIC}", {"run ": "run --plain "}, 130, r"step ([5-9]|\d\d)/"),
     Typed(CONTINUE, f"flotilla run {ARITHMETIC} --continue", {"run ": "run --plain "}),
     Typed(CONTINUE, f"flotilla run {ARITHMETIC} --continue --set optimisation.steps=80", {"=80": "=28"}),
+    Typed("docs/jobs.md", f"flotilla evaluate {ARITHMETIC}"),
+    Typed("docs/jobs.md", f"flotilla evaluate {ARITHMETIC} --model runs/arithmetic"),
+    Typed(
+        "docs/jobs.md", f"flotilla evaluate {ARITHMETIC} --set evaluation.greedy=false --set evaluation.group_size=8"
+    ),
+    Typed("docs/jobs.md", "flotilla show runs/arithmetic-evaluation --kind evaluation"),
     cli("flotilla show runs/arithmetic --problem 211", swap={"211": "11"}),
     cli("flotilla logs trainer --tail 5 --json --data runs/arithmetic/fleet"),
     lambda reader: reader.known.update(sample=sample_of(reader)),

@@ -275,3 +275,23 @@ async def test_following_as_json_writes_a_line_per_change(
         (1, "running", 0.5),
         (2, "completed", 0.5),
     ]
+
+
+async def test_an_evaluation_alone_says_what_was_answered_and_all_that_was_found() -> None:
+    progress = await refreshed(
+        [
+            point("evaluation/accuracy", 0, 0.25),
+            point("evaluation/pass@4", 0, 0.5),
+            point("evaluation/lag_versions", 0, 0),
+        ]
+    )
+    progress.view = a_view(step=0, total_steps=0, policy_version=0)
+    progress.ledger = {"issued": 9, "outstanding": 2, "trained": 7, "balanced": True, "tokens": {"generated": 70}}
+
+    assert "7 of 9 problems answered" in live_line(progress, elapsed=1, left=None)
+    summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
+    assert summary["evaluation"] == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5}
+    shown = shown_to_a_person(progress)
+    assert {"accuracy │ 25.0%", "pass@4 │ 50.0%", "tokens │ 70 generated"} <= set(shown)
+    assert any("9 groups issued = 7 evaluated" in line for line in shown)
+    assert not any(line.startswith(("steps", "held-out", "lag_versions")) for line in shown)

@@ -1,0 +1,40 @@
+"""``flotilla evaluate SPEC``: a fleet of its own answers the held-out problems of a spec, and nothing is trained."""
+
+import argparse
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from flotilla.cli.commands.run import run_on_own_fleet
+from flotilla.cli.output import new_console, short_path
+from flotilla.cli.run_directory import RunDirectory
+from flotilla.evaluation_spec import evaluation_of
+from flotilla.launch_file import read_launch_file
+from flotilla.packages import check_engine, check_packages
+
+
+async def evaluate(arguments: argparse.Namespace) -> int:
+    """Measure a model; what it wrote, the figures and the logs stay in a run directory."""
+    check_packages()
+    console = new_console()
+    seed = [] if arguments.seed is None else [f"seed={arguments.seed}"]
+    launch = read_launch_file(Path(arguments.spec), [*(arguments.set or []), *seed], os.environ)
+    model, rows = (None if given is None else Path(given) for given in (arguments.model, arguments.rows))
+    launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows))
+    check_engine(launch.spec, os.environ)
+    directory = RunDirectory(Path(arguments.runs), arguments.name or f"{launch.spec.name}-evaluation")
+    has_earlier = directory.holds_run
+    path = directory.take_fresh()
+    if has_earlier:
+        console.print(
+            f"earlier    what was in {short_path(directory.path)} is in {short_path(path.parent / 'earlier')} now"
+        )
+    console.print(f"run        {short_path(path)}")
+    try:
+        return await run_on_own_fleet(arguments, launch, directory)
+    except asyncio.CancelledError:
+        console.print("ended before the evaluation: the same command begins again")
+        raise
+    finally:
+        directory.release()

@@ -1,0 +1,60 @@
+"""What measures a model: an experiment's spec without its training."""
+
+from pathlib import Path
+from typing import Any
+
+from shared.checkpoints import CHECKPOINTS, MODEL, complete
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec, ModelError
+
+KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
+"""Sections that say how problems are answered and graded, and how that is kept."""
+WHERE_ROWS_ARE = ("path", "sources", "max_rows")
+EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
+
+
+def evaluation_of(spec: ExperimentSpec, *, model: Path | None = None, rows: Path | None = None) -> ExperimentSpec:
+    """Make a spec that answers and grades held-out problems as an experiment's evaluations do.
+
+    Args:
+        spec: of the experiment, with or without an evaluation.
+        model: what answers in place of ``model.path``: as ``model_at`` takes it.
+        rows: what is answered in place of the rows that ``evaluation`` names; with the columns that ``data`` names.
+
+    Raises:
+        InvalidSpec: no rows are named.
+        ModelError: there is no model.
+    """
+    if spec.evaluation is None and rows is None:
+        raise InvalidSpec("the file has no evaluation section that names held-out rows: name them with --rows FILE")
+    document = spec.model_dump(mode="json")
+    evaluation: dict[str, Any] = {**(document["evaluation"] or {}), "every_versions": None}
+    if rows is not None:
+        evaluation |= {"path": str(rows.resolve()), "sets": None, "max_rows": None}
+    columns = {key: value for key, value in document["data"].items() if key not in WHERE_ROWS_ARE}
+    made = {section: document[section] for section in KEPT}
+    if model is not None:
+        made["model"] = {**made["model"], "path": str(model_at(model)), "revision": None}
+    return validate_spec({**made, "job": {"kind": "evaluation"}, "data": columns, "evaluation": evaluation})
+
+
+def model_at(path: Path) -> Path:
+    """Find the model that a path means: its own directory, a checkpoint's, or that of the newest whole checkpoint of an
+    experiment or of a run.
+
+    Raises:
+        ModelError: there is none, or several experiments are there.
+    """
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if (path / MODEL / "config.json").is_file():
+        return (path / MODEL).resolve()
+    places = [each for each in (path, path / CHECKPOINTS, *sorted(path.glob(EVERY_EXPERIMENT))) if each.is_dir()]
+    newest = [stored for stored in (next(complete(each), None) for each in places) if stored is not None]
+    if not newest:
+        raise ModelError(f"--model: there is neither a model nor a checkpoint in {path}", path=str(path))
+    if len(newest) > 1:
+        several = ", ".join(str(stored.path) for stored in newest)
+        raise ModelError(f"--model: several experiments are in {path}, say which: {several}", path=str(path))
+    return (newest[0].path / MODEL).resolve()

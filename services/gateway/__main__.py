@@ -4,9 +4,12 @@ import asyncio
 import os
 import sys
 
-from services.gateway.app import create_app
-from services.gateway.settings import STALL_SECONDS, GatewaySettings
-from services.gateway.store.sql import SqlStore
+from shared.interpreter import collecting_later
+
+with collecting_later():
+    from services.gateway.app import create_app
+    from services.gateway.settings import STALL_SECONDS, GatewaySettings
+    from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.places import read_places

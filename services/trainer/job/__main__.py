@@ -4,8 +4,11 @@ import os
 import signal
 import sys
 
-from services.trainer.job.launcher import run_job
+from shared.interpreter import collecting_later
 from shared.processes import die_with_parent
+
+with collecting_later():
+    from services.trainer.job.launcher import run_job
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from services.rollout.engines.settings import EngineSettings
 from shared.cores import CoreSeat
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
+from shared.interpreter import collecting_later
 from shared.processes import die_with_parent
 from shared.telemetry.logging import STANDARD
 
@@ -36,8 +37,9 @@ class PlainLines(logging.Formatter):
 def serve(connection: socket.socket) -> None:
     """Load the engine that the first message describes, and serve it until told to close or the socket ends."""
     settings = EngineSettings(**receive_message(connection))
-    from services.rollout.engines.embedded.engine import TorchEngine, use_threads
-    from services.rollout.engines.process.driver import EngineDriver
+    with collecting_later():
+        from services.rollout.engines.embedded.engine import TorchEngine, use_threads
+        from services.rollout.engines.process.driver import EngineDriver
 
     # One with a number takes its seat, too: others compute on what it leaves.
     cores = CoreSeat(threads=None if settings.threads == "auto" else settings.threads)

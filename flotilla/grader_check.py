@@ -149,8 +149,10 @@ class GraderCheck:
         except TimeoutError:
             return Finding(check, Outcome.WRONG, f"no answer within {self.attempt_seconds:g} s", "answer sooner")
         except GradingFailed as error:
-            advice = "this is tried again, and in the end an error of every sample: no reward, not a zero"
-            return Finding(check, Outcome.WRONG, error.detail, advice)
+            first = "this is tried again, and in the end" if isinstance(error, Retryable) else "this is final, and"
+            return Finding(
+                check, Outcome.WRONG, error.detail, f"{first} an error of every sample: no reward, not a zero"
+            )
 
     async def _answers(self) -> Finding:
         got = await self._tried("answer", usual_samples(1))

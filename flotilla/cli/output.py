@@ -6,16 +6,19 @@ shortened, and paths are printed outside of tables.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 PIPE_COLUMNS = 100_000
 """Wider than any line."""
+LONGEST_WORD = 20
+"""That a cell holds in one piece, however narrow the terminal; a path is broken."""
 
 
 def new_console() -> Console:
@@ -60,11 +63,21 @@ def table_of(
     cells = [[row.get(name, "") for name in columns] if isinstance(row, Mapping) else list(row) for row in rows]
     table = Table(title=title or None, title_justify="left")
     for index, name in enumerate(columns):
-        widest = max((len(row[index]) for row in cells), default=0)
         if name in whole:
+            widest = max((len(row[index]) for row in cells), default=0)
             table.add_column(name, no_wrap=True, min_width=max(widest, len(name)))
         else:
-            table.add_column(name, overflow="fold")
+            longest = max((len(word) for row in cells for word in row[index].split()), default=0)
+            table.add_column(name, overflow="fold", min_width=max(len(name), min(longest, LONGEST_WORD)))
     for row in cells:
         table.add_row(*map(Text, row))
     return table
+
+
+def fitting(console: Console, draw: Callable[[Sequence[str]], Table], may_be_left_out: Sequence[str]) -> Table:
+    """Draw a table without as many columns, first ones first, as it takes to fit into a terminal."""
+    for number in range(len(may_be_left_out)):
+        table = draw(may_be_left_out[:number])
+        if Measurement.get(console, console.options.update(width=PIPE_COLUMNS), table).minimum <= console.width:
+            return table
+    return draw(may_be_left_out)

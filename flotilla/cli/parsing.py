@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from flotilla.cli.exit_codes import ExitCode
 from flotilla.defaults import DEFAULT_DATA
 
 MAX_NOTICE_SECONDS = 86_400
@@ -22,6 +24,9 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and refuse at once what is not known, where the options that could be meant are known."""
+        if not (sys.argv[1:] if args is None else args) and self._subparsers is not None:
+            self.print_help(sys.stderr)
+            self.exit(ExitCode.USAGE)
         found, rest = super().parse_known_args(args, namespace)
         many = next(
             (action.dest for action in self._actions if action.nargs in {"*", "+"} and not action.option_strings), None

@@ -13,7 +13,7 @@ from flotilla.cli.stored import open_source
 from flotilla.connection import Source, find_experiment, is_active, list_experiments, open_client
 from shared.schemas.experiment import CheckpointView, ExperimentView, Page
 
-COLUMNS = ("id", "name", "state", "step", "version", "created", "problem")
+COLUMNS = ("id", "name", "state", "step", "version", "created")
 
 
 async def ls(arguments: argparse.Namespace) -> int:
@@ -25,7 +25,11 @@ async def ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json([facts_of(view) for view in found])
     elif found:
-        new_console().print(table_of(COLUMNS, [row_of(view) for view in found], whole=("id",)))
+        console = new_console()
+        console.print(table_of(COLUMNS, [row_of(view) for view in found], whole=("id", "state", "step", "created")))
+        for view in found:
+            if view.problem:
+                console.print(f"problem  {view.id}: {view.problem.component}: {view.problem.cause}", markup=False)
     else:
         what = f"none of {len(views)} experiments matches" if views else "there is no experiment"
         new_console().print(what)
@@ -68,7 +72,6 @@ def row_of(view: ExperimentView) -> dict[str, str]:
         "step": f"{view.step}/{view.total_steps}",
         "version": str(view.policy_version),
         "created": view.created_at[:19].replace("T", " "),
-        "problem": f"{view.problem.component}: {view.problem.cause}" if view.problem else "",
     }
 
 

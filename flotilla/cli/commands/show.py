@@ -13,6 +13,13 @@ from flotilla.cli.sample_files import READ_SECONDS, read_files
 from shared.errors import NotFound, Unavailable
 
 LARGEST_PAGE = 200
+NOTHING_YET = (
+    "no samples are kept yet: the first come with the first step, or with groups that are filtered or fail before it; "
+    "`flotilla status` says how far the experiment is"
+)
+NOTHING_LIKE_THAT = (
+    "no sample is like that: --step, --kind, --problem, --group and --failed choose; without them any is shown"
+)
 
 
 async def show(arguments: argparse.Namespace) -> int:
@@ -36,9 +43,8 @@ async def show(arguments: argparse.Namespace) -> int:
     for item in items:
         console.print(describe(item, is_whole=arguments.full))
     if not items:
-        console.print(
-            "no sample is like that: --step, --kind, --problem, --group and --failed choose; without them any is shown"
-        )
+        chosen = (arguments.step, arguments.kind, arguments.problem, arguments.group, arguments.failed or None)
+        console.print(NOTHING_YET if all(each is None for each in chosen) else NOTHING_LIKE_THAT)
     if unread:
         console.print(f"{unread} files are not in the index yet: ask again in a moment for what may be in them")
     return 0

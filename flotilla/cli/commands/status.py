@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import psutil
 from rich.table import Table
 
 from flotilla.cli.health import names_of
-from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.output import fitting, new_console, table_of, write_json
 from flotilla.connection import FLEET_FILE, FleetInfo, open_client
 from shared.errors import FlotillaError
 from shared.schemas.experiment import Page
@@ -65,38 +66,59 @@ def _service(service: Any) -> dict[str, Any]:
 def _show(content: dict[str, Any]) -> None:
     console = new_console()
     console.print(f"gateway {content['gateway']['address']}")
-    columns = ("kind", "id", "pid", "address", "state", "experiment", "policy_version")
-    rows = [["" if each[name] is None else str(each[name]) for name in columns] for each in content["services"]]
-    headings = (*columns[:-1], "version")
-    console.print(table_of(headings, rows, whole=("id", "address", "experiment")))
+    console.print(fitting(console, partial(_services, content["services"]), ("pid", "address")))
     if content["experiments"]:
         console.print(experiments_table(content["experiments"]))
     if content["shares"]:
         console.print(_shares(content["shares"]))
+    for line in remarks(content["experiments"], content["shares"]):
+        console.print(line, markup=False)
+
+
+def _services(services: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> Table:
+    columns = [
+        name
+        for name in ("kind", "id", "pid", "address", "state", "experiment", "policy_version")
+        if name not in left_out
+    ]
+    rows = [["" if each[name] is None else str(each[name]) for name in columns] for each in services]
+    return table_of((*columns[:-1], "version"), rows, whole=("id", "address", "experiment"))
 
 
 def experiments_table(experiments: Sequence[Mapping[str, Any]]) -> Table:
     """Show experiments, one row each."""
-    columns = ("id", "name", "state", "step", "version", "from", "problem", "health")
+    columns = ("id", "name", "state", "step", "version", "from")
     rows = []
     for each in experiments:
-        problem = f"{each['problem']['component']}: {each['problem']['cause']}" if each["problem"] else ""
         step = f"{each['step']}/{each['total_steps']}"
         origin = f"{each['origin']['experiment_id']}@{each['origin']['step']}" if each["origin"] else ""
-        version, health = str(each["policy_version"]), names_of(each["health"])
-        rows.append((each["id"], each["name"], each["state"], step, version, origin, problem, health))
-    return table_of(columns, rows, whole=("id", "from"))
+        rows.append((each["id"], each["name"], each["state"], step, str(each["policy_version"]), origin))
+    return table_of(columns, rows, whole=("id", "state", "step", "from"))
+
+
+def remarks(experiments: Sequence[Mapping[str, Any]], shares: Sequence[Mapping[str, Any]]) -> list[str]:
+    """List what is wrong with experiments and what they wait for, one line each: sentences do not fit into cells."""
+    lines, told = [], set()
+    for each in experiments:
+        if each["problem"]:
+            lines.append(f"problem  {each['id']}: {each['problem']['component']}: {each['problem']['cause']}")
+            told.add((each["id"], each["problem"]["cause"]))
+        if each["health"]:
+            lines.append(
+                f"health   {each['id']}: {names_of(each['health'])}; `flotilla diagnose {each['id']}` tells more"
+            )
+    waiting = [each for each in shares if each["waiting"] and (each["experiment_id"], each["waiting"]) not in told]
+    return lines + [f"waiting  {each['experiment_id']}: {each['waiting']}" for each in waiting]
 
 
 def _shares(shares: list[dict[str, Any]]) -> Table:
-    """Show what each active experiment has of the fleet, what it should have, and what it waits for."""
+    """Show what each active experiment has of the fleet, and what it should have."""
     kinds = [kind.value for kind in ServiceKind if any(kind.value in share["kinds"] for share in shares)]
-    columns = ("shares of", "weight", "priority", *(f"{kind}s" for kind in kinds), "waiting for")
+    columns = ("shares of", "weight", "priority", *(f"{kind}s" for kind in kinds))
     rows = []
     for share in shares:
         cells = [_share(share["kinds"].get(kind)) for kind in kinds]
-        waiting = (share["waiting"] or "").removeprefix("waiting for ")
-        rows.append((share["experiment_id"], f"{share['weight']:g}", str(share["priority"]), *cells, waiting))
+        rows.append((share["experiment_id"], f"{share['weight']:g}", str(share["priority"]), *cells))
     return table_of(columns, rows, whole=("shares of",))
 
 

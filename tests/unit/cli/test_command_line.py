@@ -51,6 +51,17 @@ def test_a_word_like_no_other_is_told_all_there_is(capsys: pytest.CaptureFixture
     assert said.endswith("unknown action 'zzz': choose from check, show, schema")
 
 
+@pytest.mark.parametrize(("words", "command"), [([], "doctor"), (["token"], "create")])
+def test_a_command_alone_lists_what_there_is(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == ExitCode.USAGE
+    assert f"\n    {command} " in capsys.readouterr().err
+
+
 def test_overrides_may_follow_options() -> None:
     found = build_parser().parse_args(["import", "verl", "a.yaml", "x=1", "--rows", "5", "y=2", "--strict", "z=3"])
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flotilla.grader_check import GraderCheck, Outcome
+from flotilla.grader_check import Finding, GraderCheck, Outcome
 from shared.clock import ManualClock
 from shared.security import signature
 
@@ -26,9 +26,13 @@ def right(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [reward_of(each) for each in samples]
 
 
-async def outcomes(
+async def outcomes(grade: Grades = right, *, secret: str | None = None, checks: bool = True) -> dict[str, Outcome]:
+    return {each.check: each.outcome for each in await findings(grade, secret=secret, checks=checks)}
+
+
+async def findings(
     grade: Grades = right, *, secret: str | None = None, checks: bool = True, answer: httpx.Response | None = None
-) -> dict[str, Outcome]:
+) -> list[Finding]:
     clock = ManualClock(10_000.0)
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -48,7 +52,7 @@ async def outcomes(
     client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
     run = GraderCheck(URL, secret=secret, client=client, clock=clock)
     try:
-        return {each.check: each.outcome for each in await run.run()}
+        return await run.run()
     finally:
         await run.close()
 
@@ -86,6 +90,17 @@ async def test_a_grader_that_accepts_forged_signatures_is_warned_of() -> None:
     assert found["forged signature"] == found["old signature"] == Outcome.WARNING
 
 
-@pytest.mark.parametrize("answer", [httpx.Response(500), httpx.Response(202), httpx.Response(200, text="<html>")])
-async def test_a_grader_that_does_not_answer_is_asked_no_further(answer: httpx.Response) -> None:
-    assert await outcomes(answer=answer) == {"answer": Outcome.WRONG}
+@pytest.mark.parametrize(
+    ("answer", "advice"),
+    [
+        (httpx.Response(500), "this is tried again"),
+        (httpx.Response(202), "this is final"),
+        (httpx.Response(401), "this is final"),
+        (httpx.Response(200, text="<html>"), "this is final"),
+    ],
+)
+async def test_a_grader_that_does_not_answer_is_asked_no_further(answer: httpx.Response, advice: str) -> None:
+    (found,) = await findings(answer=answer)
+
+    assert (found.check, found.outcome) == ("answer", Outcome.WRONG)
+    assert found.advice.startswith(advice)

@@ -2,11 +2,13 @@
 
 import io
 import sys
+from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from flotilla.cli.output import new_console, table_of
+from flotilla.cli.output import fitting, new_console, table_of
 
 ID = "a-rather-long-name-for-an-experiment-0a1b2c"
 
@@ -21,6 +23,23 @@ def printed(width: int) -> str:
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_what_must_be_typed_is_never_shortened(width: int) -> None:
     assert ID in printed(width)
+
+
+def test_a_table_that_is_too_wide_goes_without_what_may_be_left_out() -> None:
+    def draw(left_out: Sequence[str]) -> Table:
+        names = [name for name in ("id", "address", "pid") if name not in left_out]
+        return table_of(names, [dict.fromkeys(names, ID)], whole=names)
+
+    def columns(width: int) -> list[object]:
+        console = Console(file=io.StringIO(), width=width)
+        return [column.header for column in fitting(console, draw, ("pid", "address")).columns]
+
+    assert [columns(width) for width in (200, 100, 50, 20)] == [
+        ["id", "address", "pid"],
+        ["id", "address"],
+        ["id"],
+        ["id"],
+    ]
 
 
 def test_a_pipe_gets_each_row_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

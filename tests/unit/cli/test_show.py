@@ -113,6 +113,19 @@ def test_where_no_step_was_made_what_was_filtered_is_shown(tmp_path: Path, capsy
     assert shown(capsys, str(tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [((), "no samples are kept yet"), (("--step", "3"), "no sample is like that: --step")]
+)
+def test_no_samples_yet_and_none_like_that_are_told_apart(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet" / "experiments" / "tiny-aa11" / "samples").mkdir(parents=True)
+
+    assert main(["show", str(tmp_path), *words]) == 0
+
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_a_long_text_is_shortened_unless_it_is_wanted_whole() -> None:
     long = SAMPLE | {"completion": "x" * 5000}
 

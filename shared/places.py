@@ -22,6 +22,8 @@ GRANTS: Final = "code-files"
 """File in the data directory of a local fleet: code that was named in a spec file which its user started."""
 CODE: Final = re.compile(r"[/~].*\.py:\w+", re.DOTALL)
 """``file.py:name``; what a spec names is absolute by the time that it is sent."""
+LOCAL: Final = re.compile(r"(?:file:(?://)?|sqlite:///)?((?!databricks|uc)[^:]+)", re.DOTALL)
+"""A path, or a URL of MLflow's that is one."""
 REMOTE_PROTOCOLS: Final = frozenset(
     {"http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
 )
@@ -36,7 +38,8 @@ class Places:
         code: folders, and files, with code that a spec may name; those below a folder count, but for what is installed.
         data: folders of files with rows; None: any that this process may read.
         networks: that are not public, and that a URL of rows or of a tool may be in.
-        grants: a file that lists further files with code, and commands as JSON, one per line; None: there is none.
+        grants: a file that lists further files with code, commands, and where trackers may write as commands
+            ``write PATH``, in JSON, one per line; None: there is none.
     """
 
     code: tuple[Path, ...] = ()
@@ -90,6 +93,22 @@ class Places:
                 f"{path} is in no folder that this fleet reads data from: name its folder in {DATA_FOLDERS} of the "
                 "gateway",
                 path=path,
+            )
+
+    def check_written(self, path: str, field: str) -> None:
+        """Check that a tracker may write below a folder, wherever links lead.
+
+        Raises:
+            InvalidSpec: it may not; the detail says what to set.
+        """
+        resolved = Path(path).expanduser().resolve()
+        is_below = any(resolved.is_relative_to(each) for each in map(_resolved, self.data or ()))
+        if not is_below and _line_of(("write", str(resolved))) not in self._granted_lines():
+            raise InvalidSpec(
+                f"{field}: {path} is in no folder that this fleet writes for a spec: leave it out, to write into the "
+                f"experiment's own directory, name its folder in {DATA_FOLDERS} of the gateway, or start the spec's "
+                "file with `flotilla run` or `flotilla start` on the fleet's own machine",
+                errors=[{"path": field, "value": path, "allowed": f"a folder in {DATA_FOLDERS}"}],
             )
 
     def check_protocol(self, url: str) -> str:
@@ -146,6 +165,20 @@ def commands_of(document: Any) -> list[tuple[str, ...]]:
     return own + [found for each in document.values() for found in commands_of(each)]
 
 
+def written_of(document: Any) -> dict[str, str]:
+    """List the folders and files that the trackers of a spec write, by their field."""
+    tracking = document.get("tracking") if isinstance(document, Mapping) else None
+    trackers = tracking.get("trackers") if isinstance(tracking, Mapping) else None
+    found = {}
+    for number, tracker in enumerate(trackers if isinstance(trackers, list | tuple) else ()):
+        for name in ("directory", "tracking_uri"):
+            given = tracker.get(name) if isinstance(tracker, Mapping) else None
+            local = LOCAL.fullmatch(given) if isinstance(given, str) else None
+            if local is not None:
+                found[f"tracking.trackers.{number}.{name}"] = local[1]
+    return found
+
+
 def _line_of(command: Sequence[str]) -> str:
     """Write a command as a line of the grants, which no absolute path is equal to."""
     return json.dumps(list(command))
@@ -170,13 +203,15 @@ def read_places(values: Mapping[str, str], data: Path) -> Places:
 
 
 def grant_code(data: Path, document: Any) -> None:
-    """Let the local fleet of a data directory run the code and the commands that a spec, or a part of one, names.
+    """Let the local fleet of a data directory run the code and the commands that a spec, or a part of one, names, and
+    write where its trackers do.
 
     Who may write there is the fleet's own user.
     """
     references = code_of(document).values()
     wanted = [str(Path(each.rpartition(":")[0]).expanduser().resolve()) for each in references]
     wanted += map(_line_of, commands_of(document))
+    wanted += [_line_of(("write", str(Path(each).expanduser().resolve()))) for each in written_of(document).values()]
     path = data / GRANTS
     known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     new = [each for each in dict.fromkeys(wanted) if each not in known and "\n" not in each]

@@ -18,7 +18,7 @@ from shared.config.verl_sources import first_not_graded
 from shared.episode_places import check_episodes, files_of
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
-from shared.places import Places, code_of
+from shared.places import Places, code_of, written_of
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
@@ -69,14 +69,17 @@ def check_paths(spec: ExperimentSpec) -> None:
 
 
 def check_code(spec: ExperimentSpec, places: Places) -> None:
-    """Refuse code that is where the operator does not run any from, before anything of it is loaded.
+    """Refuse code that is where the operator does not run any from, and trackers that write elsewhere than they may.
 
     Raises:
         InvalidSpec: naming the file and what to set.
     """
-    for field, reference in code_of(spec.model_dump(mode="json")).items():
+    document = spec.model_dump(mode="json")
+    for field, reference in code_of(document).items():
         places.check_code(reference, field)
     check_episodes(spec.rollout.episodes, places)
+    for field, path in written_of(document).items():
+        places.check_written(path, field)
 
 
 def check_model(spec: ExperimentSpec) -> None:

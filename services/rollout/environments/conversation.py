@@ -10,7 +10,7 @@ from typing import Any
 
 from services.rollout.environments.base import Environment
 from services.rollout.environments.loading import is_ours, load_environment
-from services.rollout.episodes.conversation import Conversation, Reply, with_observation
+from services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
 from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
 from shared.custom_code import describe
 from shared.daemon_threads import on_daemon_thread
@@ -58,8 +58,8 @@ class EnvironmentConversation:
         self._measure(info)
         messages = self._task.messages
         if not any(message.content for message in messages) and info.get("instruction"):
-            messages = (Message("user", str(info["instruction"])),)
-        return Reply(with_observation(messages, str(observation)), state=_number(info, observation))
+            messages = (Message("user", shown(info["instruction"])),)
+        return Reply(with_observation(messages, shown(observation)), state=_number(info, observation))
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Step."""
@@ -76,7 +76,7 @@ class EnvironmentConversation:
             raise EpisodeFailed(f"{self._what}.step returned the reward {value}")
         self._measure(info)
         finish = FinishReason.TURNS if is_truncated else FinishReason.STOP if is_terminated else None
-        return Reply((Message("user", str(observation)),), value, finish, _number(info, observation))
+        return Reply((Message("user", shown(observation)),), value, finish, _number(info, observation))
 
     async def close(self) -> None:
         """Close the environment, if it can be closed; what that raises is nobody's."""

@@ -1,49 +1,93 @@
-"""Where the URLs of tools may lead: each name is resolved once, checked, and connected to at that address."""
+"""How the URLs of tools are reached: each name is resolved once, checked, and connected to at that address.
 
-from collections.abc import Sequence
+Answers are bounded, in bytes and by being what they seem: nothing is unpacked. Redirections are the caller's to refuse;
+where they are followed, each of their addresses is checked as well.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
 
 import httpx
 
 from shared.address_policy import AddressRefused, permitted_address
-from shared.errors import EpisodeFailed
 from shared.settings import GRADER_NETWORKS, IPNetwork
 
 PORTS = {"http": 80, "https": 443}
+MAX_ANSWER_BYTES: Final = 1024 * 1024
+EVENTS: Final = "text/event-stream"
 
 
-async def checked_address(url: httpx.URL, networks: Sequence[IPNetwork]) -> str:
+async def checked_address(url: Any, networks: Sequence[IPNetwork]) -> str:
     """Resolve a URL's host and choose the address to connect to.
 
     Raises:
-        EpisodeFailed: one of its addresses is neither public nor in ``networks``.
-        OSError: the name cannot be resolved.
+        OSError: the name cannot be resolved, or one of its addresses is neither public nor in ``networks``.
     """
     host = url.raw_host.decode()
     try:
         return await permitted_address(host, url.port or PORTS[url.scheme], private=networks)
     except AddressRefused:
-        raise EpisodeFailed(
+        raise PermissionError(
             f"the tool's host {host} is neither public nor in a network of the rollouts' {GRADER_NETWORKS}"
         ) from None
 
 
-class CheckedAddresses(httpx.AsyncHTTPTransport):
+class CheckedAddresses(httpx.AsyncBaseTransport):
     """Connects to public addresses only, and to the networks that the operator has named.
 
     Args:
         networks: those.
+        library: httpx, or what a package has in its place.
     """
 
-    def __init__(self, networks: Sequence[IPNetwork]) -> None:
-        super().__init__(trust_env=False)
+    def __init__(self, networks: Sequence[IPNetwork], library: Any = httpx) -> None:
         self._networks = networks
+        self._library = library
+        self._inner = library.AsyncHTTPTransport(trust_env=False)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         """Send a request to the address that was checked, under the name that it was made with."""
         try:
             address = await checked_address(request.url, self._networks)
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(str(error), request=request) from error
+            raise self._library.ConnectError(str(error), request=request) from error
         request.extensions = {**request.extensions, "sni_hostname": request.url.raw_host.decode()}
         request.url = request.url.copy_with(host=address)
-        return await super().handle_async_request(request)
+        request.headers["accept-encoding"] = "identity"
+        response = await self._inner.handle_async_request(request)
+        if response.headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}:
+            await response.aclose()
+            raise self._library.RemoteProtocolError("the answer is compressed, though it must not be", request=request)
+        # Events are bounded by who reads them: each, not all.
+        if not response.headers.get("content-type", "").startswith(EVENTS):
+            response.stream = self._bounded(response.stream, request)
+        return response
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._inner.aclose()
+
+    def _bounded(self, stream: Any, request: Any) -> Any:
+        library = self._library
+        base: Any = library.AsyncByteStream
+
+        class Bounded(base):  # type: ignore[misc]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                size = 0
+                async for piece in stream:
+                    size += len(piece)
+                    if size > MAX_ANSWER_BYTES:
+                        detail = f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
+                        raise library.ReadError(detail, request=request)
+                    yield piece
+
+            async def aclose(self) -> None:
+                await stream.aclose()
+
+        return Bounded()
+
+
+def checked_client(networks: Sequence[IPNetwork], seconds: Any, library: Any = httpx, **options: Any) -> Any:
+    """Make a client that follows no redirection, uses no proxy and no password file, and bounds what it is answered."""
+    options |= {"trust_env": False, "follow_redirects": False, "timeout": seconds}
+    return library.AsyncClient(transport=CheckedAddresses(networks, library), **options)

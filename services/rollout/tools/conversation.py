@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from services.rollout.episodes.conversation import Conversation, Reply
+from services.rollout.episodes.conversation import Conversation, Reply, shown
 from services.rollout.tools.base import Tool, ToolFailed, Tools
 from services.rollout.tools.formats import ToolCall, read_calls, role_of_results
 from shared.config.episodes import ToolEpisodesConfig
@@ -85,7 +85,7 @@ class ToolConversation:
             result = f"error: {error}"
         except TimeoutError as error:
             raise EpisodeFailed(f"tool {call.name} took longer than {self._config.step_seconds:g} s") from error
-        return _shortened(result, self._config.max_result_characters)
+        return _shortened(shown(result), self._config.max_result_characters)
 
 
 class ToolConversations:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from services.rollout.tools.base import Schema, ToolFailed
+from shared.bounded_json import parse_json
 from shared.errors import EpisodeFailed
 
 MOST_ATTEMPTS = 3
@@ -22,7 +23,7 @@ class HttpTool:
     Args:
         url: where to.
         schema: that the policy is shown.
-        client: with time-outs of its own.
+        client: with time-outs and bounds of its own.
     """
 
     def __init__(self, url: str, schema: Schema, client: httpx.AsyncClient) -> None:
@@ -51,7 +52,7 @@ class HttpTool:
 
 def _part(reply: httpx.Response, key: str) -> str:
     try:
-        body = reply.json()
+        body = parse_json(reply.content, keeps_integers=True)
     except ValueError:
         return reply.text
     found = body.get(key, body) if isinstance(body, dict) else body

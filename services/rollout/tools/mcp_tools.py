@@ -6,17 +6,18 @@ The package's context managers must be left by the task that entered them, so a 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
-import httpx
-
 from services.rollout.tools.base import Schema, Tool, ToolFailed
-from services.rollout.tools.checked_transport import checked_address
+from services.rollout.tools.checked_transport import checked_client
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
 from shared.settings import LOOPBACK, IPNetwork
 
 START_SECONDS = 30.0
+SECONDS_OF_A_STREAM = 300.0
+"""A server may be silent for so long within one answer."""
 
 
 class McpTool:
@@ -75,7 +76,7 @@ class McpServer:
             result = await session.call_tool(name, dict(arguments))
         except Exception as error:  # the package raises whatever its transport does
             await self.close()
-            raise EpisodeFailed(f"MCP tool {name} cannot be used: {type(error).__name__}: {error}") from error
+            raise EpisodeFailed(f"MCP tool {name} cannot be used: {_words(error)}") from error
         text = "\n".join(part.text for part in result.content if getattr(part, "text", None))
         if _either(result, "is_error", "isError"):
             raise ToolFailed(text or "the tool failed")
@@ -105,9 +106,7 @@ class McpServer:
 
     async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
         try:
-            if self._config.url is not None:
-                await checked_address(httpx.URL(self._config.url), self._networks)
-            async with _session(self._config) as session:
+            async with _session(self._config, self._networks) as session:
                 await session.initialize()
                 ready.set_result(session)
                 await ending.wait()
@@ -116,11 +115,11 @@ class McpServer:
                 ready.set_exception(error)
         except Exception as error:  # the package raises whatever its transport does
             if not ready.done():
-                ready.set_exception(EpisodeFailed(f"the MCP server cannot be used: {type(error).__name__}: {error}"))
+                ready.set_exception(EpisodeFailed(f"the MCP server cannot be used: {_words(error)}"))
 
 
 @asynccontextmanager
-async def _session(config: McpToolsConfig) -> AsyncIterator[Any]:
+async def _session(config: McpToolsConfig, networks: Sequence[IPNetwork]) -> AsyncIterator[Any]:
     try:
         from mcp import ClientSession, StdioServerParameters
         from mcp.client import streamable_http
@@ -129,13 +128,30 @@ async def _session(config: McpToolsConfig) -> AsyncIterator[Any]:
         raise EpisodeFailed("tools of an MCP server need the package mcp: pip install flotilla[mcp]") from error
     async with AsyncExitStack() as stack:
         if config.url is not None:
-            connect = _either(streamable_http, "streamable_http_client", "streamablehttp_client")
-            streams = await stack.enter_async_context(connect(config.url))
+            # Each connection goes to an address that was looked at: the name may mean another one by now.
+            client = partial(checked_client, networks, library=_either(streamable_http, "httpx2", "httpx"))
+            if hasattr(streamable_http, "streamable_http_client"):
+                http = await stack.enter_async_context(client(SECONDS_OF_A_STREAM))
+                connected = streamable_http.streamable_http_client(config.url, http_client=http)
+            else:
+
+                def factory(headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+                    return client(SECONDS_OF_A_STREAM if timeout is None else timeout, headers=headers, auth=auth)
+
+                connected = streamable_http.streamablehttp_client(config.url, httpx_client_factory=factory)
+            streams = await stack.enter_async_context(connected)
         else:
             command, *arguments = config.command or ()
             parameters = StdioServerParameters(command=command, args=arguments)
             streams = await stack.enter_async_context(stdio_client(parameters))
         yield await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+
+
+def _words(error: BaseException) -> str:
+    """Say what happened; of several errors the first, which the others followed from."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _either(holder: Any, new: str, old: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 
 from services.rollout.tools.base import Schema, Tool, name_of
-from services.rollout.tools.checked_transport import CheckedAddresses
+from services.rollout.tools.checked_transport import checked_client
 from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.mcp_tools import McpServer
 from services.rollout.tools.python_tool import PythonTool
@@ -56,9 +56,7 @@ async def open_tools(config: ToolEpisodesConfig, networks: Sequence[IPNetwork] =
     Raises:
         InvalidSpec: one cannot be loaded, or two have the same name.
     """
-    client = httpx.AsyncClient(
-        transport=CheckedAddresses(networks), follow_redirects=False, trust_env=False, timeout=config.step_seconds
-    )
+    client: httpx.AsyncClient = checked_client(networks, config.step_seconds)
     tools: list[Tool] = []
     servers: list[McpServer] = []
     try:

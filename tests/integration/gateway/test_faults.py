@@ -193,6 +193,7 @@ class GatewayProcess:
             "FLOTILLA_TOKEN": TOKEN,
             "FLOTILLA_REDIS_URL": settings.redis_url,
             "FLOTILLA_DATA": str(settings.data),
+            "FLOTILLA_DATA_FOLDERS": str(settings.data.parent),
             "FLOTILLA_PORT": str(self.port),
         }
         self.url = f"http://127.0.0.1:{self.port}"

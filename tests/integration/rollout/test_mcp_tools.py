@@ -1,13 +1,17 @@
 """Tools of a real MCP server, which is a process: listed, called, refused, and gone."""
 
 import asyncio
+import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from services.rollout.tools import checked_transport
 from services.rollout.tools.base import ToolFailed
 from services.rollout.tools.mcp_tools import McpServer
+from shared import address_policy
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
 
@@ -30,6 +34,23 @@ def add(a: int, b: int) -> int:
 def leave() -> str:
     os._exit(3)
 server.run()
+'''
+HTTP_SERVER = '''
+import socket
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # release 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+server = MCPServer("numbers")
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+print(port, flush=True)
+server.run("streamable-http", host="127.0.0.1", port=port)
 '''
 
 
@@ -65,3 +86,39 @@ async def test_a_server_that_cannot_be_started_is_said_before_anything_runs() ->
     with pytest.raises(InvalidSpec, match="cannot be used"):
         await server.tools()
     await server.close()
+
+
+@pytest.mark.timeout(120)
+async def test_a_name_that_means_another_address_by_now_is_not_connected_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(HTTP_SERVER)
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    server = None
+    try:
+        async with asyncio.timeout(60):
+            port = int(await process.stdout.readline())
+            server = McpServer(McpToolsConfig(kind="mcp", url=f"http://localhost:{port}/mcp"))
+            while True:
+                with contextlib.suppress(InvalidSpec):
+                    (add,) = await server.tools()
+                    break
+            assert await add.call({"a": 2, "b": 3}) == "5"
+
+            async def rebound(host: str, port: int) -> list[str]:
+                del host, port
+                return ["10.1.2.3"]
+
+            looked = partial(address_policy.permitted_address, resolver=rebound)
+            monkeypatch.setattr(checked_transport, "permitted_address", looked)
+            with pytest.raises(EpisodeFailed):
+                await add.call({"a": 2, "b": 3})
+            with pytest.raises(EpisodeFailed, match="neither public nor in a network"):
+                await add.call({"a": 2, "b": 3})
+    finally:
+        if server is not None:
+            await server.close()
+        process.kill()
+        await process.wait()

@@ -10,9 +10,11 @@ import pytest
 
 from services.gateway.datasets.finding import bounded_glob
 from services.gateway.datasets.loading import load_training
+from services.gateway.preflight.checks import check_code
 from shared.config.data import DataConfig
 from shared.errors import DataError, InvalidRequest, InvalidSpec
-from shared.places import GRANTS, Places, code_of, grant_code, read_places
+from shared.places import GRANTS, Places, code_of, grant_code, read_places, written_of
+from tests.unit.gateway.builders import a_spec
 
 ROWS = (
     "import os\n"
@@ -67,6 +69,49 @@ def test_code_may_be_below_a_folder_or_in_a_file_that_its_user_started(tmp_path:
     (data / GRANTS).chmod(0o666)
     with pytest.raises(InvalidSpec):
         places.check_code(f"{other}:f", "x")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "path"),
+    [
+        ({"kind": "jsonl", "directory": "{}/x"}, "{}/x"),
+        ({"kind": "tensorboard", "directory": "{}"}, "{}"),
+        ({"kind": "mlflow", "tracking_uri": "sqlite:///{}/m.db"}, "{}/m.db"),
+        ({"kind": "mlflow", "tracking_uri": "file://{}"}, "{}"),
+        ({"kind": "mlflow", "tracking_uri": "{}/runs"}, "{}/runs"),
+    ],
+)
+def test_trackers_write_where_the_operator_allows_or_what_its_user_started(
+    tmp_path: Path, tracker: dict[str, str], path: str
+) -> None:
+    data, elsewhere = tmp_path / "fleet", tmp_path / "elsewhere"
+    data.mkdir()
+    (data / "link").symlink_to("/etc")
+    given = {name: value.format(elsewhere) for name, value in tracker.items()}
+    spec = a_spec(tracking={"trackers": [given]})
+    with pytest.raises(InvalidSpec, match="FLOTILLA_DATA_FOLDERS"):
+        check_code(spec, read_places({}, data))
+    with pytest.raises(InvalidSpec, match="FLOTILLA_DATA_FOLDERS"):
+        check_code(spec, Places(data=(data,)))
+    linked = {name: value.format(data / "link") for name, value in tracker.items()}
+    with pytest.raises(InvalidSpec, match="FLOTILLA_DATA_FOLDERS"):
+        check_code(a_spec(tracking={"trackers": [linked]}), Places(data=(data,)))
+
+    check_code(spec, Places(data=(elsewhere,)))
+    grant_code(data, {"tracking": {"trackers": [given]}})
+    check_code(spec, read_places({}, data))
+    assert written_of({"tracking": {"trackers": [given]}}) == {
+        f"tracking.trackers.0.{list(tracker)[1]}": path.format(elsewhere)
+    }
+
+
+def test_trackers_elsewhere_and_in_their_own_directory_are_not_looked_at() -> None:
+    trackers = [
+        {"kind": "jsonl"},
+        {"kind": "wandb", "mode": "offline"},
+        {"kind": "mlflow", "tracking_uri": "https://host:5000"},
+    ]
+    check_code(a_spec(tracking={"trackers": trackers}), Places())
 
 
 def test_code_is_found_wherever_it_is_in_a_spec() -> None:

@@ -1,6 +1,8 @@
 """Tools: calls as models write them, results that are told, failures that are the tool's and failures that are ours."""
 
 import asyncio
+import contextlib
+import gzip
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -144,6 +146,63 @@ async def test_a_tool_behind_a_url_answers_refuses_or_is_absent(status: int, bod
                 await tool.call({"a": 1})
     assert asked[0] == {"name": "add", "arguments": {"a": 1}}
     assert len(asked) == (3 if found is EpisodeFailed else 1)
+
+
+BOMB = gzip.compress(b"0" * (64 << 20))
+HOSTILE_ANSWERS = {
+    "endless": (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
+    "bomb": (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(BOMB) + BOMB, b""),
+    "elsewhere": (b"HTTP/1.1 302 Found\r\nlocation: http://169.254.169.254/\r\ncontent-length: 2\r\n\r\nno", b""),
+    "nested": (b"HTTP/1.1 200 OK\r\ncontent-length: 200000\r\n\r\n" + b"[" * 200_000, b""),
+    "surrogate": (b'HTTP/1.1 200 OK\r\ncontent-length: 23\r\n\r\n{"result": "a\\ud83d b"}', b""),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("endless", EpisodeFailed("the answer is longer than 1048576 bytes")),
+        ("bomb", EpisodeFailed("compressed")),
+        ("elsewhere", "error: no"),
+        ("nested", "[[[["),
+        ("surrogate", "a? b"),
+    ],
+)
+async def test_whatever_a_tool_answers_is_bounded_and_text(kind: str, told: Any) -> None:
+    head, again = HOSTILE_ANSWERS[kind]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"}}")
+            writer.write(head)
+            while again:
+                writer.write(again)
+                await writer.drain()
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1")
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
+    given = {"type": "function", "function": {"name": "one", "parameters": {"type": "object"}}}
+    config = ToolEpisodesConfig.model_validate(
+        {"kind": "tools", "tools": [{"kind": "http", "url": url, "tool_schema": given}]}
+    )
+    box = await open_tools(config)
+    conversation = ToolConversation(box, a_task(), config)
+    try:
+        await conversation.begin()
+        if isinstance(told, EpisodeFailed):
+            with pytest.raises(EpisodeFailed, match=told.detail):
+                await conversation.answer(call("one", a={}), is_cut=False)
+        else:
+            reply = await conversation.answer(call("one", a={}), is_cut=False)
+            assert reply.messages[0].content.startswith(told)
+            assert len(reply.messages[0].content) < 10_000
+            reply.messages[0].content.encode()
+    finally:
+        await box.aclose()
+        server.close()
 
 
 class Named:

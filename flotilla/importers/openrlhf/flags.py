@@ -22,8 +22,11 @@ EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 MODELS: tuple[Parameter, ...] = (
     applied("--pretrain", "model.path", text, "a directory, or a name on the hub", example="other-model",
             default=None, context={}, aliases=("--actor.model_name_or_path",)),
-    refused("--reward_pretrain", "no reward model is run here: serve it behind a URL, and give --remote_rm_url",
-            default=None, aliases=("--reward.model_name_or_path",)),
+    translated("--reward_pretrain", "reward.components", text,
+               "a component of kind reward_model, which reads the policy's text; several with commas are added up; "
+               "without effect beside remote_rm_url",
+               example="a-reward-model", default=None, context={"--remote_rm_url": None, "--reward_pretrain": "r"},
+               aliases=("--reward.model_name_or_path",)),
     refused("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out",
             default=None, is_judged=True, aliases=("--critic.model_name_or_path",)),
     translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",

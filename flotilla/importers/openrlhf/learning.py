@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated
+from flotilla.importers.parameter import Parameter, applied, refused, translated
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, numbers, text
 
@@ -91,9 +91,10 @@ ROWS: tuple[Parameter, ...] = (
     translated("--stop_properly_penalty_coef", "reward.shaping.truncated.scale", number,
                "0 to 1 scales a truncated answer's reward, below 0 replaces it", example=0.5, default=None,
                aliases=("--reward.stop_properly_penalty_coef",)),
-    *ignored("scales the heads of a reward model, which is refused, and of a critic made from one; rewards of a URL or "
-             "a file are taken as they are, and the policy's own body has nothing to scale by",
-             "--normalize_reward", "--reward.normalize_enable"),
+    translated("--normalize_reward", "reward.components", flag,
+               "by mean and std of the reward model's config.json; rewards of a URL or a file stay as they are",
+               example=True, default=False, context={"--remote_rm_url": None, "--reward_pretrain": "r"},
+               aliases=("--reward.normalize_enable",)),
     refused("--ptx_coef", "there is no loss on other texts", default=0),
     refused("--full_determinism", "a service's arithmetic depends on its threads", default=False),
 )  # fmt: skip

@@ -215,8 +215,7 @@ def _is_file(url: str) -> bool:
 def _grader(source: Source) -> Fields:
     url = source.value("--remote_rm_url")
     if url is None:
-        source.lack("reward.components: give --remote_rm_url, or a grader of ours: --set 'reward.components=[...]'")
-        return {}
+        return _reward_models(source)
     urls = [each.strip() for each in url.split(",")]
     if _is_file(url):
         if len(urls) > 1:
@@ -240,6 +239,35 @@ def _grader(source: Source) -> Fields:
         "allow_private": any(is_private_host(each) for each in urls),
     }
     return {"reward.components": [component]}
+
+
+def _reward_models(source: Source) -> Fields:
+    """Make a component of each reward model; OpenRLHF adds their scores up."""
+    models = [each.strip() for each in (source.value("--reward_pretrain") or "").split(",") if each.strip()]
+    if not models:
+        source.lack(
+            "reward.components: give --remote_rm_url or --reward_pretrain, or a grader of ours: "
+            "--set 'reward.components=[...]'"
+        )
+        return {}
+    if source.value("--advantage_estimator") == "gae" and source.value("--critic_pretrain") is None:
+        source.refuse(
+            "--critic_pretrain",
+            "OpenRLHF's critic begins as the reward model, and here as the policy's body: say so with "
+            "--critic_pretrain and the policy's path",
+        )
+    fields = lengths(source)
+    more = {
+        "kind": "reward_model",
+        "reads": "text",
+        "dtype": fields["model.dtype"],
+        "max_tokens": fields["rollout.engine.context_tokens"] + 1,
+        "normalise": "stored" if source.value("--normalize_reward") else None,
+    }
+    names = ["reward_model"] if len(models) == 1 else [f"reward_model_{number}" for number in range(len(models))]
+    return {
+        "reward.components": [{"name": name, "path": path, **more} for name, path in zip(names, models, strict=True)]
+    }
 
 
 def _shaping(source: Source) -> Fields:

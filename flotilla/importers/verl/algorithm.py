@@ -1,6 +1,6 @@
 """Rows of verl's ``algorithm`` and reward sections."""
 
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.values import count, flag, integer, number, text, unchanged
 from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
 
@@ -103,7 +103,9 @@ CORRECTION_ROWS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 RM = "reward_model"
-MODEL_ONLY = "only read with reward_model.enable, which is refused"
+UNSCORED = {"reward_model.model.path": "r", "custom_reward_function.path": None}
+MODEL = {"reward_model.enable": True, **UNSCORED}
+RESERVED = "batches are cut by batch_samples and batch_tokens of the component"
 OVERLONG = f"{RM}.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -137,8 +139,18 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     applied(f"{RM}.reward_kwargs.max_resp_len", "reward.shaping.overlong.max_length", count,
             "the limit; by itself data.max_response_length", example=400, default=None, context=DAPO,
             aliases=("reward.reward_kwargs.max_resp_len",)),
-    refused(f"{RM}.enable", "no reward model is run here: serve it behind a URL, as a component of kind remote",
-            default=False),
+    translated(f"{RM}.enable", "reward.components", flag,
+               "a component of kind reward_model alone, as in verl, which asks no scorer beside it", example=True,
+               default=False, context=UNSCORED, aliases=("reward.reward_model.enable",)),
+    translated(f"{RM}.model.path", "reward.components", text, "a directory, or a name on the hub", example="other",
+               default=None, context=MODEL, aliases=("reward.reward_model.model_path",)),
+    translated(f"{RM}.model.input_tokenizer", "reward.components", text,
+               "null: the policy's text; else the reward model's own chat template", example=None,
+               default=Inherit("actor_rollout_ref.model.path"), context=MODEL),
+    translated(f"{RM}.max_length", "reward.components", count, "longer conversations lose their first tokens",
+               example=512, default=None, context=MODEL),
+    refused(f"{RM}.model.external_lib", "code beside a model is not imported", default=None),
+    refused(f"{RM}.model.trust_remote_code", "code from a model directory is never run", default=False),
     refused(f"{RM}.sandbox_fusion.url", "the fleet has a sandbox of its own: use a component of kind code, with the "
             "test cases in a column", default=None),
     *ignored("only read with sandbox_fusion.url, which is refused", f"{RM}.sandbox_fusion.max_concurrent",
@@ -146,9 +158,8 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     *ignored("logs the penalty, which is always done", f"{OVERLONG}.log", *_buffer("log")),
     *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async"),
     *unsupported("how many grade is the reward services' own matter", "reward.num_workers"),
-    *ignored(MODEL_ONLY, f"{RM}.model.input_tokenizer", f"{RM}.model.path", f"{RM}.model.external_lib",
-             f"{RM}.model.use_shm", f"{RM}.model.trust_remote_code", f"{RM}.micro_batch_size_per_gpu",
-             f"{RM}.max_length", f"{RM}.use_dynamic_bsz", f"{RM}.forward_max_token_len_per_gpu"),
+    *ignored(RESERVED, f"{RM}.model.use_shm", f"{RM}.micro_batch_size_per_gpu", f"{RM}.use_dynamic_bsz",
+             f"{RM}.forward_max_token_len_per_gpu"),
     *unsupported(SHARDING, f"{RM}.strategy", f"{RM}.model.fsdp_config.wrap_policy.min_num_params",
              f"{RM}.model.fsdp_config.min_num_params", f"{RM}.model.fsdp_config.param_offload",
              f"{RM}.model.fsdp_config.reshard_after_forward", f"{RM}.model.fsdp_config.fsdp_size",

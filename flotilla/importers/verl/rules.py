@@ -343,11 +343,27 @@ def _filter(source: Source) -> Fields:
             "reward.group_filter": {"kind": "spread_above", "metric": f"custom/{metric}"}}  # fmt: skip
 
 
+def _reward_model(source: Source) -> Fields:
+    """Make the component of a reward model; its device is the reward service's."""
+    path = source.value(f"{RM}.model.path")
+    if path is None:
+        source.lack(f"reward.components: give {RM}.model.path")
+        return {}
+    tokenizer, limit = source.value(f"{RM}.model.input_tokenizer"), source.value(f"{RM}.max_length")
+    longest = {} if limit is None else {"max_tokens": limit, "overlong": "truncate"}
+    reads = "text" if tokenizer is None else "messages"
+    return {"reward.components": [{"kind": "reward_model", "path": path, "reads": reads, **longest}]}
+
+
 def rewards(source: Source) -> Fields:
     """Make the graders, the overlong penalty and the filter."""
     fields = _filter(source)
     path = source.value("custom_reward_function.path")
-    if path is None:
+    if source.value(f"{RM}.enable"):
+        fields |= _reward_model(source)
+        if path is not None:
+            source.refuse(f"{RM}.enable", "verl hands its address to the custom function: use one of the two")
+    elif path is None:
         fields["reward.components"] = [{"kind": "verl_default"}]
     else:
         function = source.required("custom_reward_function.name")

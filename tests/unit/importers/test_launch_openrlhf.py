@@ -137,6 +137,24 @@ def test_the_dynamic_filter_judges_scores_as_openrlhf_does(url: str, metric: str
     assert field(found, "reward.group_filter")["metric"] == metric
 
 
+def test_a_reward_model_reads_the_policys_text_and_several_are_added_up() -> None:
+    given = {"--remote_rm_url": None, "--reward_pretrain": "/rm/a,owner/b", "--normalize_reward": True}
+    found = import_flat("openrlhf", {**BASES["openrlhf"], **given, "--critic_pretrain": "model"})
+
+    first, second = field(found, "reward.components")
+    assert (first["kind"], first["path"], first["reads"], first["normalise"], first["weight"]) == (
+        "reward_model", "/rm/a", "text", "stored", 1.0
+    )  # fmt: skip
+    assert (second["path"], second["name"]) == ("owner/b", "reward_model_1")
+    assert first["max_tokens"] > field(found, "rollout.sampling.max_new_tokens")
+
+
+def test_a_critic_that_would_begin_as_the_reward_model_is_refused() -> None:
+    found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": None, "--reward_pretrain": "r"})
+
+    assert list(refused(found)) == ["--critic_pretrain"]
+
+
 def test_several_urls_are_servers_of_one_grader() -> None:
     urls = "http://127.0.0.1:5000/x, https://grader.example.org/x,http://127.0.0.1:5000/x"
     found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": urls, "--dynamic_filtering": True})
@@ -154,7 +172,7 @@ def test_normalised_rewards_touch_no_reward_of_a_url_or_a_file() -> None:
 
     assert report.refused == [] and report.unsupported == []
     report = import_flat("openrlhf", {**BASES["openrlhf"], "--normalize_reward": True, "--reward_pretrain": "r"}).report
-    assert [entry.name for entry in report.refused] == ["--reward_pretrain"]
+    assert report.refused == []
 
 
 FILTER = {**BASES["verl"], "algorithm.filter_groups.enable": True}

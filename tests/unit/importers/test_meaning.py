@@ -423,3 +423,15 @@ def test_rolls_masks_become_one_of_ours() -> None:
 
     mask = field(found, "reward.sample_mask")
     assert (mask["truncated"], mask["max_length"], mask["difficulty"]) == (True, 2048, [0.1, 1.0])
+
+
+def test_verls_reward_model_grades_alone() -> None:
+    given = {"custom_reward_function.path": None, "reward_model.enable": True, "reward_model.model.path": "/rm"}
+
+    (component,) = field(imported("verl", **given), "reward.components")
+    (as_text,) = field(imported("verl", **given, **{"reward_model.model.input_tokenizer": None}), "reward.components")
+    with_function = imported("verl", **{**given, "custom_reward_function.path": "grade.py"})
+
+    assert (component["kind"], component["path"], component["reads"]) == ("reward_model", "/rm", "messages")
+    assert as_text["reads"] == "text"
+    assert [entry.name for entry in with_function.report.refused] == ["reward_model.enable"]

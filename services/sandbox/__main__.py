@@ -28,6 +28,7 @@ TRUE = {"1", "true", "yes"}
 VARIABLES = {
     "level": "FLOTILLA_SANDBOX_LEVEL",
     "concurrency": "FLOTILLA_SANDBOX_CONCURRENCY",
+    "sessions": "FLOTILLA_SANDBOX_SESSIONS",
     "python": "FLOTILLA_SANDBOX_PYTHON",
 }
 

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.sandbox.routes import health, run_code
+from services.sandbox.routes import health, run_code, sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
 from shared.credentials import Credentials
@@ -34,6 +34,7 @@ def create_app(
     app = FastAPI(title="Flotilla sandbox", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(health.router)
     app.include_router(run_code.router)
+    app.include_router(sessions.router)
     add_problem_handlers(app)
     credentials = credentials or Credentials(settings.token.get_secret_value())
     app.add_middleware(Gatekeeper, credentials=credentials, max_bytes=settings.max_request_bytes)

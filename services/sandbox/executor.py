@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.sandbox.cgroups import ControlGroups
+from services.sandbox.conversation import Conversation, answer_bytes, blame_memory
 from services.sandbox.fork_servers import ForkServer, SandboxFailed
 from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
 from services.sandbox.isolation import Isolation, Slot
@@ -76,6 +77,41 @@ class Executor:
         except (OSError, TimeoutError, Unavailable) as error:
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
 
+    @asynccontextmanager
+    async def session(self, slot: Slot, program: Program) -> AsyncIterator[Conversation]:
+        """Start an interpreter in a slot that nobody else uses, and end it and all that it started at the end.
+
+        Args:
+            slot: for as long as the session lives.
+            program: the interpreter's files and its one phase.
+
+        Raises:
+            SandboxFailed: it could not be started.
+        """
+        try:
+            async with self._directory(slot), self._interpreter(slot, program) as conversation:
+                yield conversation
+        except (OSError, TimeoutError) as error:
+            raise SandboxFailed(f"{type(error).__name__}: {error}") from error
+
+    @asynccontextmanager
+    async def _interpreter(self, slot: Slot, program: Program) -> AsyncIterator[Conversation]:
+        is_clean = False
+        try:
+            server = await self._server(slot, program.limits)
+            job = json.dumps(self._job(slot, program, is_session=True).to_wire()).encode()
+            async with server.asked(job) as streams:
+                conversation = Conversation(server, *streams, limits=program.limits)
+                await conversation.begun()
+                yield conversation
+            async with asyncio.timeout(END_SECONDS):
+                await server.done()
+                is_clean = await server.is_empty()
+        finally:
+            if not is_clean:
+                with self._cleaning(slot):
+                    await asyncio.shield(self._end_server(slot))
+
     def servers(self) -> list[ForkServer]:
         """List the fork servers that are there."""
         return list(self._servers.values())
@@ -130,13 +166,13 @@ class Executor:
             kills_before = server.num_memory_kills()
             answer = await server.run(
                 json.dumps(self._job(slot, program).to_wire()).encode(),
-                max_bytes=_answer_bytes(program.limits),
+                max_bytes=answer_bytes(program.limits),
                 seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
             )
             result = _read_result(answer, program)
             is_clean = bool(answer) and await server.is_empty()
             if server.num_memory_kills() > kills_before:
-                return _blame_memory(result, program.limits)
+                return blame_memory(result, program.limits)
             return result
         finally:
             if not is_clean:
@@ -162,7 +198,7 @@ class Executor:
         if slot.uid is not None:
             await sweep(slot.uid, self.isolation.place.python)
 
-    def _job(self, slot: Slot, program: Program) -> Job:
+    def _job(self, slot: Slot, program: Program, *, is_session: bool = False) -> Job:
         return Job(
             self.isolation.work_directory(slot),
             program.files,
@@ -171,6 +207,7 @@ class Executor:
             self.isolation.environment(slot),
             program.limits,
             self.isolation.confinement(slot),
+            is_session,
         )
 
     @asynccontextmanager
@@ -194,11 +231,6 @@ def _sibling(directory: Path) -> Path:
     return directory.with_name(f"slot-{secrets.token_hex(8)}")
 
 
-def _answer_bytes(limits: Limits) -> int:
-    # Two phases with two streams each and the files, in base64; and some room for the rest.
-    return (4 * limits.output_bytes + limits.fetch_bytes) * 3 // 2 + 65536
-
-
 def _read_result(answer: bytes, program: Program) -> JobResult:
     """Read the guard's answer.
 
@@ -219,12 +251,3 @@ def _read_result(answer: bytes, program: Program) -> JobResult:
     if result.error:
         raise SandboxFailed(f"the guard failed: {result.error}")
     return result
-
-
-def _blame_memory(result: JobResult, limits: Limits) -> JobResult:
-    detail = f"memory limit exceeded: the kernel ended a process, allowed {limits.memory_bytes} bytes"
-    if result.phases[-1].detail:
-        return result
-    last = result.phases[-1]
-    blamed = PhaseResult(last.name, last.outcome, last.return_code, last.seconds, last.stdout, last.stderr, detail)
-    return JobResult((*result.phases[:-1], blamed), result.files, result.notes)

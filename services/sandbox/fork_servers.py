@@ -7,12 +7,14 @@ import secrets
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
-from services.sandbox.guard.job import DONE, LENGTH_BYTES, READY, Orders
+from services.sandbox.guard.job import DONE, READY, Orders
+from services.sandbox.guard.messages import framed
 from services.sandbox.guard.watch import descendants
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits
@@ -71,6 +73,20 @@ class ForkServer:
             OSError: the server is gone.
             TimeoutError: it took longer than ``seconds``.
         """
+        async with asyncio.timeout(seconds), self.asked(job) as (reader, _):
+            answer = await read_at_most(reader, max_bytes + 1)
+            if len(answer) > max_bytes:
+                raise SandboxFailed("the guard's answer is too long")
+            await self.done()
+        return answer
+
+    @asynccontextmanager
+    async def asked(self, job: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Give a job to the guard of the next run; gives the stream of it, which is closed at the end.
+
+        Raises:
+            OSError: the server is gone.
+        """
         self.num_runs += 1
         ours, theirs = socket.socketpair()
         try:
@@ -81,17 +97,20 @@ class ForkServer:
             ours.close()
             raise
         try:
-            async with asyncio.timeout(seconds):
-                with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
-                    writer.write(len(job).to_bytes(LENGTH_BYTES, "big") + job)
-                    await writer.drain()
-                answer = await read_at_most(reader, max_bytes + 1)
-                if len(answer) > max_bytes:
-                    raise SandboxFailed("the guard's answer is too long")
-                await self._expect(DONE)
+            with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
+                writer.write(framed(job))
+                await writer.drain()
+            yield reader, writer
         finally:
             writer.close()
-        return answer
+
+    async def done(self) -> None:
+        """Wait until all of a run is gone.
+
+        Raises:
+            ConnectionError: the server is gone.
+        """
+        await self._expect(DONE)
 
     def bound(self, limits: Limits) -> None:
         """Set what the next program may use.

@@ -16,11 +16,21 @@ class SandboxMetrics:
         self._runs: Counter[tuple[str, RunStatus]] = Counter()
         self._refused: Counter[str] = Counter()
         self._run_seconds = 0.0
+        self._sessions_ended: Counter[str] = Counter()
+        self._cells: Counter[RunStatus] = Counter()
 
     def count_run(self, language: str, status: RunStatus, seconds: float) -> None:
         """Count a program that had its turn."""
         self._runs[language, status] += 1
         self._run_seconds += seconds
+
+    def count_cell(self, status: RunStatus) -> None:
+        """Count a cell of a session."""
+        self._cells[status] += 1
+
+    def count_session_end(self, cause: str) -> None:
+        """Count a session that has ended, by its cause in a word."""
+        self._sessions_ended[cause] += 1
 
     def count_refused(self, code: str) -> None:
         """Count a call that got no turn, by the code of its problem."""
@@ -35,6 +45,7 @@ class SandboxMetrics:
         num_out_of_use: int,
         num_spoiled: int,
         num_servers_lost: int,
+        num_sessions: int,
     ) -> Iterator[Metric]:
         """Make the metrics."""
         runs = CounterMetricFamily(
@@ -45,7 +56,13 @@ class SandboxMetrics:
         refused = CounterMetricFamily("flotilla_sandbox_refused", "Calls that got no turn", labels=("code",))
         for code, number in sorted(self._refused.items()):
             refused.add_metric((code,), number)
-        yield from (runs, refused)
+        cells = CounterMetricFamily("flotilla_sandbox_cells", "Cells that sessions ran", labels=("status",))
+        for outcome, number in sorted(self._cells.items()):
+            cells.add_metric((outcome.value,), number)
+        ended = CounterMetricFamily("flotilla_sandbox_sessions_ended", "Sessions that ended", labels=("cause",))
+        for cause, number in sorted(self._sessions_ended.items()):
+            ended.add_metric((cause,), number)
+        yield from (runs, refused, cells, ended)
         yield CounterMetricFamily("flotilla_sandbox_run_seconds", "Time that programs ran", value=self._run_seconds)
         yield CounterMetricFamily(
             "flotilla_sandbox_slots_spoiled", "Times that something was left behind in a slot", value=num_spoiled
@@ -57,6 +74,7 @@ class SandboxMetrics:
             ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", num_out_of_use),
             ("sandbox_running", "Programs that run", num_running),
             ("sandbox_waiting", "Programs that wait for their turn", num_waiting),
+            ("sandbox_sessions", "Sessions that live", num_sessions),
         ):
             family = gauge(name, meaning)
             family.add_metric((), value)

@@ -18,6 +18,8 @@ class SandboxSettings(Config):
     """Allow level D, which is no isolation: programs can read what the service can, and reach the network."""
     concurrency: int = Field(4, ge=1, le=128)
     """Programs that run at a time."""
+    sessions: int = Field(16, ge=0, le=128)
+    """Sessions that live at a time, each with limits of its own; 0 offers none."""
     max_queued: int = Field(256, ge=0)
     """Calls that may wait for their turn; a further one is answered 503."""
     queue_seconds: float = Field(30.0, gt=0)

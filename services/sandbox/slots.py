@@ -15,7 +15,7 @@ from pathlib import Path
 from services.sandbox.isolation import Slot
 from shared.errors import DeadlineExceeded, Unavailable
 
-MAX_UIDS_TRIED = 180
+MAX_UIDS_TRIED = 400
 LOCKS = Path("/run/flotilla-sandbox")
 SWEEP_SECONDS = 5.0
 
@@ -50,10 +50,11 @@ def own_uids(number: int, base: int, locks: Path = LOCKS) -> Iterator[list[int |
         return
     with ExitStack() as held:
         found: list[int | None] = []
+        in_use = uids_in_use()
         for uid in range(base, base + MAX_UIDS_TRIED):
             if len(found) == number:
                 break
-            if not living_processes_of(uid) and (descriptor := lock_uid(uid, locks)) is not None:
+            if uid not in in_use and (descriptor := lock_uid(uid, locks)) is not None:
                 held.callback(os.close, descriptor)
                 found.append(uid)
         if len(found) < number:
@@ -61,9 +62,21 @@ def own_uids(number: int, base: int, locks: Path = LOCKS) -> Iterator[list[int |
         yield found
 
 
+def uids_in_use() -> set[int]:
+    """List the uids of all processes that have not ended."""
+    found: dict[int, set[int]] = {}
+    for pid, uid in _uids():
+        found.setdefault(uid, set()).add(pid)
+    return {uid for uid, pids in found.items() if not all(map(is_zombie, pids))}
+
+
 def processes_of(uid: int) -> list[int]:
-    """List the processes of a uid. By /proc/PID/status: the owner of /proc/PID is root for some."""
-    found = []
+    """List the processes of a uid."""
+    return [pid for pid, owner in _uids() if owner == uid]
+
+
+def _uids() -> Iterator[tuple[int, int]]:
+    """Read all processes with their uid. By /proc/PID/status: the owner of /proc/PID is root for some."""
     with os.scandir("/proc") as entries:
         pids = [entry.name for entry in entries if entry.name.isdigit()]
     for pid in pids:
@@ -71,9 +84,10 @@ def processes_of(uid: int) -> list[int]:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except OSError:
             continue
-        if any(line.startswith("Uid:") and line.split()[1] == str(uid) for line in lines):
-            found.append(int(pid))
-    return found
+        for line in lines:
+            if line.startswith("Uid:"):
+                yield int(pid), int(line.split()[1])
+                break
 
 
 def living_processes_of(uid: int) -> list[int]:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.sandbox.executor import Executor
@@ -15,6 +15,7 @@ from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory
 from services.sandbox.limits import Limits
 from services.sandbox.metrics import SandboxMetrics
+from services.sandbox.sessions import Sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import SlotPool, own_uids
 from shared.errors import Unavailable
@@ -30,6 +31,7 @@ class SandboxState:
     Attributes:
         executor: runs a program; knows the isolation.
         pool: whose turn it is.
+        sessions: interpreters that are kept, in slots of their own.
         languages: what can be run, by name.
         unavailable: why each better level of isolation is not used.
     """
@@ -37,9 +39,10 @@ class SandboxState:
     settings: SandboxSettings
     executor: Executor
     pool: SlotPool
+    sessions: Sessions
     languages: dict[str, Language]
     unavailable: dict[IsolationLevel, str]
-    metrics: SandboxMetrics = field(default_factory=SandboxMetrics)
+    metrics: SandboxMetrics
 
 
 @asynccontextmanager
@@ -53,22 +56,28 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
     python = find_python(settings.python)
     with (
         own_directory() as root,
-        own_uids(settings.concurrency, settings.uid_base) as uids,
+        own_uids(settings.concurrency + settings.sessions, settings.uid_base) as uids,
     ):
         slots = _furnish(root, uids)
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)
         executor, unavailable = await _choose(settings, place, slots[0], root / "marker")
-        pool = SlotPool(
-            slots,
-            max_queued=settings.max_queued,
-            queue_seconds=settings.queue_seconds,
-            renewed=executor.renewed,
+        pool, session_pool = (
+            SlotPool(
+                part,
+                max_queued=settings.max_queued,
+                queue_seconds=settings.queue_seconds,
+                renewed=executor.renewed,
+            )
+            for part in (slots[: settings.concurrency], slots[settings.concurrency :])
         )
+        metrics = SandboxMetrics()
+        sessions = Sessions(executor, session_pool, settings, python, metrics)
         _tell(executor.isolation.level, unavailable)
         try:
-            yield SandboxState(settings, executor, pool, find_languages(python), unavailable)
+            yield SandboxState(settings, executor, pool, sessions, find_languages(python), unavailable, metrics)
         finally:
+            await sessions.close()
             await executor.close()
 
 

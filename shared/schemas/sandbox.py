@@ -95,6 +95,51 @@ class RunCodeRequest(Described):
     """Present for clients that send it; must be empty."""
 
 
+class SessionRequest(Described):
+    """An interpreter that is kept: what its cells define is there for the next ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    language: Literal["python"] = "python"
+    """Only Python has sessions."""
+    files: dict[RelativePath, Base64] = Field(default_factory=dict)
+    """Files to put into its working directory, base64, by relative path."""
+    memory_limit_MB: int = Field(-1, ge=-1)  # noqa: N815  as of a program
+    """Megabytes for all its processes; -1, and anything above it, is the service's own limit."""
+    cpu_seconds: float = Field(300.0, gt=0, le=3600)
+    """Processor time of all cells together."""
+    idle_seconds: float = Field(300.0, gt=0, le=3600)
+    """It ends when no cell was sent for so long."""
+    lifetime_seconds: float = Field(3600.0, gt=0, le=86400)
+    """It ends so long after its start, when the cell that runs then has ended."""
+
+
+class SessionView(BaseModel):
+    """A session that was started."""
+
+    id: str
+    token: str
+    """The header ``Session-Token`` of every call of this session."""
+    isolation: IsolationLevel
+    """Under which level it runs."""
+    cpu_seconds: float
+    idle_seconds: float
+    lifetime_seconds: float
+
+
+class CellRequest(Described):
+    """A piece of code for a session."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    code: str
+    """Source text. The value of its last expression is printed, as by an interactive interpreter."""
+    run_timeout: float = Field(10.0, gt=0, le=MAX_TIMEOUT_SECONDS)
+    """Seconds. A cell that takes longer is interrupted; one that goes on after that costs the session."""
+    fetch_files: tuple[RelativePath, ...] = ()
+    """Files to return; one that does not exist is left out of the answer."""
+
+
 class CommandResult(BaseModel):
     """What one command did."""
 
@@ -125,6 +170,21 @@ class RunCodeResponse(BaseModel):
     """Under which level the program ran. Null only from a server that is not ours."""
 
 
+class CellResponse(BaseModel):
+    """What a cell did. ``SandboxError`` says nothing about the code."""
+
+    status: RunStatus
+    message: str = ""
+    """Which limit stopped it, how the interpreter ended, or what failed in the sandbox."""
+    run_result: CommandResult | None = None
+    """Its return code is 1 after an exception. Null if the sandbox failed."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """The fetched files, base64."""
+    isolation: IsolationLevel
+    is_alive: bool
+    """Whether the session goes on; if not, what it knew is lost."""
+
+
 class SandboxHealth(BaseModel):
     """The answer of ``GET /healthz``."""
 
@@ -137,3 +197,5 @@ class SandboxHealth(BaseModel):
     """What can be run, with the program that runs or compiles it."""
     concurrency: int
     """How many programs run at a time."""
+    sessions: int = 0
+    """How many sessions live at a time."""

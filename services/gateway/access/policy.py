@@ -48,8 +48,10 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("PUT", f"{SERVICE}/status"): MEMBER,
     ("DELETE", SERVICE): MEMBER,
     ("POST", "/v1/services"): Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_joining=True),
-    # A reward looks for a sandbox.
-    ("GET", "/v1/services"): Rule(frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.REWARD})),
+    # Rewards and rollouts look for a sandbox.
+    ("GET", "/v1/services"): Rule(
+        frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.REWARD, ServiceKind.ROLLOUT})
+    ),
     ("GET", SERVICE): READING,
     ("POST", f"{SERVICE}/drain"): OPERATING,
     ("GET", "/v1/fleet"): READING,

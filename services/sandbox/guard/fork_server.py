@@ -31,12 +31,15 @@ NOBODY_ASKED = 3
 """Exit code of a guard that got no job: the service is gone."""
 
 
-def serve(paths: Iterable[str], modules_before: Iterable[str]) -> None:
+def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
     """Fork one guard after the other until the service goes away; returns only in a child that is the program.
 
     Args:
         paths: entries of the module path that programs must not see.
         modules_before: names of the modules that every interpreter has loaded at this point.
+
+    Returns:
+        Whether the program is the interpreter of a session.
     """
     known = set(modules_before)
     os.environ.pop("PYTHONPATH", None)
@@ -49,9 +52,10 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> None:
             orders = Orders.from_wire(json.loads(message))
             while _run_one(control, orders):
                 pass
-    except IsProgram:
+    except IsProgram as program:
+        is_session = program.is_session
         _forget(set(paths), known)
-        return
+        return is_session
     os._exit(0)
 
 

@@ -14,7 +14,6 @@ READY = b"ready"
 """What the fork server says when it is warm and has forked nothing yet: the moment to put it into a control group."""
 DONE = b"done"
 """What it says when all of a run is gone."""
-LENGTH_BYTES = 8
 
 KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
 
@@ -108,7 +107,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Job:
-    """One program with its files, to be run once in an empty working directory."""
+    """One program with its files, to be run once in an empty working directory.
+
+    Attributes:
+        is_session: the program is the interpreter of a session, which is given cells until its caller goes away; its
+            one phase's time limit is processor time, of all cells together.
+    """
 
     directory: str
     files: Mapping[str, str]
@@ -117,6 +121,7 @@ class Job:
     environment: Mapping[str, str]
     limits: Limits
     confinement: Confinement
+    is_session: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it."""
@@ -180,3 +185,46 @@ class JobResult:
         """Read what ``to_wire`` made, after its way through JSON."""
         phases = tuple(PhaseResult(**phase) for phase in wire["phases"])
         return cls(phases=phases, files=wire["files"], notes=tuple(wire["notes"]), error=wire["error"])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A piece of code for the interpreter of a session; a message with its length before it.
+
+    Attributes:
+        fetch: files to return, as of ``Job``.
+    """
+
+    code: str
+    timeout_seconds: float
+    fetch: tuple[str, ...] = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Cell":
+        """Read what ``to_wire`` made, after its way through JSON."""
+        return cls(wire["code"], wire["timeout_seconds"], tuple(wire["fetch"]))
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """How a cell ended; likewise a message. The first one of a session has no phases: the interpreter is up.
+
+    Attributes:
+        is_alive: whether the interpreter, and so what it knows, is still there.
+    """
+
+    result: JobResult
+    is_alive: bool
+
+    def to_wire(self) -> dict[str, Any]:
+        """Make a plain mapping of it."""
+        return {"result": self.result.to_wire(), "is_alive": self.is_alive}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "CellResult":
+        """Read what ``to_wire`` made, after its way through JSON."""
+        return cls(JobResult.from_wire(wire["result"]), bool(wire["is_alive"]))

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +36,24 @@ from services.sandbox.limits import apply_rlimits
 
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
+PIPE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
 OWN_PROCESSES = 4
 """The isolation's own processes, which count for the uid too."""
 MOST_DESCRIPTORS = 1 << 20
 MACHINE = platform.machine()
+STANDARD = ("stdin", "stdout", "stderr")
 
 
 class IsProgram(BaseException):
-    """Raised in the forked child that is to go on as the program: it leaves all frames of the guard."""
+    """Raised in the forked child that is to go on as the program: it leaves all frames of the guard.
+
+    Args:
+        is_session: whether the program is the interpreter of a session.
+    """
+
+    def __init__(self, is_session: bool) -> None:
+        self.is_session = is_session
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,11 @@ class Drain:
         while self.read():
             pass
 
+    def read_present(self) -> None:
+        """Read what a pipe can hold, not waiting for its end: its writers live, and are stopped."""
+        for _ in range(PIPE_BYTES // CHUNK_BYTES):
+            self.read()
+
     def text(self) -> str:
         """Return what was kept as base64; a cut stream ends with a note, so that it equals no expected output."""
         note = f"\n[output cut after {self._limit_bytes} bytes]\n".encode() if self._is_cut else b""
@@ -98,30 +113,15 @@ def run_phase(phase: Phase, job: Job, surroundings: Surroundings) -> PhaseResult
         IsProgram: in the child that is the program.
     """
     started = time.monotonic()
-    given = binascii.a2b_base64(phase.stdin)
-    child_stdin, stdin = os.pipe()
-    stdout, child_stdout = os.pipe()
-    stderr, child_stderr = os.pipe()
-    failure, child_failure = os.pipe()
-    usual = os.pread(surroundings.hardness, 16, 0)
-    os.pwrite(surroundings.hardness, b"1000", 0)  # if memory runs out the program goes, not the guard
-    pid = os.fork()
-    if pid == 0:
-        _become(phase, job, (child_stdin, child_stdout, child_stderr), child_failure)
-    os.pwrite(surroundings.hardness, usual, 0)
-    for descriptor in (child_stdin, child_stdout, child_stderr, child_failure):
-        os.close(descriptor)
-    reason = os.read(failure, 1000).decode(errors="replace")  # at once: the program's start closes the other end
-    os.close(failure)
-    drains = [Drain(stdout, job.limits.output_bytes), Drain(stderr, job.limits.output_bytes)]
-    outcome, detail = (
-        (_not_started(phase, job), reason)
-        if reason
-        else _attend(pid, phase, job, surroundings.caller, stdin, given, drains)
-    )
-    if reason:
-        os.close(stdin)
-    status = _end_all(pid, job.confinement)
+    command = start(phase, job, surroundings)
+    drains = [Drain(descriptor, job.limits.output_bytes) for descriptor in command.outputs]
+    if command.reason:
+        os.close(command.stdin)
+        outcome, detail = _not_started(phase, job), command.reason
+    else:
+        given = binascii.a2b_base64(phase.stdin)
+        outcome, detail = _attend(command.pid, phase, job, surroundings.caller, command.stdin, given, drains)
+    status = end_all(command.pid, job.confinement)
     for drain in drains:
         drain.read_rest()
         os.close(drain.descriptor)
@@ -130,12 +130,57 @@ def run_phase(phase: Phase, job: Job, surroundings: Surroundings) -> PhaseResult
     return PhaseResult(phase.name, outcome, code, seconds, drains[0].text(), drains[1].text(), detail)
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command that was started.
+
+    Attributes:
+        stdin: where its input is written.
+        outputs: where its stdout and stderr are read.
+        reason: why it did not start; empty if it did.
+    """
+
+    pid: int
+    stdin: int
+    outputs: "tuple[int, int]"
+    reason: str
+
+
+def start(phase: Phase, job: Job, surroundings: Surroundings, further: "tuple[int, ...]" = ()) -> Command:
+    """Start a command in its confinement.
+
+    Args:
+        phase: the command.
+        job: where and within which limits.
+        surroundings: what the guard holds open.
+        further: descriptors that the command gets as 3 and so on; closed here.
+
+    Raises:
+        IsProgram: in the child that is the program.
+    """
+    child_stdin, stdin = os.pipe()
+    stdout, child_stdout = os.pipe()
+    stderr, child_stderr = os.pipe()
+    failure, child_failure = os.pipe()
+    usual = os.pread(surroundings.hardness, 16, 0)
+    os.pwrite(surroundings.hardness, b"1000", 0)  # if memory runs out the program goes, not the guard
+    pid = os.fork()
+    if pid == 0:
+        _become(phase, job, (child_stdin, child_stdout, child_stderr, *further), child_failure)
+    os.pwrite(surroundings.hardness, usual, 0)
+    for descriptor in (child_stdin, child_stdout, child_stderr, *further, child_failure):
+        os.close(descriptor)
+    reason = os.read(failure, 1000).decode(errors="replace")  # at once: the program's start closes the other end
+    os.close(failure)
+    return Command(pid, stdin, (stdout, stderr), reason)
+
+
 def _not_started(phase: Phase, job: Job) -> str:
     """Tell whose fault it is: what lies in the working directory was made by the program, and has to be there."""
     return OVER_LIMIT if Path(phase.argv[0]).is_relative_to(job.directory) else NOT_STARTED
 
 
-def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: int) -> None:
+def _become(phase: Phase, job: Job, streams: "Sequence[int]", failure: int) -> None:
     """Turn the forked child into the command; does not return.
 
     Raises:
@@ -143,8 +188,9 @@ def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: in
     """
     try:
         os.setsid()
+        *streams, failure = [_at_least(len(streams) + 1, descriptor) for descriptor in (*streams, failure)]
         for target, descriptor in enumerate(streams):
-            os.dup2(descriptor, target)
+            os.dup2(descriptor, target, inheritable=target < len(STANDARD))
         failure = os.dup2(failure, len(streams), inheritable=False)
         os.closerange(failure + 1, MOST_DESCRIPTORS)  # nothing of the guard or the fork server stays open
         os.chdir(job.directory)
@@ -153,7 +199,7 @@ def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: in
         _confine(phase, job, processes=job.limits.processes + others)
         if list(phase.argv) == getattr(sys, "orig_argv", None):
             os.close(failure)
-            raise IsProgram
+            raise IsProgram(job.is_session)
         # Python ignores these two, and what is ignored stays so through exec.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -163,6 +209,13 @@ def _become(phase: Phase, job: Job, streams: "tuple[int, int, int]", failure: in
     except BaseException as error:  # whatever it is, the parent reports it and this copy of the guard must end
         os.write(failure, f"{type(error).__name__}: {error}".encode()[:1000])
         os._exit(127)
+
+
+def _at_least(bound: int, descriptor: int) -> int:
+    """Make a descriptor that none of the first ones is put on; those in between are closed with the rest."""
+    while descriptor < bound:
+        descriptor = os.dup(descriptor)
+    return descriptor
 
 
 def _confine(phase: Phase, job: Job, *, processes: int) -> None:
@@ -212,7 +265,7 @@ def _attend(
     try:
         while True:
             now = time.monotonic()
-            if _has_ended(pid):
+            if has_ended(pid):
                 return EXITED, ""
             if now >= deadline:
                 if is_time_up(descendants(os.getpid()), now - started, phase.timeout_seconds):
@@ -232,7 +285,7 @@ def _attend(
                     poll.unregister(descriptor)
                     del open_drains[descriptor]
                 elif descriptor == stdin:
-                    unsent = _feed(stdin, unsent)
+                    unsent = feed(stdin, unsent)
                     if not unsent:
                         poll.unregister(stdin)
                         os.close(stdin)
@@ -244,7 +297,7 @@ def _attend(
             os.close(ending)
 
 
-def _feed(descriptor: int, unsent: memoryview) -> memoryview:
+def feed(descriptor: int, unsent: memoryview) -> memoryview:
     """Write some of it; an empty view means that there is no more to write, or nobody to read it."""
     try:
         return unsent[os.write(descriptor, unsent[:CHUNK_BYTES]) :]
@@ -261,11 +314,11 @@ def _open_pidfd(pid: int) -> "int | None":
         return None  # an old kernel: the end is then seen at the next look
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _end_all(main: int, confinement: Confinement) -> "int | None":
+def end_all(main: int, confinement: Confinement) -> "int | None":
     """Kill and reap every process below the guard.
 
     Returns:
@@ -277,7 +330,7 @@ def _end_all(main: int, confinement: Confinement) -> "int | None":
     deadline = time.monotonic() + KILL_SECONDS
     main_status = None
     while True:
-        _kill_all(confinement)
+        signal_all(confinement, signal.SIGKILL)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -292,13 +345,14 @@ def _end_all(main: int, confinement: Confinement) -> "int | None":
         time.sleep(0.002)
 
 
-def _kill_all(confinement: Confinement) -> None:
+def signal_all(confinement: Confinement, number: signal.Signals) -> None:
+    """Signal every process below the guard."""
     if confinement.kill_scope == KILL_DESCENDANTS:
         for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         return
     # To all processes that this one may signal, except itself: those of its namespace, or of its uid. The kernel does
     # it in one go, which no fork can outrun.
     with suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+        os.kill(-1, number)

@@ -36,11 +36,11 @@ def run(source: str) -> NoReturn:
         exec(compile(text, path, "exec", dont_inherit=True), space)  # noqa: S102  to run it is the point
         code = 0
     except BaseException as error:  # of whatever kind: Python tells it on stderr
-        code = _told(error)
-    _end(code, directory, num_modules)
+        code = told(error)
+    end(code, directory, num_modules)
 
 
-def _told(error: BaseException) -> int:
+def told(error: BaseException) -> int:
     """Print what Python prints of an exception that nobody caught, and return the exit code."""
     # The first entry of the traceback is this module's.
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
@@ -50,14 +50,14 @@ def _told(error: BaseException) -> int:
             return 0
         if isinstance(error.code, int):
             return error.code
-        _flush()
+        flush()
         print(error.code, file=sys.stderr)  # noqa: T201
         return 1
-    _flush()
+    flush()
     try:
         sys.excepthook(type(error), error, trace)
     except SystemExit as other:
-        return _told(other)
+        return told(other)
     except BaseException as wrong:
         wrong.__context__ = None
         of_hook = wrong.__traceback__.tb_next if wrong.__traceback__ is not None else None
@@ -68,7 +68,7 @@ def _told(error: BaseException) -> int:
     return -int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _end(code: int, directory: str, num_modules: int) -> NoReturn:
+def end(code: int, directory: str, num_modules: int) -> NoReturn:
     threading = sys.modules.get("threading")
     if threading is not None:
         threading._shutdown()
@@ -78,9 +78,9 @@ def _end(code: int, directory: str, num_modules: int) -> NoReturn:
     if code >= 0 and (any(map(_is_package, added)) or len(sys._current_frames()) > 1):
         _PYTHON.Py_Exit(ctypes.c_int(code))
     atexit._run_exitfuncs()
-    is_written = _flush()
+    is_written = flush()
     _take_apart(added, directory)
-    is_written = _flush() and is_written
+    is_written = flush() and is_written
     _LIBRARY.fflush(None)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -112,7 +112,7 @@ def _take_apart(modules: "list[ModuleType]", directory: str) -> None:
     gc.collect()
 
 
-def _flush() -> bool:
+def flush() -> bool:
     """Flush the standard streams; False if what was printed could not be written."""
     try:
         if sys.stdout is not None and not sys.stdout.closed:

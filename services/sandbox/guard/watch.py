@@ -7,7 +7,8 @@ overshoot.
 
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.sandbox.limits import Limits, longest_seconds
@@ -174,29 +175,60 @@ def _mappings(pid: int) -> "list[bytes]":
         return []
 
 
-def queued_seconds(tree: "dict[int, ProcessStatus]") -> float:
-    """Return how long that process of a tree which waited longest for a processor, ready to run, has waited in all."""
-    longest = 0
-    for pid in tree:
-        try:
-            longest = max(longest, int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]))
-        except (OSError, IndexError, ValueError):  # gone, or a kernel that does not count it
-            continue
-    return longest / 1e9
+@dataclass(frozen=True)
+class Baseline:
+    """What the processes of a tree had used of their time before what is measured began.
+
+    Attributes:
+        cpu_seconds: all together.
+        queued_seconds: each of them, ready to run and waiting for a processor.
+    """
+
+    cpu_seconds: float = 0.0
+    queued_seconds: "Mapping[int, float]" = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tree: "dict[int, ProcessStatus]") -> "Baseline":
+        """Look at a tree."""
+        return cls(cpu_seconds(tree), {pid: queued_seconds(pid) for pid in tree})
 
 
-def is_time_up(tree: "dict[int, ProcessStatus]", elapsed_seconds: float, limit_seconds: float) -> bool:
+def cpu_seconds(tree: "dict[int, ProcessStatus]") -> float:
+    """Sum the processor time of a tree."""
+    return sum(status.cpu_seconds for status in tree.values())
+
+
+def queued_seconds(pid: int) -> float:
+    """Return how long a process has waited for a processor, ready to run; 0 if that is not known any more."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # gone, or a kernel that does not count it
+        return 0.0
+
+
+def is_time_up(
+    tree: "dict[int, ProcessStatus]", elapsed_seconds: float, limit_seconds: float, before: "Baseline | None" = None
+) -> bool:
     """Tell whether a program has had its time: time that it waited for a processor in use by others does not count.
 
-    A tree that has used its limit in CPU time cannot gain by waiting for itself.
+    A tree that has used its limit in CPU time cannot gain by waiting for itself. Of all processes it is the one that
+    waited longest that counts.
+
+    Args:
+        tree: the processes.
+        elapsed_seconds: by the wall clock.
+        limit_seconds: how long they may take.
+        before: what they had used when the clock was started; None for nothing.
     """
     if elapsed_seconds < limit_seconds:
         return False
     if elapsed_seconds >= longest_seconds(limit_seconds):
         return True
-    if sum(status.cpu_seconds for status in tree.values()) >= limit_seconds:
+    before = before or Baseline()
+    if cpu_seconds(tree) - before.cpu_seconds >= limit_seconds:
         return True
-    return elapsed_seconds - queued_seconds(tree) >= limit_seconds
+    queued = max((queued_seconds(pid) - before.queued_seconds.get(pid, 0.0) for pid in tree), default=0.0)
+    return elapsed_seconds - queued >= limit_seconds
 
 
 def directory_usage(directory: str, limits: Limits) -> "tuple[int, int]":

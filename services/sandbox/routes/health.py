@@ -28,6 +28,7 @@ async def healthz(sandbox: Sandbox) -> SandboxHealth:
         unavailable=sandbox.unavailable,
         languages={name: language.tool for name, language in sandbox.languages.items()},
         concurrency=sandbox.settings.concurrency,
+        sessions=sandbox.settings.sessions,
     )
 
 
@@ -55,5 +56,6 @@ async def metrics(sandbox: Sandbox) -> Response:
         num_out_of_use=sandbox.pool.num_out_of_use,
         num_spoiled=sandbox.executor.num_spoiled,
         num_servers_lost=sandbox.executor.num_servers_lost,
+        num_sessions=sandbox.sessions.num_living,
     )
     return await response_of(families)

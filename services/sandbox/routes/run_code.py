@@ -1,6 +1,7 @@
 """Run one program."""
 
 import base64
+from collections.abc import Mapping
 
 from fastapi import APIRouter
 
@@ -8,7 +9,7 @@ from services.sandbox.executor import Program
 from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import EXITED, NOT_STARTED, TIMED_OUT, JobResult, PhaseResult
 from services.sandbox.languages import Language, choose
-from services.sandbox.limits import MEBIBYTE
+from services.sandbox.limits import MEBIBYTE, Limits
 from services.sandbox.routes.dependencies import Sandbox
 from services.sandbox.state import SandboxState
 from shared.errors import FlotillaError, InvalidRequest
@@ -64,12 +65,21 @@ def make_program(request: RunCodeRequest, language: Language, directory: str, sa
     if language.source in files:
         raise InvalidRequest(f"a file may not be called {language.source!r}: the program itself is")
     files[language.source] = base64.b64encode(request.code.encode()).decode()
-    num_bytes = sum(len(content) * 3 // 4 for content in files.values())
-    if len(files) > limits.files or num_bytes > limits.disk_bytes:
-        raise InvalidRequest(f"{len(files)} files with {num_bytes} bytes exceed the working directory's limits")
+    check_files(files, limits)
     stdin = base64.b64encode((request.stdin or "").encode()).decode()
     phases = language.phases(directory, stdin, request.compile_timeout, request.run_timeout)
     return Program(files, phases, request.fetch_files, limits)
+
+
+def check_files(files: Mapping[str, str], limits: Limits) -> None:
+    """Check files, base64 by path, against what the working directory may hold.
+
+    Raises:
+        InvalidRequest: they are more or larger than allowed.
+    """
+    num_bytes = sum(len(content) * 3 // 4 for content in files.values())
+    if len(files) > limits.files or num_bytes > limits.disk_bytes:
+        raise InvalidRequest(f"{len(files)} files with {num_bytes} bytes exceed the working directory's limits")
 
 
 def make_response(result: JobResult, level: IsolationLevel) -> RunCodeResponse:

@@ -19,7 +19,7 @@ TOKEN = "a token that is long enough"
 def settings_for(level: str, **fields: Any) -> SandboxSettings:
     unsafe = level == "D"
     return SandboxSettings.model_validate(
-        {"token": TOKEN, "level": level, "unsafe_sandbox": unsafe, "concurrency": 2} | fields
+        {"token": TOKEN, "level": level, "unsafe_sandbox": unsafe, "concurrency": 2, "sessions": 2} | fields
     )
 
 

@@ -58,7 +58,7 @@ def some_tokens(
         (ROLLOUT, "POST", "/v1/services/rollout-1/drain", "needs the scope operator;"),
         (ROLLOUT, "POST", f"{E}/metrics", "needs the scope operator or service (trainer); this token"),
         (ROLLOUT, "GET", E, "needs the scope operator or reader;"),
-        (ROLLOUT, "GET", "/v1/services", "service (reward)"),
+        (ROLLOUT, "GET", "/v1/services", None),
         (REWARD, "GET", "/v1/services", None),
         (TRAINER, "POST", f"{E}/publications/3/sent", None),
         (TRAINER, "GET", f"{E}/held_out_rows", None),

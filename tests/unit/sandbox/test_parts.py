@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from services.reward.verifiers import code
 from services.sandbox import limits
 from services.sandbox.guard import watch
+from services.sandbox.guard.files import read_plainly
 from services.sandbox.guard.job import Confinement, Job, JobResult, Phase, PhaseResult
-from services.sandbox.guard.main import check_kill_scope, read_plainly
+from services.sandbox.guard.main import check_kill_scope
 from services.sandbox.guard.process import Drain
 from services.sandbox.guard.watch import ProcessStatus, directory_usage
 from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out
@@ -274,9 +275,17 @@ def a_tree(cpu_seconds: float) -> dict[int, ProcessStatus]:
 def test_only_a_programs_own_time_counts(
     monkeypatch: pytest.MonkeyPatch, elapsed: float, cpu: float, queued: float, is_up: bool
 ) -> None:
-    monkeypatch.setattr(watch, "queued_seconds", lambda _tree: queued)
+    monkeypatch.setattr(watch, "queued_seconds", lambda _pid: queued)
 
     assert watch.is_time_up(a_tree(cpu), elapsed, 2.0) is is_up
+
+
+def test_what_was_used_before_a_cell_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "queued_seconds", lambda _pid: 9.0)
+
+    assert not watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.0}))
+    assert watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.6}))
+    assert watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(7.0, {7: 8.0}))
 
 
 def test_the_reward_service_waits_as_long_as_the_sandbox_does() -> None:

@@ -8,6 +8,8 @@ _PATHS = os.environ["PYTHONPATH"].split(os.pathsep)
 
 from services.sandbox.guard.fork_server import serve  # noqa: E402
 from services.sandbox.guard.python_main import run  # noqa: E402
+from services.sandbox.guard.session_main import converse  # noqa: E402
 
-serve(_PATHS, _BEFORE)
+if serve(_PATHS, _BEFORE):
+    converse()
 run(sys.argv[0])

@@ -1,0 +1,98 @@
+"""The service's side of a session: cells are given to its guard, one at a time, and their results are read."""
+
+import asyncio
+import json
+from signal import SIGKILL
+
+from services.sandbox.fork_servers import ForkServer, SandboxFailed
+from services.sandbox.guard.job import OVER_LIMIT, Cell, CellResult, JobResult, PhaseResult
+from services.sandbox.guard.messages import LENGTH_BYTES, framed
+from services.sandbox.limits import Limits, longest_seconds
+
+START_SECONDS = 20.0
+CELL_SECONDS = 35.0
+"""Beyond the time of a cell: for the guard to interrupt it, to stop the session and to answer."""
+
+
+class Conversation:
+    """One session's interpreter.
+
+    Args:
+        server: which runs its guard.
+        reader, writer: the guard's stream.
+        limits: of the session.
+    """
+
+    def __init__(
+        self, server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, limits: Limits
+    ) -> None:
+        self._server = server
+        self._reader = reader
+        self._writer = writer
+        self._limits = limits
+
+    async def begun(self) -> None:
+        """Wait until the interpreter is up.
+
+        Raises:
+            SandboxFailed: it does not start.
+            TimeoutError: likewise.
+        """
+        async with asyncio.timeout(START_SECONDS):
+            answer = await self._answer()
+        if answer is None or not answer.is_alive:
+            why = answer.result.error if answer is not None else "the guard was killed"
+            raise SandboxFailed(f"the interpreter did not start: {why}")
+
+    async def run(self, cell: Cell) -> CellResult:
+        """Run a cell.
+
+        Raises:
+            SandboxFailed: the sandbox failed; the session is over.
+            TimeoutError: likewise.
+        """
+        kills_before = self._server.num_memory_kills()
+        async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS):
+            self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
+            answer = await self._answer()
+        if answer is None:
+            # As of a program: breaking the sandbox must not be a way to avoid what would be said of it.
+            detail = "the guard was killed while the cell ran"
+            answer = CellResult(JobResult((PhaseResult("run", OVER_LIMIT, -int(SIGKILL), 0.0, detail=detail),)), False)
+        if answer.result.error:
+            raise SandboxFailed(f"the guard failed: {answer.result.error}")
+        if self._server.num_memory_kills() > kills_before:
+            return CellResult(blame_memory(answer.result, self._limits), answer.is_alive)
+        return answer
+
+    async def _answer(self) -> CellResult | None:
+        """Read a result; None if the guard is gone.
+
+        Raises:
+            SandboxFailed: it is longer than any right one, or cannot be read.
+        """
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            if length > answer_bytes(self._limits):
+                raise SandboxFailed("the guard's answer is too long")
+            return CellResult.from_wire(json.loads(await self._reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SandboxFailed(f"the guard's answer cannot be read: {error!r}") from error
+
+
+def answer_bytes(limits: Limits) -> int:
+    """Return how long the longest right answer of a guard is."""
+    # Two phases with two streams each and the files, in base64; and some room for the rest.
+    return (4 * limits.output_bytes + limits.fetch_bytes) * 3 // 2 + 65536
+
+
+def blame_memory(result: JobResult, limits: Limits) -> JobResult:
+    """Say of a result that the kernel ended a process because the memory was used up."""
+    detail = f"memory limit exceeded: the kernel ended a process, allowed {limits.memory_bytes} bytes"
+    last = result.phases[-1]
+    if last.detail and not last.detail.startswith("the interpreter ended"):
+        return result
+    blamed = PhaseResult(last.name, last.outcome, last.return_code, last.seconds, last.stdout, last.stderr, detail)
+    return JobResult((*result.phases[:-1], blamed), result.files, result.notes)

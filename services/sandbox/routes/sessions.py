@@ -1,0 +1,80 @@
+"""Interpreters that are kept between calls."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+
+from services.sandbox.fork_servers import SandboxFailed
+from services.sandbox.guard.job import Cell
+from services.sandbox.routes.dependencies import Sandbox
+from services.sandbox.routes.run_code import check_files, make_response
+from shared.errors import FlotillaError
+from shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
+
+router = APIRouter(tags=["sessions"])
+
+Token = Annotated[str, Header(alias="Session-Token", min_length=1, max_length=200)]
+
+
+@router.post("/sessions", status_code=201)
+async def open_session(request: SessionRequest, sandbox: Sandbox) -> SessionView:
+    """Start an interpreter that is kept; the answer's token is the only way to use it.
+
+    Raises:
+        InvalidRequest: the files exceed the limits (422).
+        Unavailable: as many as allowed live, and too many calls wait (503).
+        DeadlineExceeded: none of them ended in time (504).
+    """
+    check_files(request.files, sandbox.settings.limits)
+    try:
+        session, token = await sandbox.sessions.open(request, dict(request.files))
+    except FlotillaError as error:
+        sandbox.metrics.count_refused(error.code)
+        raise
+    return SessionView(
+        id=session.id,
+        token=token,
+        isolation=sandbox.executor.isolation.level,
+        cpu_seconds=request.cpu_seconds,
+        idle_seconds=request.idle_seconds,
+        lifetime_seconds=request.lifetime_seconds,
+    )
+
+
+@router.post("/sessions/{session_id}/run")
+async def run_cell(session_id: str, request: CellRequest, token: Token, sandbox: Sandbox) -> CellResponse:
+    """Run a piece of code in a session and return what it printed.
+
+    Raises:
+        NotFound: there is no session of this id and token (404).
+        SessionBusy: another cell of it runs (409).
+        SessionEnded: it is over; the detail says why (410).
+    """
+    session = sandbox.sessions.find(session_id, token)
+    level = sandbox.executor.isolation.level
+    try:
+        found = await session.run(Cell(request.code, request.run_timeout, request.fetch_files))
+    except SandboxFailed as error:
+        answer = CellResponse(status=RunStatus.SANDBOX_ERROR, message=error.detail, isolation=level, is_alive=False)
+    else:
+        told = make_response(found.result, level)
+        answer = CellResponse(
+            status=told.status,
+            message=told.message,
+            run_result=told.run_result,
+            files=told.files,
+            isolation=level,
+            is_alive=found.is_alive,
+        )
+    sandbox.metrics.count_cell(answer.status)
+    return answer
+
+
+@router.delete("/sessions/{session_id}", status_code=204)
+async def close_session(session_id: str, token: Token, sandbox: Sandbox) -> None:
+    """End a session and all its processes; nothing happens if it has ended.
+
+    Raises:
+        NotFound: there is no session of this id and token (404).
+    """
+    await sandbox.sessions.end(sandbox.sessions.find(session_id, token))

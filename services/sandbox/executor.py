@@ -131,6 +131,7 @@ class Executor:
         if slot.number not in self._spoiled:
             return slot
         try:
+            await self._end_server(slot)  # its next guard has the slot's uid: swept, it would only be forked again
             if slot.uid is not None:
                 await sweep(slot.uid, self.isolation.place.python)
             fresh = Slot(slot.number, slot.uid, _sibling(slot.directory))

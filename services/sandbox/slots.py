@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from services.sandbox.isolation import Slot
@@ -18,6 +18,8 @@ from shared.errors import DeadlineExceeded, Unavailable
 MAX_UIDS_TRIED = 400
 LOCKS = Path("/run/flotilla-sandbox")
 SWEEP_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""How often who waits looks at the slots that are out of use."""
 
 
 def lock_uid(uid: int, locks: Path) -> int | None:
@@ -186,11 +188,10 @@ class SlotPool:
         """
         if self.is_full:
             raise Unavailable(f"{self.num_waiting} programs wait for their turn already; try again later")
-        self._look_again()
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._queue_seconds):
-                slot = await self._free.get()
+                slot = await self._next_free()
         except TimeoutError:
             raise DeadlineExceeded(f"no turn within {self._queue_seconds:g} s; try again later") from None
         finally:
@@ -200,6 +201,13 @@ class SlotPool:
         finally:
             # A task of its own: a caller that is cancelled here still gives its slot back.
             await asyncio.shield(self._start(self._return(slot)))
+
+    async def _next_free(self) -> Slot:
+        while True:
+            self._look_again()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    return await self._free.get()
 
     def _look_again(self) -> None:
         """Try the slots that are out of use."""

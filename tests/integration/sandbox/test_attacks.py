@@ -19,7 +19,7 @@ from services.sandbox import executor
 from services.sandbox.fork_servers import ForkServer
 from services.sandbox.guard import landlock
 from services.sandbox.guard.watch import descendants
-from services.sandbox.slots import living_processes_of
+from services.sandbox.slots import living_processes_of, sweep
 from services.sandbox.state import SandboxState
 from shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox import attacks
@@ -100,9 +100,16 @@ async def test_a_slot_that_cannot_be_cleaned_is_replaced(monkeypatch: pytest.Mon
     def fail(path: Path) -> None:
         raise OSError(5, f"the disk does not answer for {path}")
 
+    servers: list[int] = []
+
+    async def observed(uid: int, python: str) -> None:
+        servers.append(len(state.executor.servers()))
+        await sweep(uid, python)
+
     async with a_sandbox("C", concurrency=1) as state:
         with monkeypatch.context() as patched:
             patched.setattr(executor, "remove_tree", fail)
+            patched.setattr(executor, "sweep", observed)
             first = await run(state, "import os; print(os.getcwd())")
         second = await run(state, "import os; print(os.getcwd())")
 
@@ -111,6 +118,8 @@ async def test_a_slot_that_cannot_be_cleaned_is_replaced(monkeypatch: pytest.Mon
         assert first.run_result is not None and second.run_result is not None
         assert first.run_result.stdout != second.run_result.stdout
         assert (state.executor.num_spoiled, state.pool.num_out_of_use) == (1, 0)
+        # A server's next guard has the uid that is swept, and there would always be another one.
+        assert set(servers) <= {0}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives programs a uid of their own")

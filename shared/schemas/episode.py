@@ -1,6 +1,6 @@
 """Episodes that agents from outside drive: what the gateway hands out, and how an episode ends."""
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field, FiniteFloat
 
@@ -8,6 +8,7 @@ from shared.schemas.wire import TolerantWire, Wire
 
 LONGEST_WAIT_SECONDS: Final = 30.0
 MAX_METRICS: Final = 32
+MetricName = Annotated[str, Field(max_length=200)]
 
 
 class OpenEpisode(TolerantWire):
@@ -65,7 +66,7 @@ class EpisodeReward(TolerantWire):
     """What the episode was worth."""
 
     reward: FiniteFloat
-    metrics: dict[str, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
+    metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
     """Free numbers for charts; they do not enter the reward."""
 
 
@@ -74,7 +75,7 @@ class CompleteEpisode(TolerantWire):
 
     reward: FiniteFloat | None = None
     """Null: it comes later, or other components of the reward grade the episode."""
-    metrics: dict[str, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
+    metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
 
 
 class EndedEpisode(Wire):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from services.gateway.access.caller import caller
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle import origins
 from services.gateway.lifecycle.spec_text import read_document
@@ -18,11 +19,13 @@ from services.gateway.registry.services import Registry
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
+from shared.access import Scope
 from shared.clock import Clock, rfc3339
 from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
 from shared.places import Places
+from shared.redaction import redacted
 from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
 from shared.schemas.health import HealthFinding
 from shared.schemas.service import ServiceKind
@@ -315,15 +318,17 @@ class ExperimentCommands:
         self._events.stage(change, experiment.id, "experiment_state", **facts, problem=problem)
 
     def view(self, experiment: Experiment, record: ExperimentRecord | None = None) -> ExperimentView:
-        """Show an experiment, as it is or as ``record`` will have it."""
+        """Show an experiment, as it is or as ``record`` will have it; passwords in its spec to operators only."""
         record = record or experiment.record
+        who = caller.get()
+        may_see_all = who is None or who.scope is Scope.OPERATOR
         services = {kind.value: tuple(s.id for s in self._registry.of(record.id, kind)) for kind in ServiceKind}
         return ExperimentView(
             id=record.id,
             name=record.name,
             state=record.state,
             revision=record.revision,
-            spec=record.spec,
+            spec=record.spec if may_see_all else redacted(record.spec),
             created_at=rfc3339(record.created_at),
             updated_at=rfc3339(record.updated_at),
             step=record.step,

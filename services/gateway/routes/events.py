@@ -3,11 +3,12 @@
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
 from services.gateway.routes.dependencies import Cursor, Gateway, number_of
 from shared.schemas.experiment import Event
+from shared.security import bearer_of
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -16,17 +17,20 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 async def events(
     experiment_id: str,
     gateway: Gateway,
+    request: Request,
     last_event_id: Annotated[str | None, Header()] = None,
     after: Cursor = None,
 ) -> StreamingResponse:
     """Stream the events as server-sent events, from the first or from ``Last-Event-ID`` on.
 
-    A comment is sent when nothing happens for a while. The stream ends when the experiment is over and all was sent.
+    A comment is sent when nothing happens for a while. The stream ends when the experiment is over and all was sent,
+    and when the caller's token is revoked or expires.
 
     Raises:
         NotFound: there is no such experiment (404).
     """
     experiment = gateway.repository.get(experiment_id)
+    token = bearer_of(request.headers.get("authorization"))
     start = number_of(last_event_id if last_event_id is not None else after)
 
     def is_over() -> bool:
@@ -38,6 +42,8 @@ async def events(
             experiment_id, start, is_over=is_over, heartbeat_seconds=gateway.settings.heartbeat_seconds
         )
         async for event in follow:
+            if gateway.tokens.read(token) is None:
+                return
             yield frame_of(event)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -11,6 +11,7 @@ from services.gateway.store.base import Store
 from services.gateway.tracking.base import TrackedRun
 from services.gateway.tracking.exporter import Exporter
 from services.gateway.tracking.opening import open_tracker
+from shared.redaction import redacted
 
 
 class Tracking:
@@ -35,7 +36,7 @@ class Tracking:
     def _of(self, experiment: Experiment) -> tuple[Exporter, ...]:
         if experiment.id not in self._exporters:
             record = experiment.record
-            run = TrackedRun(experiment.id, record.name, Path(record.directory), record.spec)
+            run = TrackedRun(experiment.id, record.name, Path(record.directory), redacted(record.spec))
             self._exporters[experiment.id] = tuple(
                 Exporter(config.kind, run, self._store, self._events, functools.partial(open_tracker, config, run))
                 for config in experiment.spec.tracking.trackers

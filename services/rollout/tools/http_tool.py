@@ -9,6 +9,7 @@ import httpx
 from services.rollout.tools.base import Schema, ToolFailed
 from shared.bounded_json import parse_json
 from shared.errors import EpisodeFailed
+from shared.redaction import redacted_text
 
 MOST_ATTEMPTS = 3
 
@@ -47,7 +48,7 @@ class HttpTool:
             if reply.status_code >= 300:
                 raise ToolFailed(_part(reply, "error"))
             return _part(reply, "result")
-        raise EpisodeFailed(f"tool {body['name']} at {self._url} cannot be used: {why}")
+        raise EpisodeFailed(f"tool {body['name']} at {redacted_text(self._url)} cannot be used: {why}")
 
 
 def _part(reply: httpx.Response, key: str) -> str:

@@ -439,6 +439,30 @@ async def test_events_are_replayed_from_the_last_one_seen_and_the_stream_ends_wi
     assert json.loads(named[-1]["data"])["data"]["state"] == "stopped"
 
 
+async def test_a_readers_stream_ends_with_its_token_and_no_reader_sees_passwords_of_a_spec(
+    url: str, client: GatewayClient, tmp_path: Path
+) -> None:
+    grader = {"kind": "remote", "url": "http://me:hunter2@grader.example/x?token=t0ps3cret"}
+    body = a_spec(tmp_path, reward={"components": [grader]})
+    created = await client.call("POST", "/v1/experiments", body=body)
+    path = f"/v1/experiments/{created['id']}"
+    made = await client.call("POST", "/v1/tokens", body={"name": "dashboard", "scope": "reader"})
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {made['token']}"}) as reader:
+        seen = [(await reader.get(each)).text for each in ("/v1/experiments", path, f"{path}/audit")]
+        events: list[dict[str, str]] = []
+        reading = asyncio.create_task(read_events(reader, f"{path}/events", {}, 1000, events))
+        await until(lambda: {"comment": "nothing new"} in events)
+        await client.call("DELETE", f"/v1/tokens/{made['id']}")
+        await asyncio.wait_for(reading, PATIENCE_SECONDS)
+        assert (await reader.get(path)).status_code == 401
+    as_operator = await client.call("GET", path)
+
+    for text in seen:
+        assert "hunter2" not in text and "t0ps3cret" not in text
+    assert "http://***@grader.example/x?token=***" in seen[1]
+    assert as_operator["spec"]["reward"]["components"][0]["url"] == grader["url"]
+
+
 async def test_unknown_paths_and_methods_are_problems(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, headers=AUTHORISED) as http:
         unknown = await http.get("/v1/nothing")

@@ -7,7 +7,7 @@ only the wanted tokens count). Prefill is included everywhere. Rounds are interl
 
 The roofline is the time of the linear layers alone, at the shapes of a decode step, measured in the same rounds.
 
-``python -m benchmarks.engine [--quick | --concurrency 8] [--json FILE]``
+``python -m benchmarks.engine [--quick | --concurrency 8 [--model 29M]] [--json FILE]``
 """
 
 import argparse
@@ -213,7 +213,8 @@ def main() -> None:
     """Read the arguments, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model at 8 and 128 samples, three rounds")
-    parser.add_argument("--concurrency", type=int, help="only the tiny model, at this number of samples")
+    parser.add_argument("--concurrency", type=int, help="only one model, at this number of samples")
+    parser.add_argument("--model", choices=SIZES, default="tiny", help="which one (default: tiny)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 5, and 3 when quick or 29M)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument(
@@ -228,7 +229,7 @@ def main() -> None:
     unit = "processor second" if arguments.cpu_time else "second"
     print(f"tokens per {unit}, 1 thread, float32, torch {torch.__version__}\n{HEADER}")
     if arguments.concurrency is not None:
-        rows = measure("tiny", [(arguments.concurrency, False)], arguments.rounds or 3, clock)
+        rows = measure(arguments.model, [(arguments.concurrency, False)], arguments.rounds or 3, clock)
     elif arguments.quick:
         rows = measure("tiny", [(8, False), (128, False)], arguments.rounds or 3, clock)
     else:

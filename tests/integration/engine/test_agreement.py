@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.decoders.native import kernels
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import ModelError
@@ -52,6 +53,21 @@ def test_log_probs_are_those_of_transformers(saved: Saved, family: str) -> None:
     answers = run_staggered(engine, requests)
 
     assert FAMILIES[family][2] in engine.description
+    for request in requests:
+        for completion in answers[request.request_id]:
+            expected = scores(saved(family).model, request.prompt_ids, completion.token_ids)
+            np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_without_a_compiler_torch_computes_the_same(saved: Saved, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_kernels", lambda: None)
+    engine = saved(family).engine()
+    requests = mixed_requests(9)
+
+    answers = run_staggered(engine, requests)
+
+    assert engine.description == "fused forward"
     for request in requests:
         for completion in answers[request.request_id]:
             expected = scores(saved(family).model, request.prompt_ids, completion.token_ids)

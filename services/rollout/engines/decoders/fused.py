@@ -2,7 +2,8 @@
 
 One decode step does little arithmetic, so the number of kernels and of copies decides: projections are fused, rotary
 embedding is one complex product, residuals are accumulated by the matrix product itself, and the queries that share
-a key/value head form one matrix, so that keys and values are never repeated.
+a key/value head form one matrix, so that keys and values are never repeated. Where the native kernels can be used
+they take the place of all but the matrix products.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from services.rollout.engines.decoders.base import Tokens
 from services.rollout.engines.decoders.checkpoint import open_tensors
 from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from services.rollout.engines.decoders.kv_cache import KeyValueCache
+from services.rollout.engines.decoders.native.kernels import kernels_for, rotation_table
 
 
 class FusedDecoder:
@@ -46,7 +48,8 @@ class FusedDecoder:
     ) -> None:
         self.vocab_size = architecture.vocab_size
         self.max_positions = architecture.max_positions
-        self.description = "fused forward"
+        self._kernels = kernels_for(device, dtype)
+        self.description = "fused forward" if self._kernels is None else "fused forward, native kernels"
         self._sizes = architecture
         self._dtype = dtype
         self._device = device
@@ -56,19 +59,21 @@ class FusedDecoder:
         self._spare: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device)
         self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
+        self._turns = rotation_table(self._rotations) if self._kernels is not None else self._rotations
         self._scale = architecture.head_dim**-0.5
 
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
-        if self._spare is None:
-            self._spare = FusedWeights(self._sizes, self._dtype, self._device)
+        self._spare = None
+        spare = FusedWeights(self._sizes, self._dtype, self._device)
         with open_staged(image, arrival) as source:
-            self._spare.fill(source)
+            spare.fill(source)
+        self._spare = spare
 
     def switch(self) -> None:
-        """Make the staged weights serve; the others become the spare."""
+        """Make the staged weights serve; the others are freed."""
         assert self._spare is not None
-        self._weights, self._spare = self._spare, self._weights
+        self._weights, self._spare = self._spare, None
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the KV of rows to other rows."""
@@ -90,13 +95,9 @@ class FusedDecoder:
         targets = torch.tensor([row for group in rows for row in group], device=self._device)
         origins = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=self._device)
         self._cache.reserve(longest)
-        rotation = self._rotations[:longest].view(1, longest, 1, -1)
         hidden = functional.embedding(padded.to(self._device), weights.embedding).view(num * longest, -1)
         for number, layer in enumerate(weights.layers):
-            queries_keys, values = self._project(hidden, layer, rotation, (num, longest))
-            queries = queries_keys[:, :, : sizes.num_heads].transpose(1, 2)
-            keys = queries_keys[:, :, sizes.num_heads :].transpose(1, 2)
-            values = values.transpose(1, 2)
+            queries, keys, values = self._project_whole(hidden, layer, (num, longest))
             self._cache.write_prefix(number, targets, origins, keys, values)
             mixed = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=sizes.num_heads != sizes.num_kv_heads
@@ -108,6 +109,8 @@ class FusedDecoder:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``."""
+        if self._kernels is not None:
+            return self._decode_by_kernels(token_ids, lengths, longest)
         sizes, weights = self._sizes, self._weights
         num = token_ids.shape[0]
         groups = (num * sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
@@ -124,14 +127,41 @@ class FusedDecoder:
             self._feed(hidden, mixed.view(num, -1), layer)
         return self._logits(hidden)
 
+    def _decode_by_kernels(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        kernels, weights, sizes = self._kernels, self._weights, self._sizes
+        assert kernels is not None
+        self._cache.reserve(longest + 1)
+        hidden = kernels.embed(token_ids, weights.embedding)
+        for number, layer in enumerate(weights.layers):
+            qkv = layer.qkv(kernels.rms_norm(hidden, layer.input_norm, sizes.norm_epsilon))
+            keys, values = self._cache.layer(number)
+            mixed = kernels.attend(
+                qkv, layer.qk_norm, sizes.norm_epsilon, self._turns, lengths, keys, values, sizes.num_heads
+            )
+            self._feed(hidden, mixed, layer)
+        return self._logits(hidden)
+
+    def _project_whole(
+        self, hidden: Tensor, layer: LayerWeights, batch: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Make rotated queries [N, H, T, D] and keys [N, Hkv, T, D], and values [N, Hkv, T, D], from position 0 on."""
+        sizes = self._sizes
+        if self._kernels is not None:
+            qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(*batch, -1)
+            epsilon, kv_heads = sizes.norm_epsilon, sizes.num_kv_heads
+            return self._kernels.split_heads(qkv, layer.qk_norm, epsilon, self._turns, kv_heads, sizes.head_dim)
+        rotation = self._rotations[: batch[1]].view(1, batch[1], 1, -1)
+        queries_keys, values = self._project(hidden, layer, rotation, batch)
+        queries, keys = queries_keys.transpose(1, 2).tensor_split((sizes.num_heads,), dim=1)
+        return queries, keys, values.transpose(1, 2)
+
     def _project(
         self, hidden: Tensor, layer: LayerWeights, rotation: Tensor, batch: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         """Make rotated queries and keys [N, T, H + Hkv, D], and values [N, T, Hkv, D]."""
         sizes = self._sizes
         num_rotated = sizes.num_heads + sizes.num_kv_heads
-        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, sizes.norm_epsilon)
-        fused = functional.linear(normed, layer.qkv, layer.qkv_bias).view(*batch, -1, sizes.head_dim)
+        fused = layer.qkv(self._norm(hidden, layer.input_norm)).view(*batch, -1, sizes.head_dim)
         rotated, values = fused[:, :, :num_rotated], fused[:, :, num_rotated:]
         if layer.qk_norm is not None:
             rotated = functional.rms_norm(rotated, rotated.shape[-1:], None, sizes.norm_epsilon).mul_(layer.qk_norm)
@@ -141,14 +171,22 @@ class FusedDecoder:
 
     def _feed(self, hidden: Tensor, mixed: Tensor, layer: LayerWeights) -> None:
         """Add the outputs of attention and of the feed-forward network to ``hidden``, in place."""
-        hidden.addmm_(mixed, layer.output.t())
-        normed = functional.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, self._sizes.norm_epsilon)
-        gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-        hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
+        layer.output.add_to(hidden, mixed)
+        gate_up = layer.gate_up(self._norm(hidden, layer.post_norm))
+        if self._kernels is not None:
+            active = self._kernels.silu_mul(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            active = functional.silu(gate).mul_(up)
+        layer.down.add_to(hidden, active)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(hidden, weight, self._sizes.norm_epsilon)
+        return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._sizes.norm_epsilon)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = functional.rms_norm(hidden, hidden.shape[-1:], self._weights.final_norm, self._sizes.norm_epsilon)
-        return functional.linear(normed, self._weights.head)
+        return self._weights.head(self._norm(hidden, self._weights.final_norm))
 
 
 def _rotations(sizes: Architecture, num_positions: int) -> Tensor:

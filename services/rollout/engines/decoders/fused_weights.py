@@ -2,7 +2,7 @@
 
 Query, key and value projections are one matrix, gate and up another. Within a head, the two halves that rotary
 embedding pairs are interleaved, so that the rotation is one complex product; queries and keys are permuted alike, so
-attention does not notice.
+attention does not notice. Each set of weights is read once: new ones are another set.
 """
 
 from collections.abc import Iterator
@@ -14,24 +14,24 @@ from torch import Tensor
 from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.arrival import Tensors
 from services.rollout.engines.decoders.checkpoint import check_headers
+from services.rollout.engines.decoders.matrices import Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; matrices are [out, in].
+    """One layer.
 
     Attributes:
         qk_norm: [H + Hkv, D], or None.
     """
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Matrix
     qk_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,55 +63,60 @@ class FusedWeights:
         self.layers = [
             LayerWeights(
                 input_norm=empty(sizes.hidden_size),
-                qkv=empty(width, sizes.hidden_size),
-                qkv_bias=empty(width) if sizes.has_qkv_bias else None,
+                qkv=Matrix(empty(width, sizes.hidden_size), empty(width) if sizes.has_qkv_bias else None),
                 qk_norm=empty(sizes.num_heads + sizes.num_kv_heads, sizes.head_dim) if sizes.has_qk_norm else None,
-                output=empty(sizes.hidden_size, sizes.num_heads * sizes.head_dim),
+                output=Matrix(empty(sizes.hidden_size, sizes.num_heads * sizes.head_dim)),
                 post_norm=empty(sizes.hidden_size),
-                gate_up=empty(2 * sizes.intermediate_size, sizes.hidden_size),
-                down=empty(sizes.hidden_size, sizes.intermediate_size),
+                gate_up=Matrix(empty(2 * sizes.intermediate_size, sizes.hidden_size)),
+                down=Matrix(empty(sizes.hidden_size, sizes.intermediate_size)),
             )
             for _ in range(sizes.num_layers)
         ]
         self.final_norm = empty(sizes.hidden_size)
-        self.head = self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size)
-        self._targets = dict(self._all_targets())
+        self.head = Matrix(self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size))
 
     def fill(self, source: Tensors) -> None:
-        """Fill the weights; headers are checked before the first byte is copied.
+        """Fill the weights, once, and pack them; headers are checked before the first byte is copied.
 
         Raises:
             WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
         """
-        expected = {name: target.shape for name, target in self._targets.items()}
-        rotary = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(len(self.layers))}
+        targets = dict(self._all_targets())
+        expected = {name: target.shape for name, target in targets.items()}
+        rotary = {f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(len(self.layers))}
         tied = {"lm_head.weight"} if self._architecture.is_tied else set()
         with torch.inference_mode():
             check_headers(source.headers, expected, optional=frozenset(rotary | tied))
             for name in source.headers:
-                if (target := self._targets.get(name)) is not None:
+                if (target := targets.get(name)) is not None:
                     target.view.copy_(source.read(name).view(target.source_view))
+            # One after the other: what is packed is freed, unless a target still views it.
+            targets.clear()
+            for layer in self.layers:
+                for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                    matrix.pack()
+            self.head.pack()
 
     def _all_targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)
         yield "model.norm.weight", _plain(self.final_norm)
         if not self._architecture.is_tied:
-            yield "lm_head.weight", _plain(self.head)
+            yield "lm_head.weight", _matrix(self.head)
         for number, layer in enumerate(self.layers):
             prefix = f"model.layers.{number}."
             yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
             yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
-            yield f"{prefix}self_attn.o_proj.weight", _plain(layer.output)
-            gate, up = layer.gate_up.chunk(2)
+            yield f"{prefix}self_attn.o_proj.weight", _matrix(layer.output)
+            gate, up = _unpacked(layer.gate_up).chunk(2)
             yield f"{prefix}mlp.gate_proj.weight", _plain(gate)
             yield f"{prefix}mlp.up_proj.weight", _plain(up)
-            yield f"{prefix}mlp.down_proj.weight", _plain(layer.down)
+            yield f"{prefix}mlp.down_proj.weight", _matrix(layer.down)
             yield from self._attention_targets(f"{prefix}self_attn.", layer)
 
     def _attention_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
         sizes = self._architecture
         queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+        for kind, fused in (("weight", _unpacked(layer.qkv)), ("bias", layer.qkv.bias)):
             if fused is not None:
                 query, key, value = torch.split(fused, [queries, keys, keys])
                 yield f"{prefix}q_proj.{kind}", _interleaved(query, sizes.num_heads)
@@ -122,6 +127,15 @@ class FusedWeights:
             for kind, norm in zip(("q_norm", "k_norm"), heads, strict=True):
                 halves = norm.view(norm.shape[0], -1, 2).transpose(1, 2)
                 yield f"{prefix}{kind}.weight", Target((sizes.head_dim,), (2, sizes.head_dim // 2), halves)
+
+
+def _unpacked(matrix: Matrix) -> Tensor:
+    assert matrix.plain is not None, "weights are filled once"
+    return matrix.plain
+
+
+def _matrix(matrix: Matrix) -> Target:
+    return _plain(_unpacked(matrix))
 
 
 def _plain(tensor: Tensor) -> Target:

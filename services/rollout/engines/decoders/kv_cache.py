@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.native.kernels import kernels_for
 
 SPAN_STEP = 16
 FIRST_CAPACITY = 64
@@ -51,6 +52,7 @@ class KeyValueCache:
         self._largest = -(-context_tokens // SPAN_STEP) * SPAN_STEP
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels_for(device, dtype)
         self._capacity = min(FIRST_CAPACITY, self._largest)
         self._keys = [self._allocate() for _ in range(architecture.num_layers)]
         self._values = [self._allocate() for _ in range(architecture.num_layers)]
@@ -79,6 +81,10 @@ class KeyValueCache:
             for number, cache in enumerate(caches):
                 caches[number] = self._allocate()
                 caches[number][:, :, :old] = cache
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Give all keys and values of a layer: [rows, Hkv, capacity, D] each, until the capacity grows."""
+        return self._keys[number], self._values[number]
 
     def begin_step(self, lengths: Tensor, longest: int) -> Step:
         """Prepare a decode step of rows that hold ``lengths`` tokens."""
@@ -111,7 +117,10 @@ class KeyValueCache:
         """
         length = keys.shape[2]
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            cache[:, :, :length].index_copy_(0, rows, new[origins])
+            if self._kernels is not None:
+                self._kernels.write_rows(new.contiguous(), cache, rows, origins)
+            else:
+                cache[:, :, :length].index_copy_(0, rows, new[origins])
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows."""

@@ -21,6 +21,7 @@ from services.rollout.engines.stop_text import StopText
 from shared.schemas.trajectory import FinishReason
 
 NO_TOKEN = -1
+DRAWS_AHEAD = 16
 
 Rows = npt.NDArray[np.int64]
 
@@ -117,6 +118,8 @@ class Batch:
         self._token_ids = np.empty((num_slots, context_tokens), dtype=np.int32)
         self._log_probs = np.empty((num_slots, context_tokens), dtype=np.float32)
         self._sampling: RowSampling | None = None
+        """None after a change of rows."""
+        self._draws_ahead: list[npt.NDArray[np.float64]] = []
 
     def alive(self) -> Rows:
         """List the rows that hold a sample."""
@@ -175,6 +178,13 @@ class Batch:
     def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
         """Draw the random number of each row's next token."""
         return uniforms(self._keys[rows], self._counts[rows])
+
+    def step_draws(self) -> npt.NDArray[np.float64]:
+        """Draw for all rows in use, as ``draws`` does; those of some steps are made at once, until rows change."""
+        if self._sampling is None or not self._draws_ahead:
+            steps = self._counts[: self.num_rows] + np.arange(DRAWS_AHEAD)[:, None]
+            self._draws_ahead = list(uniforms(self._keys[: self.num_rows], steps)[::-1])
+        return self._draws_ahead.pop()
 
     def sampling(self) -> RowSampling:
         """Describe how the rows in use are sampled; computed again only after a change of rows."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -208,7 +209,7 @@ class TorchEngine:
         flat = np.concatenate([group for _, group in starts])
         places = np.repeat(np.arange(len(starts)), [group.size for _, group in starts])
         origins = torch.from_numpy(places).to(self._device)
-        self._sample(logits[origins], flat, batch.sampling_of(flat))
+        self._sample(logits[origins], flat, batch.draws(flat), batch.sampling_of(flat))
 
     def _decode(self) -> None:
         batch = self._batch
@@ -220,7 +221,8 @@ class TorchEngine:
         logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
         # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
         lengths += lengths > 0
-        self._sample(logits[: batch.num_rows], np.arange(batch.num_rows), batch.sampling())
+        draws = batch.step_draws()
+        self._sample(logits[: batch.num_rows], np.arange(batch.num_rows), draws, batch.sampling())
 
     def _compact(self) -> None:
         """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""
@@ -231,10 +233,9 @@ class TorchEngine:
                 self._decoder.move_rows(sources.tolist(), targets.tolist(), int(batch.lengths.max()))
                 batch.move(sources, targets)
 
-    def _sample(self, logits: Tensor, rows: Rows, how: RowSampling) -> None:
+    def _sample(self, logits: Tensor, rows: Rows, draws: npt.NDArray[np.float64], how: RowSampling) -> None:
         batch = self._batch
-        draws = torch.from_numpy(batch.draws(rows)).to(self._device)
-        token_ids, log_probs = sample(logits, draws, how)
+        token_ids, log_probs = sample(logits, torch.from_numpy(draws).to(self._device), how)
         values = log_probs.cpu().numpy()
         self._generated_tokens += min(rows.size, batch.num_running)
         ended = batch.record(rows, token_ids.cpu().numpy(), values)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.rollout.engines.decoders.native.kernels import kernels_for
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
@@ -33,10 +35,10 @@ def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 
     Args:
         keys: [B] from ``seed_keys``.
-        positions: [B], index of the token in its completion.
+        positions: [B] or [N, B], index of the token in its completion.
 
     Returns:
-        [B] in [0, 1 - 2**-52]: multiples of 2**-52.
+        As many, in [0, 1 - 2**-52]: multiples of 2**-52.
 
     Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (SplitMix64).
     """
@@ -77,6 +79,9 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
         Token ids [B] int64, and their log-probabilities [B] float32 under ``softmax(logits / temperature)`` over the
         whole vocabulary. The log-probability of a row whose logits are not finite is not finite.
     """
+    kernels = kernels_for(logits.device, logits.dtype) if rows.filtered is None and rows.greedy is None else None
+    if kernels is not None and logits.is_contiguous():
+        return kernels.sample(logits, draws, rows.temperatures)
     scores = logits.float()
     if rows.temperatures is not None:
         scores = scores / rows.temperatures.unsqueeze(1)

@@ -212,9 +212,13 @@ class Fleet:
         ends = observed.state is WorkState.FINISHED and is_last and not record.is_trained
         if not ends and observed.step in {None, record.step}:
             return
+        step = observed.step
+        if step is not None and step < record.step:
+            # What it reported before its last checkpoint may come after it; a checkpoint that is lost is deleted.
+            step = max(step, *(each.step for each in await self._store.checkpoints(experiment.id)), 0)
         async with self._store.transaction() as change:
-            if observed.step is not None:
-                self._repository.stage(change, experiment, step=observed.step)
+            if step is not None:
+                self._repository.stage(change, experiment, step=step)
             if ends and not experiment.record.is_trained:
                 self._repository.stage(change, experiment, is_trained=True)
                 self._events.stage(change, experiment.id, "training_finished", step=observed.step)

@@ -5,8 +5,11 @@ from services.gateway.store.records import ExperimentRecord
 
 
 async def step_of(store: Store, record: ExperimentRecord, version: int) -> int:
-    """Find the optimiser steps that a version contains; 0 for the initial weights."""
+    """Find the optimiser steps that a version contains; of the initial weights 0, or those of where it began."""
     if version == record.policy_version:
         return record.published_step
     published = await store.publication(record.id, version)
-    return 0 if published is None else published.step
+    if published is not None:
+        return published.step
+    origin = record.origin
+    return origin["step"] if origin is not None and version == origin["version"] else 0

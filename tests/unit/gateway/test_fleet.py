@@ -11,10 +11,10 @@ from services.gateway.publications.transports import can_receive
 from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
-from services.gateway.store.writes import PutService
+from services.gateway.store.writes import PutCheckpoint, PutService
 from shared.clock import ManualClock
 from shared.errors import NotFound
-from shared.schemas.experiment import ExperimentState
+from shared.schemas.experiment import CheckpointView, ExperimentState
 from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, Failure, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
     a_gateway,
@@ -467,6 +467,20 @@ async def test_steps_and_the_end_of_training_are_taken_from_the_trainer_alone() 
 
     await say(gateway, trainer, ObservedState(experiment_id=experiment.id, state=WorkState.FINISHED, step=2))
     assert (experiment.record.step, experiment.record.is_trained) == (2, True)
+
+
+async def test_a_late_report_of_a_trainer_takes_no_step_back_that_is_durable() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    async with gateway.store.transaction() as change:
+        view = CheckpointView(step=12, version=12, path="p", at="2026-01-01T00:00:00Z")
+        change.write(PutCheckpoint(experiment.id, view))
+        gateway.repository.stage_step(change, experiment, 14)
+
+    await say(gateway, trainer, ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING, step=11))
+
+    assert experiment.record.step == 12
 
 
 async def test_a_restarted_gateway_finds_its_services_under_a_grace_lease() -> None:

@@ -23,6 +23,7 @@ EVALUATION = "evaluation/"
 WITHOUT_TRAINING = frozenset({"lag_versions"})
 """Series that say nothing where one version alone is evaluated."""
 SUCCESS = "evaluation/grader/environment/success/mean"
+TURNS = "evaluation/grader/episode/turns/mean"
 """Series of the share of held-out episodes that their environment calls a success."""
 
 
@@ -44,13 +45,13 @@ def summarise(
     Returns:
         What ``summary.json`` holds. Accuracies are None where nothing was evaluated or rewards are
         not 0 or 1; ``held_out`` has what was found, whatever it is; tokens are those that the policy
-        sampled; ``max_lag_trained`` is in versions. Successes are shares of the held-out episodes, None where no
-        environment says what success is.
+        sampled; ``max_lag_trained`` is in versions. Successes are shares of the held-out episodes of many turns:
+        as the environment says, else those with the reward 1.
     """
     held_out, is_ungraded = progress.held_out, progress.learned[0] == "loss"
     accuracy = held_out.points if held_out.name == "accuracy" else []
     points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
-    success = progress.series.get(SUCCESS, [])
+    success = progress.series.get(SUCCESS, []) or (accuracy if TURNS in progress.series else [])
     directory = Path(checkpoints[-1].path) if checkpoints else None
     return {
         "name": progress.view.name,

@@ -83,6 +83,12 @@ def test_two_components_are_rewarded_and_recorded(client: flotilla.Client, made:
     assert {"reward/right/mean", "reward/short/mean"} <= {point.name for point in client.metrics(run)}
 
 
+def test_a_tool_is_offered(client: flotilla.Client, made: Path) -> None:
+    run = train(client, made, "tool_use/experiment.yaml")
+
+    assert [point.step for point in client.metrics(run, ["grader/tools/calls/mean"])] == [1, 2]
+
+
 def test_a_run_goes_on_from_another(client: flotilla.Client, made: Path) -> None:
     train(client, made, "continue_a_run/first.yaml")
 

@@ -272,6 +272,8 @@ ELSEWHERE: Final = {
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/http_grader/README.md", "python examples/http_grader/grader.py &"): "tests/e2e/test_examples.py",
     ("examples/http_grader/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("examples/frozen_lake/README.md", "flotilla"): "tests/e2e/test_frozen_lake.py, by night",
+    ("examples/tool_use/README.md", "flotilla"): "tests/e2e/test_tool_use.py, by night",
     ("examples/short_answers/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
     ("examples/short_answers/README.md", "flotilla show runs/short-answers --best"): "as on docs/cli.md",
 }  # fmt: skip

@@ -173,6 +173,18 @@ async def test_a_summary_holds_the_successes_of_episodes() -> None:
     assert any("25.0% -> 75.0%" in line for line in shown_to_a_person(progress))
 
 
+async def test_successes_of_episodes_without_an_environment_are_those_with_the_reward_one() -> None:
+    points = [point("evaluation/accuracy", step, value) for step, value in ((0, 0.125), (9, 0.75))]
+    turns = point("evaluation/grader/episode/turns/mean", 0, 1.5)
+
+    summaries = [
+        summarise(await refreshed(each), wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
+        for each in (points, [*points, turns])
+    ]
+
+    assert [(each["success_before"], each["success_after"]) for each in summaries] == [(None, None), (0.125, 0.75)]
+
+
 def shown_to_a_person(progress: Progress, **more: Any) -> list[str]:
     """Lay a summary out as a terminal shows it, without the frame."""
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None, **more)

@@ -19,7 +19,7 @@ class WarmStartSettings:
     good_share: float = 0.8
     """Phase 1: steps of a walk that go towards the goal and are learned; the others go anywhere."""
     good_steps: int = 500
-    stop_success: float = 0.65
+    stop_success: float = 0.6
     """Phase 1 ends early when so many walks reach the goal."""
     weak_learning_rate: float = 5e-4
     weak_share: float = 0.0

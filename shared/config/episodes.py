@@ -32,6 +32,16 @@ class EnvironmentConfig(Config):
     """Keyword arguments of the environment."""
     data_sources: tuple[str, ...] | None = Field(None, min_length=1)
     """Use it for tasks of these data sources; null: for all."""
+    turn_template: str | None = None
+    """What each of the user's messages is made of: a text with `{observation}` in it and, where they are wanted,
+    `{turn}`, counted from 1, and `{turns_left}`; null: the observation alone."""
+
+    @field_validator("turn_template")
+    @classmethod
+    def _shows_what_is_seen(cls, template: str | None) -> str | None:
+        if template is not None and "{observation}" not in template:
+            raise ValueError("must have {observation} in it, else the policy sees nothing of the environment")
+        return template
 
     @property
     def is_code(self) -> bool:

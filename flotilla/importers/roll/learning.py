@@ -286,7 +286,7 @@ def normalisation(source: Source) -> Fields:
     method = source.value("reward_normalization.method")
     if source.value("adv_estimator") in STEPWISE:
         return {}
-    if source.value("adv_estimator") == "grpo":
+    if source.value("adv_estimator") == "grpo" and not _has_environments(source):
         statistics: tuple[str | None, str | None] = ("group", "group")
     elif method not in {None, "identity"}:
         return _agentic_normalisation(source)
@@ -296,6 +296,11 @@ def normalisation(source: Source) -> Fields:
     if mean is None and std is None:
         return {}
     return {"reward.shaping.normalisation": {"mean": mean, "std": std, "epsilon": 1e-6}}
+
+
+def _has_environments(source: Source) -> bool:
+    """Whether it is the agentic pipeline, whose grpo normalises as reward_normalization says."""
+    return bool(source.trees.get("env_manager"))
 
 
 def _statistics(source: Source) -> tuple[str | None, str | None]:

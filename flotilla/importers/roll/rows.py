@@ -17,24 +17,9 @@ ENGINE = (
 )
 CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
-ENVIRONMENTS = (
-    "tasks are rows here, with a column seed for the environment, and ROLL's environments have no rows: write "
-    "rollout.episodes, data and the component environment of reward.components with --set"
-)
 AT_A_TIME = (
     "how many episodes go on at a time is said by rollout.engine.slots, and what a step takes by rollout_batch_size"
 )
-MANAGED = {
-    "env_groups": AT_A_TIME,
-    "num_env_groups": AT_A_TIME,
-    "max_traj_per_env": AT_A_TIME,
-    "group_size": "episodes of a group are num_return_sequences_in_group: give that",
-    "tags": ENVIRONMENTS,
-    "n_groups": "how often an environment comes up is said by its rows: give as many as it shall have",
-    "num_groups_partition": "how often an environment comes up is said by its rows: give as many as it shall have",
-    "format_penalty": "it is an option of each environment: rollout.episodes.environments.0.options.format_penalty",
-}
-"""Why no key of an environment manager is read, and what does it here."""
 TRAIN = "actor_train"
 INFER = "actor_infer"
 VALIDATION = "validation.generating_args"
@@ -77,7 +62,8 @@ RUN: tuple[Parameter, ...] = (
     *unsupported(DIRECTORY, "checkpoint_config", is_tree=True),
     *ignored("every step is recorded", "logging_steps"),
     *unsupported("every call has a deadline of its own kind", "rpc_timeout"),
-    *ignored("only read by the agentic pipeline, which evaluates on environments", "val_batch_size"),
+    *ignored("held-out tasks of environments are the rows of a file: as many as val_env_manager has groups",
+             "val_batch_size"),
     *ignored("a launcher's own, of the processes that it starts", "local_rank"),
     *unsupported(PLACEMENT, "num_nodes", "num_gpus_per_node", harmless=(1,)),
     *ignored("requests are always scheduled one by one", "generate_opt_level", "is_num_return_sequences_expand"),
@@ -95,8 +81,9 @@ BATCHES: tuple[Parameter, ...] = (
                example=512, default=1024),
     translated("response_length", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
                "most tokens of an answer", example=512, default=None),
-    translated("sequence_length", "rollout.sampling.max_new_tokens", count,
-               "prompt and answer; used where response_length is not given", example=4096, default=None,
+    translated("sequence_length", ("rollout.sampling.max_new_tokens", "rollout.engine.context_tokens"), count,
+               "prompt and answer, of environments the whole episode; used where response_length is not given",
+               example=4096, default=None,
                context={"response_length": None}),
     translated("max_running_requests", "rollout.engine.slots", count,
                "answers sampled at a time by one engine; where it is silent, our own default: it is a capacity",
@@ -165,6 +152,7 @@ WORKERS: tuple[Parameter, ...] = (
     translated(f"{TRAIN}.data_args.preprocessing_num_workers", "data.overlong.workers", count,
                "processes that look for prompts that are too long", example=4, default=1),
     *ignored("only max_steps says how long a run is", f"{TRAIN}.training_args.num_train_epochs"),
+    *ignored("no grader that is offered has a model of its own", "reward_pretrain"),
     *ignored("what a model is, its config.json says", f"{TRAIN}.model_args.model_type"),
     *ignored("file_name is a path of its own, and domain_interleave_probs says what is mixed",
              f"{TRAIN}.data_args.dataset_dir", f"{TRAIN}.data_args.interleave_probs"),
@@ -247,12 +235,8 @@ BACKENDS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 AGENTIC: tuple[Parameter, ...] = (
-    *(refused(f"env_manager.{name}", why, aliases=(f"train_env_manager.{name}",)) for name, why in MANAGED.items()),
     *ignored("a step takes whole groups: nothing is copied, deleted or drawn to suit the devices",
              "batch_adjust_mode"),
-    *ignored("names the class of a worker that the refused environments would run in", "env_manager.worker_cls"),
-    *(refused(name, ENVIRONMENTS, is_tree=True)
-      for name in ("env_manager", "train_env_manager", "val_env_manager", "custom_envs")),
 )  # fmt: skip
 
 GENERIC = {

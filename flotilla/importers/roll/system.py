@@ -10,7 +10,7 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
-from flotilla.importers.roll import launch, learning, rows
+from flotilla.importers.roll import environments, launch, learning, rows
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
@@ -84,7 +84,7 @@ def _groups_per_update(source: Source) -> int:
         * source.required(f"{TRAIN}.training_args.gradient_accumulation_steps")
         * devices(source)
     )
-    size = source.required("num_return_sequences_in_group")
+    size = environments.group_size(source)
     if samples % size:
         source.refuse(
             f"{TRAIN}.training_args.gradient_accumulation_steps",
@@ -96,6 +96,8 @@ def _groups_per_update(source: Source) -> int:
 def batches(source: Source) -> Fields:
     """Make the sizes of mini-batch and step, and the asynchrony."""
     groups, prompts = _groups_per_update(source), source.required("rollout_batch_size")
+    if environments.is_agentic(source):  # it counts trajectories there
+        prompts = max(prompts // environments.group_size(source), 1)
     number = max(prompts // groups, 1)
     if groups * number != prompts:
         source.refuse(
@@ -161,6 +163,8 @@ def _evaluation_sampling(source: Source) -> Fields:
 
 def lengths(source: Source) -> Fields:
     """Make the longest prompt, the longest answer and the engine's context."""
+    if environments.is_agentic(source):
+        return {}
     answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
     if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
         source.refuse(name, "ROLL replaces it by response_length: give that")
@@ -182,6 +186,8 @@ def data(source: Source) -> Fields:
         source.lack("model.path: give pretrain, or actor_train.model_args.model_name_or_path")
     else:
         fields["model.path"] = model
+    if environments.is_agentic(source):
+        return fields
     name = f"{TRAIN}.data_args.file_name"
     files = source.value(name)
     if not files:
@@ -243,7 +249,9 @@ def tracking(source: Source) -> Fields:
 
 
 def rewards(source: Source) -> Fields:
-    """Make one component per domain."""
+    """Make one component per domain; environments reward by themselves."""
+    if environments.is_agentic(source):
+        return {}
     workers: dict[str, dict[str, Any]] = {}
     for spelling, value in source.trees.get("rewards", {}).items():
         match = DOMAIN.match(spelling)
@@ -277,12 +285,12 @@ def rewards(source: Source) -> Fields:
 ROLL: System = make_system(
     "roll",
     (
-        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, rows.EVALUATION, learning.ROWS,
-        learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
+        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, environments.ROWS, rows.EVALUATION,
+        learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
         data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
-        learning.masks, rewards, tracking,
+        learning.masks, rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

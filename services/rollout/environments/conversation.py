@@ -30,15 +30,28 @@ class EnvironmentConversation:
         task: its messages come before the first observation.
         step_seconds: time for one call.
         is_quick: whether calls take microseconds, and so need no thread.
+        template: of each observation, see ``turn_template`` of the spec.
+        max_turns: of the episode.
     """
 
     is_replayable = True
 
-    def __init__(self, make: Callable[[], Environment], task: Task, step_seconds: float, *, is_quick: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        task: Task,
+        step_seconds: float,
+        *,
+        is_quick: bool,
+        template: str | None = None,
+        max_turns: int = 0,
+    ) -> None:
         self._make = make
         self._task = task
         self._step_seconds = step_seconds
         self._is_quick = is_quick
+        self._template, self._max_turns = template, max_turns
+        self._turn = 1
         self._environment: Environment | None = None
         self._metrics: dict[str, float] = {}
         self._seconds = 0.0
@@ -57,9 +70,10 @@ class EnvironmentConversation:
         observation, info = found if isinstance(found, tuple) else (found, {})
         self._measure(info)
         messages = self._task.messages
-        if not any(message.content for message in messages) and info.get("instruction"):
-            messages = (Message("user", shown(info["instruction"])),)
-        return Reply(with_observation(messages, shown(observation)), state=_number(info, observation))
+        if info.get("instruction") and not any(each.content for each in messages if each.role == "user"):
+            system = (each for each in messages if each.role == "system" and each.content)
+            messages = (*system, Message("user", shown(info["instruction"])))
+        return Reply(with_observation(messages, self._written(observation)), state=_number(info, observation))
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Step."""
@@ -76,7 +90,8 @@ class EnvironmentConversation:
             raise EpisodeFailed(f"{self._what}.step returned the reward {value}")
         self._measure(info)
         finish = FinishReason.TURNS if is_truncated else FinishReason.STOP if is_terminated else None
-        return Reply((Message("user", shown(observation)),), value, finish, _number(info, observation))
+        self._turn += 1
+        return Reply((Message("user", self._written(observation)),), value, finish, _number(info, observation))
 
     async def close(self) -> None:
         """Close the environment, if it can be closed; what that raises is nobody's."""
@@ -86,6 +101,16 @@ class EnvironmentConversation:
                 await self._call(close)
             except EpisodeFailed:
                 return
+
+    def _written(self, observation: object) -> str:
+        if self._template is None:
+            return shown(observation)
+        places = {"{turn}": self._turn, "{turns_left}": self._max_turns - self._turn + 1}
+        text = self._template
+        for place, value in places.items():
+            text = text.replace(place, str(value))
+        # Last: what the observation says is no place of the template.
+        return text.replace("{observation}", shown(observation))
 
     @property
     def _made(self) -> Environment:
@@ -123,7 +148,7 @@ class EnvironmentConversations:
     """
 
     def __init__(self, config: EnvironmentEpisodesConfig) -> None:
-        self._step_seconds = config.step_seconds
+        self._step_seconds, self._max_turns = config.step_seconds, config.max_turns
         self._makers = [(each, load_environment(each)) for each in config.environments]
 
     def __call__(self, task: Task, member: int) -> Conversation:
@@ -135,7 +160,14 @@ class EnvironmentConversations:
         del member  # all members of a group begin alike
         for config, make in self._makers:
             if _is_for(config, task):
-                return EnvironmentConversation(make, task, self._step_seconds, is_quick=is_ours(config))
+                return EnvironmentConversation(
+                    make,
+                    task,
+                    self._step_seconds,
+                    is_quick=is_ours(config),
+                    template=config.turn_template,
+                    max_turns=self._max_turns,
+                )
         raise InvalidRequest(f"no environment is for the data source {task.data_source!r}")
 
 

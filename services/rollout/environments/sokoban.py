@@ -10,9 +10,11 @@ from services.rollout.environments.base import ActionTable, Info, Step, Validity
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
+SYMBOLS = "#_O√XPS"
 INSTRUCTION = (
-    "You are in a warehouse. # is a wall, _ is floor, O is a target, X is a box, √ is a box on a target, P is you, S "
-    "is you on a target. Push each box onto a target; you cannot pull. Answer with one of Up, Down, Left, Right."
+    "You are in a warehouse. {} is a wall, {} is floor, {} is a target, {} is a box on a target, {} is a box, {} is "
+    "you, {} is you on a target. Push each box onto a target; you cannot pull. Answer with one of Up, Down, Left, "
+    "Right."
 )
 MOST_STATES = 20_000
 
@@ -65,6 +67,10 @@ class Room:
     def __str__(self) -> str:
         return "\n".join("".join(self._mark((row, column)) for column in range(self.size)) for row in range(self.size))
 
+    def drawn(self, symbols: str) -> str:
+        """Draw it with other symbols; see ``SYMBOLS``."""
+        return str(self).translate(str.maketrans(SYMBOLS, symbols))
+
     def _mark(self, cell: Cell) -> str:
         if cell not in self.floor:
             return "#"
@@ -86,6 +92,7 @@ class Sokoban:
         search_depth: the most moves that a room is made with, and so what solves it.
         format_penalty: added where a text names no action, which counts as a step.
         action_pattern: see ``ActionTable``.
+        symbols: of wall, floor, target, box on a target, box, player, player on a target.
     """
 
     def __init__(
@@ -97,11 +104,14 @@ class Sokoban:
         *,
         format_penalty: float = -0.15,
         action_pattern: str | None = None,
+        symbols: str = SYMBOLS,
     ) -> None:
+        if len(set(symbols)) != len(SYMBOLS) or len(symbols) != len(SYMBOLS):
+            raise ValueError(f"symbols must be {len(SYMBOLS)} different characters, got {symbols!r}")
         if size < 5 or num_boxes < 1 or max_steps < 1 or search_depth < 1:
             raise ValueError("size must be at least 5; num_boxes, max_steps and search_depth at least 1")
         self._size, self._num_boxes, self._max_steps, self._depth = size, num_boxes, max_steps, search_depth
-        self._format_penalty = format_penalty
+        self._format_penalty, self._symbols = format_penalty, symbols
         self._actions = ActionTable(ACTIONS, action_pattern)
         self.room = Room(size, frozenset(), frozenset(), (0, 0), frozenset())
         self._begin()
@@ -116,7 +126,8 @@ class Sokoban:
             pass
         self.room = room
         self._begin()
-        return str(room), {"instruction": INSTRUCTION, "metrics": self._validity.metrics(success=False)}
+        instruction = INSTRUCTION.format(*self._symbols)
+        return room.drawn(self._symbols), {"instruction": instruction, "metrics": self._validity.metrics(success=False)}
 
     def step(self, text: str) -> Step:
         """Push."""
@@ -133,7 +144,7 @@ class Sokoban:
         reward += 10.0 * is_solved
         is_late = not is_solved and self._steps >= self._max_steps
         metrics = self._validity.metrics(success=is_solved)
-        return str(self.room), reward, is_solved or is_late, is_late, {"metrics": metrics}
+        return self.room.drawn(self._symbols), reward, is_solved or is_late, is_late, {"metrics": metrics}
 
 
 def made_room(rng: random.Random, size: int, num_boxes: int, depth: int) -> Room | None:

@@ -301,3 +301,15 @@ def test_an_environment_of_gymnasium_is_played_by_numbers() -> None:
 
     assert up[:3] == ("24", -1.0, False)
     assert invalid[:3] == ("24", -5.0, False)
+
+
+def test_a_room_is_drawn_with_the_symbols_that_are_asked_for() -> None:
+    usual, other = Sokoban(), Sokoban(symbols="W.GCBA@")
+
+    (plain, _), (drawn, info) = usual.reset(3), other.reset(3)
+
+    assert drawn == plain.translate(str.maketrans("#_O√XPS", "W.GCBA@")) != plain
+    assert "W is a wall" in info["instruction"]
+    assert other.step("Up")[0] == usual.step("Up")[0].translate(str.maketrans("#_O√XPS", "W.GCBA@"))
+    with pytest.raises(ValueError, match="different characters"):
+        Sokoban(symbols="WWGCBA@")

@@ -1,0 +1,153 @@
+"""ROLL's environments become ours: tags and their shares, options, turns, seeds; what is not offered is named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from flotilla.importers.build import Imported
+from flotilla.importers.parameter import Verdict
+from flotilla.importers.roll.environments import FIRST_HELD_OUT, HELD_OUT_TASKS, MOST_ROWS, TASKS
+from services.rollout.environments.conversation import EnvironmentConversations
+from services.rollout.environments.loading import load_environment
+from shared.config.episodes import EnvironmentEpisodesConfig
+from shared.schemas.task import Message
+from shared.testing.builders import a_task
+from tests.unit.importers.sources import import_flat
+
+LAKE = {
+    "env_type": "frozen_lake",
+    "max_steps": 8,
+    "max_tokens_per_step": 64,
+    "env_manager_cls": "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager",
+    "use_thread_lock": True,
+    "agent_system_template": "You play.",
+    "agent_template": "Turn {turn_idx}, {actions_left} left, {max_response_length} tokens:\n{observation}",
+    "env_config": {"is_slippery": False, "format_penalty": -0.02, "action_pattern": "<a>(.*?)</a>", "max_steps": 8},
+}
+ROOM = {
+    "env_type": "sokoban",
+    "max_steps": 8,
+    "env_config": {
+        "dim_room": [6, 6], "num_boxes": 1, "search_depth": 30, "max_steps": 8, "env_instruction": "Push.",
+        "grid_lookup": {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", 6: "@"},
+    },
+}  # fmt: skip
+FILE: dict[str, Any] = {
+    "pretrain": "model",
+    "adv_estimator": "grpo",
+    "rollout_batch_size": 64,
+    "sequence_length": 1024,
+    "max_steps": 10,
+    "eval_steps": 5,
+    "reward_normalization.grouping": "traj_group_id",
+    "reward_normalization.method": "mean_std",
+    "actor_train.training_args.per_device_train_batch_size": 2,
+    "actor_train.training_args.gradient_accumulation_steps": 16,
+    "train_env_manager.tags": ["Lake", "Room"],
+    "train_env_manager.num_groups_partition": [6, 2],
+    "train_env_manager.num_env_groups": 8,
+    "train_env_manager.group_size": 8,
+    "train_env_manager.generating_args": {"temperature": 0.99, "top_k": 100},
+    "val_env_manager.tags": ["Lake"],
+    "val_env_manager.num_env_groups": 16,
+    "custom_envs.Lake": LAKE,
+    "custom_envs.Room": ROOM,
+}
+
+
+def imported(**changes: Any) -> Imported:
+    return import_flat("roll", FILE | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def rows(found: Imported, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in found.files[name].splitlines()]
+
+
+def test_tags_become_environments_groups_and_rows() -> None:
+    found = imported()
+
+    assert found.may_run(), found.report.render()
+    spec = found.spec
+    assert spec is not None
+    episodes = spec.rollout.episodes
+    assert isinstance(episodes, EnvironmentEpisodesConfig)
+    assert (spec.rollout.group_size, episodes.max_turns, spec.rollout.engine.context_tokens) == (8, 8, 1024)
+    assert (spec.rollout.sampling.max_new_tokens, spec.rollout.sampling.top_k) == (64, 100)
+    # 64 trajectories of a step are 8 groups, 32 of an update 4.
+    assert (spec.optimisation.groups_per_mini_batch, spec.asynchrony.require_batches) == (4, 2)
+    lake, room = episodes.environments
+    assert lake.options == {"is_slippery": False, "format_penalty": -0.02, "action_pattern": "<a>(.*?)</a>"}
+    assert room.options["symbols"] == "W.GCBA@" and room.options["size"] == 6
+    trained, held_out = rows(found, TASKS), rows(found, HELD_OUT_TASKS)
+    assert len(trained) == 80 and len({row["seed"] for row in trained}) == 80
+    assert [sum(row["tag"] == tag for row in trained) for tag in ("Lake", "Room")] == [60, 20]
+    assert [row["seed"] for row in held_out] == list(range(FIRST_HELD_OUT, FIRST_HELD_OUT + 16))
+    assert trained[0]["prompt"] == [{"role": "system", "content": "You play."}]
+    for environment in episodes.environments:
+        load_environment(environment)
+    aside = {entry.name for entry in found.report.unsupported}
+    assert {"train_env_manager.num_env_groups", "custom_envs.Lake.use_thread_lock"} <= aside
+
+
+async def test_turns_are_shown_as_the_manager_showed_them() -> None:
+    found = imported()
+    assert found.spec is not None
+    assert isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    row = rows(found, TASKS)[0]
+    messages = tuple(Message(**each) for each in row["prompt"])
+    task = a_task(messages=messages, metadata={"seed": row["seed"]}, data_source=row["tag"])
+    conversation = EnvironmentConversations(found.spec.rollout.episodes)(task, 0)
+
+    opening = await conversation.begin()
+    following = await conversation.answer("<a>Left</a>", is_cut=False)
+
+    system, first = opening.messages
+    assert (system.role, system.content) == ("system", "You play.")
+    assert first.content.startswith("You walk over a frozen lake") and "Turn 1, 8 left, 64 tokens:\n" in first.content
+    if following.messages:
+        assert following.messages[0].content.startswith("Turn 2, 7 left, 64 tokens:\n")
+
+
+def test_rows_are_bounded() -> None:
+    assert len(rows(imported(max_steps=100_000), TASKS)) == MOST_ROWS
+
+
+def test_the_managers_penalty_is_that_of_environments_without_one() -> None:
+    found = imported(train_env_manager__format_penalty=-0.5)
+
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    assert [each.options["format_penalty"] for each in found.spec.rollout.episodes.environments] == [-0.02, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({"custom_envs__Room": {"env_type": "webshop"}}, "custom_envs.Room.env_type", "webshop is not offered"),
+        ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.StepEnvManager"}}, "custom_envs.Lake.env_manager_cls",
+         "StepEnvManager cuts"),
+        ({"custom_envs__Lake": LAKE | {"agent_template": "{history} {observation}"}}, "custom_envs.Lake.agent_template",
+         "{history}"),
+        ({"custom_envs__Lake": LAKE | {"env_config": {"wind": 1}}}, "custom_envs.Lake.env_config.wind",
+         "no such option"),
+        ({"custom_envs__Room": ROOM | {"max_steps": 9}}, "custom_envs.Lake.max_steps", "one number of turns"),
+        ({"train_env_manager__group_size_redundancy": 2}, "train_env_manager.group_size_redundancy", "not offered"),
+        ({"reward_normalization__grouping": "tags"}, "reward_normalization.grouping", "one at a time"),
+    ],
+)  # fmt: skip
+def test_what_is_not_offered_is_refused_by_name(changes: dict[str, Any], name: str, words: str) -> None:
+    found = imported(**changes)
+
+    refused = {entry.name: entry.detail for entry in found.report.entries if entry.verdict is Verdict.REFUSED}
+    assert words in refused[name]
+    assert set(refused) == {name}
+    assert found.may_run(allow_refused=True) and not found.may_run()
+
+
+def test_without_an_environment_that_is_offered_there_is_no_spec() -> None:
+    found = imported(
+        train_env_manager__tags=["Web"], val_env_manager__tags=["Web"], custom_envs__Web={"env_type": "web"}
+    )
+
+    assert not found.may_run(allow_refused=True)
+    assert any("none of the environments is offered" in problem for problem in found.report.problems)

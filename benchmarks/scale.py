@@ -1,12 +1,15 @@
 """One gateway and many services: latency of the long poll, CPU and memory per service, and how each grows.
 
 The gateway is the real process on a real server, with 10,000 tasks of one experiment outstanding. The services are
-simulated by asyncio clients of this process over loopback: each registers, keeps its long poll open, acknowledges
-what it is told and polls again, and pushes its state once in ten seconds, as ``shared/membership.py`` does. Measured
-for each number of services:
+simulated by asyncio clients of this process over loopback (``benchmarks/simulated_services.py``). Measured for each
+number of services, every time from the moment that a request is sent:
 
-- *push*: how long an observation without waiting takes, at the services' ordinary rhythm;
-- *change*: from the request that pauses or resumes the experiment until each service has read its new desired state;
+- *change*: until each service has read its new desired state, of a pause or a resume that is sent while the gateway is
+  at rest, each acknowledgement of the one before taken; *answer*: until who asked for it is answered;
+- *change in a row*: the same of changes that are sent as soon as the one before is answered and read by every service,
+  while the gateway still takes its acknowledgements; and how long each of them takes on the average;
+- *push*: how long an observation without waiting takes, at the services' ordinary rhythm, and within half a second of a
+  change;
 - CPU of the gateway in per cent of one core while nothing changes, and its memory.
 
 ``python -m benchmarks.scale [--quick] [--services 10,100,1000] [--tasks 10000] [--seconds 10] [--json FILE]``
@@ -14,138 +17,33 @@ for each number of services:
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 
+from benchmarks.simulated_services import PUSH_SECONDS, TOKEN, Push, SimulatedService
 from flotilla.cli.redis_server import LocalRedis
 from shared.client import GatewayClient
-from shared.errors import NotFound
 from shared.processes import python_module
-from shared.schemas.service import Registration, ServiceKind
+from shared.schemas.service import ServiceKind
 from tests.fleet import make_experiment, until
 
-TOKEN = "scale-benchmark"
 TASKS = 10_000
-POLL_SECONDS = 10
-PUSH_SECONDS = 10.0
+STATES = {"pause": "paused", "resume": "running"}
 BAR_SECONDS = 1.0
+REST_SECONDS = 1.0
+"""Longer than a gateway works on the acknowledgements of a change."""
+BESIDE_SECONDS = 0.5
 PATIENCE_SECONDS = 90.0
-
-
-class Simulated:
-    """One service: a kept connection for its poll, another for its pushes."""
-
-    def __init__(self, address: str, number: int, kind: ServiceKind) -> None:
-        self._host, self._port = urlsplit(address).hostname, urlsplit(address).port
-        self._number, self.kind = number, kind
-        self.id = ""
-        self._tag: str | None = None
-        self._desired: dict[str, Any] = {"state": "idle"}
-        self.told_at: dict[str, float] = {}
-        """Desired state -> when it was read last."""
-        self.push_seconds: list[float] = []
-        self.lost_leases = 0
-        self._reader: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-
-    async def run(self) -> None:
-        """Register, then poll and push until cancelled."""
-        await self._register()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._poll())
-                tasks.create_task(self._push())
-        finally:
-            for use in list(self._reader):
-                await self._close(use)
-
-    async def _register(self) -> None:
-        registration = Registration(
-            kind=self.kind,
-            address=f"http://127.0.0.1:{20000 + self._number}",
-            host="simulated",
-            pid=self._number + 1,
-            incarnation=f"simulated-{self._number}-{self.lost_leases}",
-        )
-        answer = await self._call("poll", "POST", "/v1/services", registration.model_dump(mode="json"))
-        self.id, self._tag = answer["service_id"], None
-
-    def _observed(self) -> dict[str, Any]:
-        assignment = self._desired.get("assignment")
-        return {
-            "acknowledged": self._tag,
-            "experiment_id": assignment and assignment["experiment_id"],
-            "state": self._desired["state"],
-            "policy_version": 0 if assignment and self.kind is ServiceKind.ROLLOUT else None,
-            "step": 0 if assignment and self.kind is ServiceKind.TRAINER else None,
-            "load": {"running": 1, "waiting": 0, "tokens_per_second": 1000.0},
-        }
-
-    async def _poll(self) -> None:
-        while True:
-            answer = await self._status("poll", POLL_SECONDS)
-            if answer["tag"] != self._tag:
-                self._tag, self._desired = answer["tag"], answer
-                self.told_at[answer["state"]] = time.monotonic()
-
-    async def _push(self) -> None:
-        await asyncio.sleep(PUSH_SECONDS * (self._number % 97) / 97)
-        while True:
-            started = time.monotonic()
-            await self._status("push", 0)
-            self.push_seconds.append(time.monotonic() - started)
-            await asyncio.sleep(PUSH_SECONDS)
-
-    async def _status(self, use: str, wait: int) -> dict[str, Any]:
-        called_as = self.id
-        try:
-            return await self._call(use, "PUT", f"/v1/services/{called_as}/status?wait={wait}", self._observed())
-        except NotFound:
-            # The gateway was too slow to take its renewals in.
-            if called_as == self.id:
-                self.lost_leases += 1
-                await self._register()
-            return await self._status(use, wait)
-
-    async def _close(self, use: str) -> None:
-        _, writer = self._reader.pop(use)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-    async def _call(self, use: str, method: str, path: str, body: Any) -> dict[str, Any]:
-        # The gateway closes a connection that was idle for some seconds.
-        if use in self._reader and self._reader[use][0].at_eof():
-            await self._close(use)
-        if use not in self._reader:
-            self._reader[use] = await asyncio.open_connection(self._host, self._port)
-        reader, writer = self._reader[use]
-        content = json.dumps(body).encode()
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {TOKEN}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        )
-        if method == "POST":
-            head += f"Idempotency-Key: simulated-{self._number}-{self.lost_leases}\r\n"
-        writer.write(head.encode() + b"\r\n" + content)
-        answered = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = next(line.split(":")[1] for line in answered.split("\r\n") if line.startswith("content-length:"))
-        answer: dict[str, Any] = json.loads(await reader.readexactly(int(length)))
-        if answered.split(" ")[1] == "404":
-            raise NotFound(answer["detail"])
-        if not answered.split(" ")[1].startswith("2"):
-            raise RuntimeError(f"{method} {path}: {answer}")
-        return answer
 
 
 @asynccontextmanager
@@ -190,6 +88,106 @@ def spec_of(directory: Path, num_tasks: int) -> dict[str, Any]:
     return spec
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of all services; times in seconds.
+
+    Attributes:
+        sent_at: by the monotonic clock.
+        answer: until who asked for it was answered.
+        told: until each service had read it, in ascending order.
+    """
+
+    sent_at: float
+    answer: float
+    told: list[float]
+
+
+class Fleet:
+    """Many simulated services and the experiment that they work for."""
+
+    def __init__(self, client: GatewayClient, services: list[SimulatedService]) -> None:
+        self._client = client
+        self.services = services
+        self._running: list[asyncio.Task[None]] = []
+        self._path = ""
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[float]:
+        """Let the services work while the block runs; give the seconds that it took all to join."""
+        self._running = [asyncio.create_task(each.run()) for each in self.services]
+        try:
+            joining = time.monotonic()
+            await self._until(lambda: all(each.id for each in self.services), "services to register")
+            yield time.monotonic() - joining
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def start(self, spec: dict[str, Any], num_tasks: int) -> int:
+        """Start an experiment; return how many tasks are outstanding once they are as many as wanted."""
+        view = await self._client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
+        self._path = f"/v1/experiments/{view['id']}"
+        await self._client.call("POST", f"{self._path}/start", deadline_seconds=60)
+        end = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            ledger = await self._client.call("GET", f"{self._path}/ledger", deadline_seconds=60)
+            if ledger["train"]["outstanding"] >= num_tasks:
+                break
+            self._check(end, f"tasks to be issued, {ledger['train']['outstanding']} are")
+            await asyncio.sleep(0.2)
+        await self._told("running", 0.0)
+        return int(ledger["train"]["outstanding"])
+
+    async def change(self, action: str) -> Change:
+        """Pause or resume; return once that is answered and every service has read it."""
+        sent_at = time.monotonic()
+        await self._client.call("POST", f"{self._path}/{action}", deadline_seconds=60)
+        answer = time.monotonic() - sent_at
+        return Change(sent_at, answer, [at - sent_at for at in await self._told(STATES[action], sent_at)])
+
+    async def changes(self, num: int, rest_seconds: float) -> list[Change]:
+        """Pause and resume so often, with a rest before each change."""
+        made = []
+        for action in list(STATES) * num:
+            await asyncio.sleep(rest_seconds)
+            made.append(await self.change(action))
+        return made
+
+    def pushes(self) -> list[Push]:
+        """List what was pushed so far."""
+        return [push for each in self.services for push in each.pushes]
+
+    async def quiet(self, seconds: float, process: psutil.Process) -> tuple[list[Push], float]:
+        """Let the services keep their rhythm for a time; give their pushes, and the gateway's CPU in per cent."""
+        before, started = process.cpu_times(), time.monotonic()
+        await asyncio.sleep(seconds)
+        await self._until(lambda: any(push.sent_at > started for push in self.pushes()), "a push")
+        after, ended = process.cpu_times(), time.monotonic()
+        cpu = 100 * (after.user + after.system - before.user - before.system) / (ended - started)
+        return [push for push in self.pushes() if push.sent_at > started], cpu
+
+    async def _told(self, state: str, after: float) -> list[float]:
+        await self._until(
+            lambda: all(each.told_at.get(state, -1.0) > after for each in self.services), f"services to be told {state}"
+        )
+        return sorted(each.told_at[state] for each in self.services)
+
+    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not is_so():
+            self._check(end, what)
+            await asyncio.sleep(0.005)
+
+    def _check(self, end: float, what: str) -> None:
+        for task in self._running:
+            if task.done():
+                task.result()
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {PATIENCE_SECONDS:g} s for {what}")
+
+
 async def measure(
     num_services: int, directory: Path, changes: int, *, num_tasks: int = TASKS, quiet_seconds: float = PUSH_SECONDS
 ) -> dict[str, Any]:
@@ -197,51 +195,37 @@ async def measure(
     async with gateway(directory) as (address, process), GatewayClient(address, TOKEN) as client:
         memory_before = process.memory_info().rss
         kinds = [ServiceKind.TRAINER, ServiceKind.REWARD] + [ServiceKind.ROLLOUT] * (num_services - 2)
-        services = [Simulated(address, number, kind) for number, kind in enumerate(kinds)]
+        fleet = Fleet(client, [SimulatedService(address, number, kind) for number, kind in enumerate(kinds)])
         spec = await asyncio.to_thread(spec_of, directory, num_tasks)
-        running = [asyncio.create_task(each.run()) for each in services]
-        try:
-            joining = time.monotonic()
-            while not all(each.id for each in services):
-                _check(running, joining + PATIENCE_SECONDS, "services to register")
-                await asyncio.sleep(0.02)
-            joined = time.monotonic() - joining
-            view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
-            path = f"/v1/experiments/{view['id']}"
-            await client.call("POST", f"{path}/start", deadline_seconds=60)
-            outstanding = await _until_outstanding(client, path, num_tasks, running)
-            first = await _told(services, "running", 0.0, running)
-            latencies = []
-            begun = process.cpu_times()
-            for _ in range(changes):
-                for action, state in (("pause", "paused"), ("resume", "running")):
-                    started = time.monotonic()
-                    await client.call("POST", f"{path}/{action}", deadline_seconds=60)
-                    latencies.append(sorted(at - started for at in await _told(services, state, started, running)))
+        async with fleet.at_work() as joined:
+            outstanding = await fleet.start(spec, num_tasks)
+            settled = await fleet.changes(changes, REST_SECONDS)
+            await asyncio.sleep(REST_SECONDS)
+            begun, started = process.cpu_times(), time.monotonic()
+            in_a_row = await fleet.changes(changes, 0.0)
+            row_seconds = time.monotonic() - started
+            await asyncio.sleep(REST_SECONDS)
             ended = process.cpu_times()
-            pushes, cpu = await _quiet(services, process, quiet_seconds)
-        finally:
-            for task in running:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*running, return_exceptions=True)
+            pushes, cpu = await fleet.quiet(quiet_seconds, process)
         memory = process.memory_info().rss
-    assert len(first) == num_services
-    flat = sorted(seconds for each in latencies for seconds in each)
-    reach = max(quantile(each, 0.99) for each in latencies)
+    beside = [push for push in fleet.pushes() if any(is_beside(push, change) for change in settled + in_a_row)]
+    change_cpu = 1e3 * (ended.user + ended.system - begun.user - begun.system) / len(in_a_row) / num_services
     return {
         "services": num_services,
         "tasks_outstanding": outstanding,
-        "lost_leases": sum(each.lost_leases for each in services),
+        "lost_leases": sum(each.lost_leases for each in fleet.services),
         "all_joined_seconds": round(joined, 2),
-        "change_p50_seconds": round(quantile(flat, 0.5), 4),
-        "change_p99_seconds": round(quantile(flat, 0.99), 4),
-        "worst_change_reaches_99_percent_seconds": round(reach, 4),
-        "change_cpu_milliseconds_per_service": round(
-            1e3 * (ended.user + ended.system - begun.user - begun.system) / len(flat), 3
+        **summary("change", [seconds for change in settled for seconds in change.told]),
+        "worst_change_reaches_99_percent_seconds": round(
+            max(quantile(change.told, 0.99) for change in settled + in_a_row), 4
         ),
-        "push_p50_seconds": round(quantile(pushes, 0.5), 4),
-        "push_p99_seconds": round(quantile(pushes, 0.99), 4),
+        **summary("answer", [change.answer for change in settled]),
+        **summary("change_in_a_row", [seconds for change in in_a_row for seconds in change.told]),
+        **summary("answer_in_a_row", [change.answer for change in in_a_row]),
+        "change_in_a_row_mean_seconds": round(row_seconds / len(in_a_row), 4),
+        "change_cpu_milliseconds_per_service": round(change_cpu, 3),
+        **summary("push", [push.seconds for push in pushes]),
+        **summary("push_beside_a_change", [push.seconds for push in beside]),
         "cpu_percent": round(cpu, 1),
         "cpu_percent_per_service": round(cpu / num_services, 3),
         "memory_megabytes": round(memory / 1e6, 1),
@@ -249,49 +233,18 @@ async def measure(
     }
 
 
-async def _until_outstanding(
-    client: GatewayClient, path: str, num_tasks: int, running: list[asyncio.Task[None]]
-) -> int:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        ledger = await client.call("GET", f"{path}/ledger", deadline_seconds=60)
-        if ledger["train"]["outstanding"] >= num_tasks:
-            return int(ledger["train"]["outstanding"])
-        _check(running, end, f"tasks to be issued, {ledger['train']['outstanding']} are")
-        await asyncio.sleep(0.2)
+def is_beside(push: Push, change: Change) -> bool:
+    """Whether a push was sent soon after a change was."""
+    return 0 <= push.sent_at - change.sent_at <= BESIDE_SECONDS
 
 
-async def _told(services: list[Simulated], state: str, after: float, running: list[asyncio.Task[None]]) -> list[float]:
-    """Wait until every service was told, and give the times."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        times = [each.told_at.get(state, -1.0) for each in services]
-        if min(times) > after:
-            return times
-        _check(running, end, f"services to be told {state}")
-        await asyncio.sleep(0.05)
-
-
-def _check(running: list[asyncio.Task[None]], end: float, what: str) -> None:
-    for task in running:
-        if task.done():
-            task.result()
-    if time.monotonic() > end:
-        raise SystemExit(f"waited {PATIENCE_SECONDS:g} s for {what}")
-
-
-async def _quiet(services: list[Simulated], process: psutil.Process, quiet_seconds: float) -> tuple[list[float], float]:
-    """Let the services keep their rhythm for a time; give the pushes' durations and the gateway's CPU."""
-    for each in services:
-        each.push_seconds.clear()
-    before, started = process.cpu_times(), time.monotonic()
-    await asyncio.sleep(quiet_seconds)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not any(each.push_seconds for each in services):  # noqa: ASYNC110 (a short time on a slow machine)
-            await asyncio.sleep(0.05)
-    after, seconds = process.cpu_times(), time.monotonic() - started
-    cpu = 100 * (after.user + after.system - before.user - before.system) / seconds
-    return sorted(seconds for each in services for seconds in each.push_seconds), cpu
+def summary(name: str, values: list[float]) -> dict[str, float | None]:
+    """Give median and 99th percentile under the names of the results; None where there is nothing."""
+    ordered = sorted(values)
+    return {
+        f"{name}_p{share:g}_seconds": round(quantile(ordered, share / 100), 4) if ordered else None
+        for share in (50, 99)
+    }
 
 
 def quantile(ordered: list[float], share: float) -> float:

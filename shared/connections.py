@@ -1,12 +1,12 @@
-"""HTTP connections that are bounded, know when their caller is gone, and are read again in turn.
+"""HTTP connections: bounded, read in turn, answered in one piece; they know when their caller is gone.
 
 Nothing of a request is the caller's to draw out: each head and each body has a deadline from its first byte on, an
 answer must be read, and one address cannot take all connections.
 
-One change that is answered to a thousand waiting callers makes all of them call again at once. Read as they come, their
-calls fill one turn of the loop after another, and whoever else calls waits for the last of them. A connection that
-was answered by such a call is therefore not read until its turn comes, a few in each turn of the loop: the calls wait
-in the sockets, and another call is read with the next few of them.
+One change that is answered to a thousand waiting callers makes all of them call again at once. Handled as they come,
+their calls fill one turn of the loop after another, and whoever else calls waits for the last of them. What comes on a
+connection that was answered by such a call is therefore kept until its turn comes, a few in each turn of the loop:
+another call is handled with the next few of them.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
-READ_AT_ONCE = 16
-"""Connections that are read again in one turn of the loop: some milliseconds of work."""
+READ_AT_ONCE = 8
+"""Connections whose calls are handled in one turn of the loop: about a millisecond of work."""
+KEPT_BYTES = 64 * 1024
+"""A connection that has sent so much before its turn comes is not read until then."""
 EXTENSION = "flotilla.connection"
 TITLES = {
     400: "Bad Request",
@@ -35,26 +37,63 @@ TITLES = {
 
 
 class Turns:
-    """Lets connections be read again, a few in each turn of the loop, in the order in which they were given."""
+    """Lets connections go on, a few in each turn of the loop, in the order in which they were given."""
 
     def __init__(self, at_once: int = READ_AT_ONCE) -> None:
         self._at_once = at_once
-        self._waiting: deque[asyncio.Transport] = deque()
+        self._waiting: deque[Connection] = deque()
 
-    def take(self, transport: asyncio.Transport) -> None:
-        """Stop reading a connection until its turn comes."""
-        if transport.is_closing():
-            return
-        transport.pause_reading()
-        self._waiting.append(transport)
+    def take(self, connection: "Connection") -> None:
+        """Let a connection go on when its turn comes."""
+        self._waiting.append(connection)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        for _ in range(min(self._at_once, len(self._waiting))):
-            self._waiting.popleft().resume_reading()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+        try:
+            for _ in range(min(self._at_once, len(self._waiting))):
+                self._waiting.popleft().go_on()
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)
+
+
+class HeadWithBody:
+    """What one response is written to: its head is sent together with the beginning of its body.
+
+    Written apart, each is a call of the system, and wakes the caller. A head whose body takes longer is sent alone.
+    """
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = b""
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep the first piece until the next one, or the next turn of the loop."""
+        if self._head == b"":
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+        elif self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        head, self._head = self._head, None
+        if head:
+            self._transport.write(head)
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed or about to be."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection once all is sent."""
+        self._flush()
+        self._transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +146,8 @@ class Connection(HttpToolsProtocol):
     _deadline_of = _Part.NONE
     _stall: asyncio.TimerHandle | None = None
     _address: str | None = None
+    _waits_for_turn = False
+    _kept = b""
 
     @property
     def lost(self) -> asyncio.Future[None]:
@@ -117,9 +158,39 @@ class Connection(HttpToolsProtocol):
                 self._lost.set_result(None)
         return self._lost
 
+    @property
+    def has_whole_request(self) -> bool:
+        """Whether nothing more will come of the newest request, and so of none before it."""
+        return not self.cycle.more_body
+
     def read_in_turn(self) -> None:
-        """Read the next request only when its turn comes; call it once a request is answered."""
-        self.turns.take(self.transport)
+        """Handle the next request only when its turn comes; call it once a request is answered."""
+        self._waits_for_turn = True
+
+    def go_on(self) -> None:
+        """Handle what came meanwhile: it is this connection's turn."""
+        kept, self._kept, self._waits_for_turn = self._kept, b"", False
+        if self._is_lost or not kept:
+            return
+        if len(kept) >= KEPT_BYTES:
+            self.transport.resume_reading()
+        self._handle(kept)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle what came, or keep it."""
+        if not self._waits_for_turn:
+            self._handle(data)
+            return
+        if not self._kept:
+            self.turns.take(self)
+        self._kept += data
+        if len(self._kept) >= KEPT_BYTES:
+            self.transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """Handle what was sent before the end."""
+        self.go_on()
+        super().eof_received()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; who has too many connections is closed, and who says nothing is, soon."""
@@ -138,7 +209,7 @@ class Connection(HttpToolsProtocol):
                 return
         self._arm(_Part.HEAD)
 
-    def data_received(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         """Read what came, and bound the time until the rest of it does."""
         if self.transport.is_closing():
             return
@@ -171,9 +242,13 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin the request."""
+        """Begin the request, whose response is sent in one piece."""
         self._part = _Part.BODY
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            # It writes, closes, and asks whether that was done, nothing else.
+            self.cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         """Note that all of the request is there."""

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from services.gateway.description import describe
 from services.gateway.middleware import Guard, Opened
@@ -46,7 +46,8 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
             app.state.gateway = state
             yield {"gateway": state}
 
-    app = FastAPI(
+    app = _GatewayApp(
+        settings,
         title="Flotilla gateway",
         description=DESCRIPTION,
         lifespan=lifespan,
@@ -61,11 +62,21 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
-    # Each is around those that were added before it.
     describe(app)
-    app.add_middleware(StatusCalls)
-    app.add_middleware(Guard, body_bytes=settings.body_bytes, opened_of=_opened_of)
     return app
+
+
+class _GatewayApp(FastAPI):
+    """Lets each request pass the guard, and answers status calls, before anything of the framework sees it."""
+
+    def __init__(self, settings: GatewaySettings, **options: Any) -> None:
+        super().__init__(**options)
+        self._body_bytes = settings.body_bytes
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Put the framework's own layers inside: a waiting status call would keep a frame of each."""
+        framework = super().build_middleware_stack()
+        return Guard(StatusCalls(framework), body_bytes=self._body_bytes, opened_of=_opened_of)
 
 
 def _opened_of(scope: Scope) -> Opened:

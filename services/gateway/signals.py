@@ -1,9 +1,13 @@
 """Signals that wake whoever waits for a change, without polling; and how tasks are ended."""
 
 import asyncio
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 RETRY_SECONDS = 0.5
+FIRE_AT_ONCE = 32
+"""Signals that are fired in one turn of the loop: some milliseconds of work for those that wait."""
 
 
 class Signal:
@@ -24,6 +28,20 @@ class Signal:
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         return self._next
+
+
+def fire_in_turn(signals: Iterable[Signal]) -> None:
+    """Fire many signals, some in each turn of the loop, the first ones now.
+
+    A thousand calls that wait would else be answered in one turn, and whoever asked for what has changed after them.
+    """
+    left = iter(signals)
+    is_more = False
+    for signal in islice(left, FIRE_AT_ONCE):
+        is_more = True
+        signal.fire()
+    if is_more:
+        asyncio.get_running_loop().call_soon(fire_in_turn, left)
 
 
 async def wait_for_any(timeout_seconds: float | None, *futures: asyncio.Future[Any]) -> bool:

@@ -20,7 +20,7 @@ from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
-from services.gateway.signals import Signal, wait_for_any
+from services.gateway.signals import Signal, fire_in_turn, wait_for_any
 from services.gateway.store.base import Store
 from services.gateway.store.transaction import Transaction
 from shared.clock import Clock
@@ -319,8 +319,7 @@ class Fleet:
 
     def wake(self, experiment_id: str) -> None:
         """Let all services of an experiment look again."""
-        for service in self._registry.of(experiment_id):
-            service.changed.fire()
+        fire_in_turn([service.changed for service in self._registry.of(experiment_id)])
 
 
 def _may_move_others(before: ObservedState, observed: ObservedState, experiment: Experiment | None) -> bool:

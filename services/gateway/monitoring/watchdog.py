@@ -102,10 +102,6 @@ class Watchdog:
         await self._note(train, now, now - asked)
         evaluation = await self._ledger(Lane.EVALUATION)
         now = self._clock.monotonic()
-        services = [
-            Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
-            for s in self._registry.of(experiment.id)
-        ]
         progress = (record.state, progress_of(record.step, record.policy_version, train, evaluation))
         if train is not None and progress != self._progress:
             # The first look has nothing to compare with: it is no progress.
@@ -125,7 +121,10 @@ class Watchdog:
         found = diagnose(
             Situation(
                 state=record.state,
-                services=services,
+                services=[
+                    Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
+                    for s in self._registry.of(experiment.id)
+                ],
                 ledger=train,
                 budget=experiment.spec.admission_budget,
                 groups_per_step=experiment.spec.groups_per_step,

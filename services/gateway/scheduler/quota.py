@@ -11,6 +11,7 @@ from services.gateway.membership.fleet import Fleet
 from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
+from services.gateway.scheduler.candidates import Candidates
 from services.gateway.scheduler.explanation import why_waiting
 from services.gateway.scheduler.placement import (
     Candidate,
@@ -24,7 +25,7 @@ from services.gateway.scheduler.placement import (
 from shared.clock import Clock
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.fleet import ExperimentShare, FleetView, KindShare
-from shared.schemas.service import ServiceKind, WorkState
+from shared.schemas.service import ServiceKind
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Scheduler:
         self._unfair_seconds = unfair_seconds
         self._notice_seconds = notice_seconds
         self._unfair_since: float | None = None
+        self._candidates = Candidates()
+        self._placed: tuple[list[Demand], list[Candidate], Placement] | None = None
 
     async def reconcile(self) -> None:
         """Release who has left, ask those to leave who should, and assign what is idle."""
@@ -65,11 +68,11 @@ class Scheduler:
                 is_done = service.is_observed and not service.works_for(service.experiment_id)
                 if is_done or service.leaving.ends_at <= self._clock.monotonic():
                     await self._fleet.release(service, service.leaving.reason)
-        demands, candidates = self._demands(), self._candidates()
-        placement = place(demands, candidates)
+        demands, candidates, placement = self._place()
         await self._ask_to_leave(placement)
         # Sandboxes first: a reward looks for its experiment's when it starts.
-        chosen = [service for service in self._registry if service.id in placement.assigned]
+        services = self._registry if placement.assigned else ()
+        chosen = [service for service in services if service.id in placement.assigned]
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
             await self._assign(service, self._repository.get(placement.assigned[service.id]))
         for demand in demands:
@@ -78,8 +81,7 @@ class Scheduler:
 
     def view(self) -> FleetView:
         """Show which service works for which experiment, and why."""
-        demands, candidates = self._demands(), self._candidates()
-        placement = place(demands, candidates)
+        demands, candidates, placement = self._place()
         return FleetView(
             experiments=tuple(self._share(demand, placement, demands, candidates) for demand in demands),
             idle={
@@ -105,20 +107,12 @@ class Scheduler:
             for experiment in active
         ]
 
-    def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(
-                service_id=service.id,
-                kind=service.kind,
-                experiment_id=service.experiment_id,
-                is_leaving=service.leaving is not None or _is_busy(service),
-                engines=service.engines,
-            )
-            for service in self._registry
-            # A draining trainer keeps its place until it is idle: an experiment never has two.
-            if not service.record.is_draining
-            or (service.kind is ServiceKind.TRAINER and service.experiment_id is not None)
-        ]
+    def _place(self) -> tuple[list[Demand], list[Candidate], Placement]:
+        """Decide the placement; while nothing has changed, what was decided before."""
+        demands, candidates = self._demands(), self._candidates.of(self._registry)
+        if self._placed is None or self._placed[:2] != (demands, candidates):
+            self._placed = demands, candidates, place(demands, candidates)
+        return self._placed
 
     async def _ask_to_leave(self, placement: Placement) -> None:
         now = self._clock.monotonic()
@@ -128,6 +122,8 @@ class Scheduler:
             self._unfair_since = now
         is_tolerated = self._unfair_since is not None and now - self._unfair_since < self._unfair_seconds
         for service in self._registry:
+            if service.leaving is None and not placement.leaving:
+                continue
             why = placement.leaving.get(service.id)
             if service.leaving is not None and why is None:
                 self._fleet.cancel_notice(service)
@@ -188,10 +184,3 @@ def _was_placed(experiment: Experiment) -> bool:
     if experiment.spec.trains:
         return experiment.record.trainer_epoch > 0
     return experiment.state is not ExperimentState.STARTING
-
-
-def _is_busy(service: LiveService) -> bool:
-    """Whether it has no experiment any more, but is not yet done with the one it had."""
-    if service.experiment_id is not None:
-        return False
-    return service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None

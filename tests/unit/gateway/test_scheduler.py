@@ -1,6 +1,7 @@
 """What the scheduler does about a placement: notices, releases, patience, and what it shows."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -9,11 +10,12 @@ from services.gateway import signals
 from services.gateway.lifecycle.states import Action
 from services.gateway.records.repository import Experiment
 from services.gateway.runtime.reconciler import REST_SHARE
+from services.gateway.scheduler.candidates import Candidates
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import ActionNotAllowed, InvalidSpec
 from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
+from shared.schemas.service import Capabilities, EngineOffer, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import a_gateway, a_record, a_spec, add_experiment, add_service, say, stop
 
 ROLLOUT = ServiceKind.ROLLOUT
@@ -253,3 +255,35 @@ async def test_a_thousand_wake_ups_do_not_make_a_thousand_passes(monkeypatch: py
 
     assert 1 <= passes <= 2 + seconds / (REST_SHARE * 0.01)
     await stop(gateway)
+
+
+async def test_a_candidate_is_kept_until_something_of_its_service_changes() -> None:
+    gateway = a_gateway()
+    first, rollouts = await run_alone(gateway, 2)
+    known, (moved, other) = Candidates(), (gateway.registry.get(each) for each in rollouts)
+    seen = [known.of(gateway.registry)]
+
+    async def look() -> None:
+        seen.append(known.of(gateway.registry))
+        assert seen[-1] == Candidates().of(gateway.registry)
+
+    await look()
+    assert all(one is two for one, two in zip(*seen, strict=True))
+    await gateway.fleet.ask_to_leave(moved, "why", 5.0)
+    await look()
+    gateway.fleet.cancel_notice(moved)
+    await look()
+    await say(gateway, moved.id, ObservedState(experiment_id=first.id, state=WorkState.RUNNING, policy_version=0))
+    await gateway.fleet.release(moved, "why")
+    await look()
+    await say(gateway, moved.id, ObservedState(state=WorkState.IDLE))
+    await look()
+    moved.can_do(Capabilities(engines=(EngineOffer(kind="sglang", can_start=True),)))
+    await look()
+    await gateway.fleet.drain(moved.id)
+    await look()
+    await gateway.fleet.leave(other.id, reason="why")
+    await look()
+
+    moves = [each != before for before, each in itertools.pairwise(seen)]
+    assert moves == [False, True, True, True, True, True, True, True]

@@ -1,4 +1,5 @@
-"""Code of the user's, loaded from a file by reference. It runs with the rights of the process: it is trusted."""
+"""Code of the user's, loaded from a file by reference; it runs with the rights of the process that loads it, a confined
+child of the service's (``code_process.py``)."""
 
 import importlib.util
 import sys

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from services.rollout.custom.process import CustomProcess
 from services.rollout.engines.base import Engine
 from services.rollout.environments.conversation import EnvironmentConversations
 from services.rollout.episodes.base import Episodes
@@ -15,7 +16,7 @@ from services.rollout.episodes.turns import Turns
 from services.rollout.tools.conversation import ToolConversations
 from services.rollout.tools.formats import role_of_results
 from services.rollout.tools.opening import open_tools
-from shared.config.episodes import SingleTurnConfig, ToolEpisodesConfig
+from shared.config.episodes import EnvironmentEpisodesConfig, SingleTurnConfig, ToolEpisodesConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.task import Message
 from shared.settings import LOOPBACK, IPNetwork
@@ -44,6 +45,15 @@ async def open_episodes(
         ModelError: the model's chat template cannot go on behind an answer.
     """
     config = spec.rollout.episodes
+    if isinstance(config, EnvironmentEpisodesConfig) and (own := [e for e in config.environments if e.is_code]):
+        process = CustomProcess(environments=own)
+        try:
+            await process.start()
+            episodes = make_episodes(spec, engine, renderer, turns, tally, process)
+        except BaseException:
+            await process.aclose()
+            raise
+        return OpenedEpisodes(episodes, process.aclose)
     if not isinstance(config, ToolEpisodesConfig):
         return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
     tools = await open_tools(config, networks)
@@ -55,9 +65,14 @@ async def open_episodes(
 
 
 def make_episodes(
-    spec: ExperimentSpec, engine: Engine, renderer: TurnRenderer, turns: Turns, tally: SamplingTally
+    spec: ExperimentSpec,
+    engine: Engine,
+    renderer: TurnRenderer,
+    turns: Turns,
+    tally: SamplingTally,
+    process: CustomProcess | None = None,
 ) -> Episodes:
-    """Make episodes that hold nothing: of a single turn, or with an environment.
+    """Make episodes that hold nothing: of a single turn, or with an environment; ``process`` has those of the user's.
 
     Raises:
         InvalidSpec: an environment cannot be loaded.
@@ -69,7 +84,8 @@ def make_episodes(
         return SingleTurnEpisodes(engine, renderer, turns, resume, tally)
     renderer.check_continuation()
     limits = Limits.of(config, spec.rollout.engine.context_tokens)
-    return MultiTurnEpisodes(engine, renderer, turns, limits, EnvironmentConversations(config), resume, tally)
+    conversations = EnvironmentConversations(config, process)
+    return MultiTurnEpisodes(engine, renderer, turns, limits, conversations, resume, tally)
 
 
 async def _nothing_to_close() -> None:

@@ -1,4 +1,4 @@
-"""A function of the user's as a verifier. It runs in the reward service's process with its rights: it is trusted."""
+"""A function of the user's as a verifier: what runs in the child process of ``custom_process.py``."""
 
 import asyncio
 import inspect

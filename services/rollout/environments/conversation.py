@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.rollout.custom.process import CustomProcess
 from services.rollout.environments.base import Environment
-from services.rollout.environments.loading import is_ours, load_environment
+from services.rollout.environments.loading import load_environment, needs_no_thread
+from services.rollout.environments.process_environment import maker_of
 from services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
 from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
 from shared.custom_code import describe
@@ -26,7 +28,7 @@ class EnvironmentConversation:
     """One episode in an environment.
 
     Args:
-        make: makes the environment.
+        make: makes the environment; may be a coroutine function, as the environment's methods may.
         task: its messages come before the first observation.
         step_seconds: time for one call.
         is_quick: whether calls take microseconds, and so need no thread.
@@ -38,7 +40,7 @@ class EnvironmentConversation:
 
     def __init__(
         self,
-        make: Callable[[], Environment],
+        make: Callable[[], Any],
         task: Task,
         step_seconds: float,
         *,
@@ -119,7 +121,7 @@ class EnvironmentConversation:
 
     @property
     def _what(self) -> str:
-        return type(self._environment).__name__
+        return str(getattr(self._environment, "name", type(self._environment).__name__))
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -129,7 +131,9 @@ class EnvironmentConversation:
                 return await found if inspect.isawaitable(found) else found
         except TimeoutError as error:
             raise EpisodeFailed(f"{self._what} took longer than {self._step_seconds:g} s") from error
-        except Exception as error:  # whatever the user's environment raises is this episode's error
+        except EpisodeFailed as error:
+            raise EpisodeFailed(f"{self._what}: {error.detail}") from error
+        except Exception as error:  # whatever an environment raises is this episode's error
             raise EpisodeFailed(f"{self._what}: {describe(error, None)}") from error
         finally:
             self._seconds += time.perf_counter() - started
@@ -143,13 +147,27 @@ class EnvironmentConversation:
 class EnvironmentConversations:
     """Opens the environment that a task is for.
 
+    Args:
+        config: of the episodes.
+        process: runs those that are in files of the user's.
+
     Raises:
         InvalidSpec: an environment cannot be loaded or made.
     """
 
-    def __init__(self, config: EnvironmentEpisodesConfig) -> None:
+    def __init__(
+        self,
+        config: EnvironmentEpisodesConfig,
+        process: CustomProcess | None = None,
+    ) -> None:
+        def maker(each: EnvironmentConfig) -> Callable[[], Any]:
+            if not each.is_code:
+                return load_environment(each)
+            assert process is not None, "code of the user's runs in a process of its own"
+            return maker_of(process, each)
+
         self._step_seconds, self._max_turns = config.step_seconds, config.max_turns
-        self._makers = [(each, load_environment(each)) for each in config.environments]
+        self._makers = [(each, maker(each)) for each in config.environments]
 
     def __call__(self, task: Task, member: int) -> Conversation:
         """Open one.
@@ -164,7 +182,7 @@ class EnvironmentConversations:
                     make,
                     task,
                     self._step_seconds,
-                    is_quick=is_ours(config),
+                    is_quick=needs_no_thread(config),
                     template=config.turn_template,
                     max_turns=self._max_turns,
                 )

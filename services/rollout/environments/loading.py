@@ -49,6 +49,6 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     return partial(make, **options)
 
 
-def is_ours(config: EnvironmentConfig) -> bool:
-    """Whether its methods take microseconds and never wait, so that they need no thread."""
-    return config.environment in BUILT_IN
+def needs_no_thread(config: EnvironmentConfig) -> bool:
+    """Whether its methods take microseconds, or are coroutines that wait for another process."""
+    return config.environment in BUILT_IN or config.is_code

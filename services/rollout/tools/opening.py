@@ -6,11 +6,12 @@ from pathlib import Path
 
 import httpx
 
+from services.rollout.custom.process import CustomProcess
 from services.rollout.tools.base import Schema, Tool, name_of
 from services.rollout.tools.checked_transport import checked_client
 from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.mcp_tools import McpServer
-from services.rollout.tools.python_tool import PythonTool
+from services.rollout.tools.process_tool import ProcessTool
 from shared.config.episodes import HttpToolConfig, McpToolsConfig, PythonToolConfig, ToolEpisodesConfig
 from shared.errors import InvalidSpec
 from shared.settings import LOOPBACK, IPNetwork
@@ -19,10 +20,17 @@ from shared.settings import LOOPBACK, IPNetwork
 class ToolBox:
     """Tools that all episodes of a session share; ``aclose`` ends what they hold."""
 
-    def __init__(self, tools: Sequence[Tool], servers: Sequence[McpServer], client: httpx.AsyncClient) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        servers: Sequence[McpServer],
+        client: httpx.AsyncClient,
+        functions: CustomProcess | None = None,
+    ) -> None:
         self._tools = {name_of(tool.schema): tool for tool in tools}
         self._servers = servers
         self._client = client
+        self._functions = functions
         if len(self._tools) < len(tools):
             names = [name_of(tool.schema) for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
@@ -41,7 +49,9 @@ class ToolBox:
         """Nothing is an episode's own."""
 
     async def aclose(self) -> None:
-        """End sessions and connections."""
+        """End processes, sessions and connections."""
+        if self._functions is not None:
+            await self._functions.aclose()
         for server in self._servers:
             await server.close()
         await self._client.aclose()
@@ -59,19 +69,23 @@ async def open_tools(config: ToolEpisodesConfig, networks: Sequence[IPNetwork] =
     client: httpx.AsyncClient = checked_client(networks, config.step_seconds)
     tools: list[Tool] = []
     servers: list[McpServer] = []
+    paths = [each.path for each in config.tools if isinstance(each, PythonToolConfig)]
+    functions = CustomProcess(tools=paths)
     try:
+        schemas = await functions.start() if paths else ()
+        described = iter(enumerate(schemas))
         for each in config.tools:
             match each:
                 case PythonToolConfig():
-                    tools.append(PythonTool(each.path))
+                    tools.append(ProcessTool(functions, *next(described)))
                 case HttpToolConfig():
                     tools.append(HttpTool(each.url, _read_schema(each.tool_schema), client))
                 case McpToolsConfig():
                     servers.append(McpServer(each, networks))
                     tools += await servers[-1].tools()
-        return ToolBox(tools, servers, client)
+        return ToolBox(tools, servers, client, functions)
     except BaseException:
-        await ToolBox((), servers, client).aclose()
+        await ToolBox((), servers, client, functions).aclose()
         raise
 
 

@@ -1,4 +1,4 @@
-"""A function of the user's as a tool. It runs in the rollout's process with its rights: it is trusted."""
+"""A function of the user's as a tool: what runs in the child process of ``services/rollout/custom_code.py``."""
 
 import inspect
 from collections.abc import Callable, Mapping

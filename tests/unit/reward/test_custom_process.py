@@ -80,9 +80,9 @@ async def test_it_grades_and_says_what_went_wrong(
 async def test_a_process_that_ended_is_started_again_and_fails_nobody_elses_samples(tmp_path: Path) -> None:
     async with a_verifier(tmp_path, "by_length") as verifier:
         await verifier.start()
-        assert verifier._process is not None
-        verifier._process.kill()
-        await verifier._process.wait()
+        assert verifier.code.process is not None
+        verifier.code.process.kill()
+        await verifier.code.process.wait()
 
         grades = await verifier.score([a_sample("a" * n) for n in range(20)])
 
@@ -92,9 +92,9 @@ async def test_a_process_that_ended_is_started_again_and_fails_nobody_elses_samp
 async def test_nothing_of_it_is_left(tmp_path: Path) -> None:
     async with a_verifier(tmp_path, "hangs") as verifier:
         scoring = asyncio.create_task(verifier.score([a_sample()]))
-        while verifier._process is None or not verifier._waiting:
+        while verifier.code.process is None or not verifier.code.num_waiting:
             await asyncio.sleep(0.01)
-        process = verifier._process
+        process = verifier.code.process
 
     assert process.returncode is not None
     assert "ended with code" in str((await scoring)[0].reason)

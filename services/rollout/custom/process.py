@@ -1,0 +1,89 @@
+"""Environments and tools of the user's, as the rollout sees them: they run in one process of their own.
+
+What is asked of it is ``[do, which, given]``: ``make`` an episode's environment (its number, and which of the spec's),
+``reset`` it (seed), ``step`` (text), ``close``, and ``call`` a function (which, arguments).
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.code_process import CodeProcess
+from shared.config.episodes import EnvironmentConfig
+from shared.errors import EpisodeFailed, FlotillaError, WorkerDied
+
+MODULE = "services.rollout.custom_code"
+
+
+class Refused(Exception):
+    """A function says no."""
+
+
+class CustomProcess:
+    """The process of one session; started again by the next episode after it died.
+
+    Args:
+        environments: those in files.
+        tools: functions, as ``file.py:function``.
+    """
+
+    def __init__(self, environments: Sequence[EnvironmentConfig] = (), tools: Sequence[str] = ()) -> None:
+        sections = [each.model_dump(mode="json") for each in environments]
+        named = [*(each.environment for each in environments), *tools]
+        self._code = CodeProcess(MODULE, {"environments": sections, "tools": list(tools)}, ", ".join(named))
+        self._environments = environments
+        self._numbers = itertools.count()
+
+    async def start(self) -> Sequence[Mapping[str, Any]]:
+        """Load all of it, and return the functions' schemas.
+
+        Raises:
+            InvalidSpec: something cannot be loaded.
+            WorkerDied: the process did not start.
+        """
+        about = await self._code.start()
+        schemas: list[Mapping[str, Any]] = about["schemas"]
+        return schemas
+
+    async def restart(self) -> None:
+        """Start the process again where it died.
+
+        Raises:
+            EpisodeFailed: it cannot be started.
+        """
+        try:
+            await self.start()
+        except FlotillaError as error:
+            raise EpisodeFailed(error.detail) from error
+
+    async def ask(self, do: str, which: int, given: Any) -> Any:
+        """Let it do something.
+
+        Raises:
+            Refused: a function refuses.
+            EpisodeFailed: the code failed, or its process ended.
+        """
+        try:
+            answer = await self._code.call([do, which, given])
+        except WorkerDied as error:
+            raise EpisodeFailed(error.detail) from error
+        if "refused" in answer:
+            raise Refused(str(answer["refused"]))
+        if "error" in answer:
+            raise EpisodeFailed(str(answer["error"]))
+        return answer["value"]
+
+    async def make(self, config: EnvironmentConfig) -> int:
+        """Make an environment for one episode, and return its number; a process that died is started again.
+
+        Raises:
+            EpisodeFailed: that is impossible.
+        """
+        await self.restart()
+        number = next(self._numbers)
+        await self.ask("make", number, self._environments.index(config))
+        return number
+
+    async def aclose(self) -> None:
+        """End the process."""
+        await self._code.aclose()

@@ -1,0 +1,103 @@
+"""The process in which environments and tools of the user's run: ``python -P -m services.rollout.custom_code``."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.rollout.environments.base import Environment, Info
+from services.rollout.environments.loading import load_environment
+from services.rollout.tools.base import ToolFailed
+from services.rollout.tools.python_tool import PythonTool
+from shared.code_process import serve_code
+from shared.config.episodes import EnvironmentConfig
+from shared.custom_code import describe
+from shared.daemon_threads import on_daemon_thread
+from shared.errors import EpisodeFailed
+
+MOST_METRICS, LONGEST_NAME = 32, 200
+
+
+class CustomCode:
+    """Environments, each with its episodes, and functions.
+
+    Args:
+        opening: ``{"environments": [section, ...], "tools": ["file.py:function", ...]}``.
+
+    Raises:
+        InvalidSpec: one cannot be loaded.
+    """
+
+    def __init__(self, opening: Any) -> None:
+        sections = [EnvironmentConfig.model_validate(each) for each in opening["environments"]]
+        self._makers = [load_environment(each) for each in sections]
+        self._tools = [PythonTool(path) for path in opening["tools"]]
+        self._episodes: dict[int, Environment] = {}
+
+    @property
+    def about(self) -> object:
+        """Schemas of the functions."""
+        return {"schemas": [tool.schema for tool in self._tools]}
+
+    async def handle(self, content: Any) -> object:
+        """Do one of ``make``, ``reset``, ``step``, ``close`` and ``call``; see ``custom/process.py``."""
+        do, which, given = content
+        try:
+            return {"value": await self._do(do, which, given)}
+        except ToolFailed as error:
+            return {"refused": str(error)}
+        except EpisodeFailed as error:
+            return {"error": error.detail}
+        except Exception as error:  # whatever the user's code raises is this episode's error
+            return {"error": describe(error, None)}
+
+    async def _do(self, do: str, which: int, given: Any) -> object:
+        if do == "call":
+            return await self._tools[which].call(given)
+        if do == "make":
+            self._episodes[which] = await _called(self._makers[given])
+            return None
+        if do == "close":
+            close = getattr(self._episodes.pop(which, None), "close", None)
+            return str(await _called(close)) if callable(close) else None
+        environment = self._episodes.get(which)
+        if environment is None:
+            raise EpisodeFailed("the process in which it was has ended")
+        if do == "reset":
+            found = await _called(lambda: environment.reset(given))
+            observation, info = found if isinstance(found, tuple) else (found, {})
+            return [str(observation), _plain(info)]
+        return _plain_step(await _called(lambda: environment.step(given)))
+
+
+async def _called(work: Callable[[], Any]) -> Any:
+    found = await on_daemon_thread(work, "environment")
+    return await found if inspect.isawaitable(found) else found
+
+
+def _plain_step(result: Any) -> object:
+    try:
+        observation, reward, is_terminated, is_truncated, info = result
+        return [str(observation), float(reward), bool(is_terminated), bool(is_truncated), _plain(info)]
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailed(f"step must return observation, reward, terminated, truncated, info: {error}") from error
+
+
+def _plain(info: Info) -> dict[str, Any]:
+    """Make JSON of what is used of an info; a state is told by its ``repr``."""
+    metrics = info.get("metrics")
+    numbers = {
+        str(name)[:LONGEST_NAME]: float(value)
+        for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+    plain: dict[str, Any] = {"metrics": dict(list(numbers.items())[:MOST_METRICS])}
+    if info.get("instruction"):
+        plain["instruction"] = str(info["instruction"])
+    if "state" in info:
+        plain["state"] = repr(info["state"])
+    return plain
+
+
+if __name__ == "__main__":
+    serve_code(CustomCode)

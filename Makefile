@@ -34,8 +34,8 @@ demo: install ## a fleet comes up, a model visibly learns, the result is shown, 
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
 
 # Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
-# Three workers on two cores: fleets wait for leases and deadlines a third of the time.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --retry-failed-alone --durations=15
+# Four workers on two cores: fleets wait for leases and deadlines a third of the time.
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone --durations=15
 
 test: install ## the whole test suite (about 15 minutes on two cores)
 	@$(PYTEST) -m "not long and not sglang"

@@ -96,7 +96,7 @@ def broken_model(spec: dict[str, Any], directory: Path) -> None:
         pytest.param(no_column, ("question", "prompt", "answer"), marks=pytest.mark.long),
         pytest.param(no_function, ("grade.py", "score"), marks=pytest.mark.long),
         (raising_function, ("KeyError", "no such column", "raise.py")),
-        (broken_model, ("broken",)),
+        pytest.param(broken_model, ("broken",), marks=pytest.mark.long),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.records import check_loads, check_metrics, check_summary, metrics_of
 from tests.fleet import FLOTILLA, ROOT
 
-NUM_STEPS = 25
+NUM_STEPS = 15
 """Of the example's 60: by then nine of ten answers are right."""
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -42,7 +42,7 @@ def test_the_arithmetic_example_learns(tmp_path: Path) -> None:
     summary = check_summary(tmp_path / "arithmetic", steps=NUM_STEPS, groups=16)
     assert 0.10 <= summary["accuracy_before"] <= 0.45
     assert summary["accuracy_after"] >= 0.85
-    assert len(summary["accuracy"]) >= 5
+    assert len(summary["accuracy"]) >= 4
     metrics = metrics_of(tmp_path / "arithmetic")
     check_metrics(metrics, steps=NUM_STEPS, groups=16, samples=128, max_lag=2)
     check_loads(summary["checkpoint"])

@@ -33,6 +33,7 @@ def transports(publications: list[dict[str, Any]]) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(580)
 async def test_each_experiment_publishes_as_its_spec_says(tmp_path: Path) -> None:
     few = {"steps": STEPS, "groups_per_mini_batch": 4}

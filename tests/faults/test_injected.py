@@ -14,7 +14,7 @@ from tests.fleet import FLOTILLA, ROOT, make_experiment, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
-STEPS = 40
+STEPS = 24
 FAULTS = (
     "streams.forward kill in=rollout nth=9 phase=after times=1",
     "streams.commit kill in=trainer-worker nth=3 phase=before times=1",
@@ -61,7 +61,7 @@ async def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
         tmp_path,
         optimisation={"steps": STEPS},
         checkpoint={"every_steps": 5},
-        asynchrony={"publication": {"transport": "gloo"}},
+        asynchrony={"publication": {"transport": "gloo", "wire_dtype": "bfloat16"}},
     )
     marks = tmp_path / "marks"
     plan = "; ".join([f"marks={marks}", *FAULTS])
@@ -76,11 +76,13 @@ async def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
             watching.cancel()
             ledger = (await patiently(client, f"/v1/experiments/{view['id']}/ledger"))["train"]
             checkpoint = (await patiently(client, f"/v1/experiments/{view['id']}/checkpoints"))["items"][-1]
+            publications = await patiently(client, f"/v1/experiments/{view['id']}/publications")
             plans = [await patiently(client, f"/v1/experiments/{view['id']}/steps/{n}") for n in range(1, STEPS + 1)]
 
     happened = {int(mark.name.partition("-")[0]) for mark in marks.iterdir()}
     assert [FAULTS[number - 1] for number in range(1, len(FAULTS) + 1) if number not in happened] == []
     assert len(balanced) > 50 and all(balanced)
+    assert {member["transport"] for each in publications["items"] for member in each["members"]} == {"gloo"}
     trained = Counter(group for plan in plans for group in plan["group_ids"])
     assert max(trained.values()) == 1
     assert len(trained) == ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]

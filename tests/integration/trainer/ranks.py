@@ -20,7 +20,9 @@ DEADLINE_SECONDS = 800.0
 def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1, sequence: int = 1) -> list[Any]:
     """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback."""
     shape = MeshShape(shard=shard, replicate=replicate, sequence=sequence)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, by a process that runs nothing of it: each rank of each test is a fork.
+    context.set_forkserver_preload([work.__module__])
     results: Any = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -32,7 +32,9 @@ async def show(arguments: argparse.Namespace) -> int:
         # Where no step was made, what was filtered or failed tells why.
         items, unread = await _find(arguments, directory, query)
         if items:
-            print("nothing was trained that is like that; what else is kept:\n")
+            print(
+                f"nothing was trained {'that is like that' if _is_chosen(arguments) else 'yet'}; what else is kept:\n"
+            )
     from flotilla.cli.output import new_console, write_json
     from flotilla.cli.sample_text import describe
 
@@ -43,11 +45,16 @@ async def show(arguments: argparse.Namespace) -> int:
     for item in items:
         console.print(describe(item, is_whole=arguments.full))
     if not items:
-        chosen = (arguments.step, arguments.kind, arguments.problem, arguments.group, arguments.failed or None)
-        console.print(NOTHING_YET if all(each is None for each in chosen) else NOTHING_LIKE_THAT)
+        console.print(NOTHING_LIKE_THAT if _is_chosen(arguments) else NOTHING_YET)
     if unread:
         console.print(f"{unread} files are not in the index yet: ask again in a moment for what may be in them")
     return 0
+
+
+def _is_chosen(arguments: argparse.Namespace) -> bool:
+    """Whether only some samples are asked for."""
+    chosen = (arguments.step, arguments.kind, arguments.problem, arguments.group, arguments.failed or None)
+    return any(each is not None for each in chosen)
 
 
 async def _find(

@@ -108,7 +108,7 @@ def test_where_no_step_was_made_what_was_filtered_is_shown(tmp_path: Path, capsy
     assert main(["show", str(tmp_path)]) == 0
 
     said = capsys.readouterr().out
-    assert said.startswith("nothing was trained that is like that; what else is kept:")
+    assert said.startswith("nothing was trained yet; what else is kept:")
     assert "filtered" in said
     assert shown(capsys, str(tmp_path)) == []
 

@@ -35,6 +35,9 @@ class EpisodeTask(Wire):
     row: int
     """Of the dataset."""
     messages: tuple[EpisodeMessage, ...]
+    prompt: str
+    """The messages as the model is given them: what `/v1/completions` is asked with. Empty where the model's
+    template refuses them."""
     label: str | None = None
     data_source: str | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)

@@ -107,8 +107,11 @@ SAMPLING: tuple[Parameter, ...] = (
                translate=lambda value: max(value or 0, 0)),
     translated("--vllm_num_engines", "resources.rollouts.min", integer, "rollout services that must be there",
                example=4, translate=lambda value: max(value or 1, 1), aliases=("--vllm.num_engines",)),
-    refused("--agent_func_path", "episodes are single turns; an agent of your own would have to call the model itself",
-            default=None, aliases=("--train.agent_func_path",)),
+    translated("--agent_func_path", ("rollout.agents", "reward.components"), text,
+               "agents from outside, graded by themselves: run `python -m flotilla.agents openrlhf FILE EXPERIMENT` "
+               "beside; without held-out rows",
+               example="agent.py", default=None, context={"--eval_dataset": None},
+               aliases=("--train.agent_func_path",)),
     *unsupported(ENGINE, "--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size", harmless=(1,)),
     *unsupported(ENGINE, "--vllm_gpu_memory_utilization",
              "--vllm.gpu_memory_utilization", "--enforce_eager", "--vllm.enforce_eager", "--enable_prefix_caching",

@@ -214,6 +214,8 @@ def _is_file(url: str) -> bool:
 
 def _grader(source: Source) -> Fields:
     url = source.value("--remote_rm_url")
+    if source.value("--agent_func_path") is not None:
+        return _agents(source)
     if url is None:
         return _reward_models(source)
     urls = [each.strip() for each in url.split(",")]
@@ -239,6 +241,15 @@ def _grader(source: Source) -> Fields:
         "allow_private": any(is_private_host(each) for each in urls),
     }
     return {"reward.components": [component]}
+
+
+def _agents(source: Source) -> Fields:
+    """Let the file's agents drive the episodes, and say what they were worth; no other grader is asked."""
+    if source.value("--eval_dataset"):
+        source.refuse("--eval_dataset", "held-out rows would be answered without the agent: leave it out")
+    if source.value("--dynamic_filtering"):
+        source.refuse("--dynamic_filtering", "the agent's scores are no metric of a grader: use filter_zero_spread")
+    return {"rollout.agents": {}, "reward.components": [{"kind": "agent"}]}
 
 
 def _reward_models(source: Source) -> Fields:

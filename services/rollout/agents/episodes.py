@@ -21,6 +21,7 @@ from services.rollout.agents.template import Template
 from services.rollout.engines.base import Engine
 from services.rollout.episodes.resumption import resume_rule, rule_of
 from services.rollout.episodes.special_tokens import SamplingTally
+from shared.config.data import PLACE
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from shared.schemas.episode import EndedEpisode, EpisodeMessage, EpisodeReward, EpisodeTask, OpenedEpisode
@@ -263,6 +264,7 @@ class AgentEpisodes:
                 index=index,
                 row=task.row,
                 messages=tuple(EpisodeMessage(role=each.role, content=each.content) for each in task.messages),
+                prompt=self._prompt(task),
                 label=task.label,
                 data_source=task.data_source,
                 metadata=dict(task.metadata),
@@ -270,6 +272,15 @@ class AgentEpisodes:
             lease_seconds=config.lease_seconds,
             seconds=config.episode_seconds,
         )
+
+    def _prompt(self, task: Task) -> str:
+        template = self.spec.data.input_template
+        if template is not None:
+            return template.replace(PLACE, task.messages[-1].content)
+        try:
+            return self._template.prompt([{"role": each.role, "content": each.content} for each in task.messages], ())
+        except InvalidRequest:
+            return ""  # an agent may ask something else
 
     def _on_death(self, offer: _Offer, error: WorkerDied) -> None:
         offer.failure = error

@@ -291,6 +291,10 @@ ELSEWHERE: Final = {
 """Lines, by page and beginning, that other tests run."""
 
 NOT_HERE: Final = {
+    ("examples/verifiers/README.md", "python -m venv .venv-verifiers"): "tests/e2e/test_verifiers.py",
+    ("examples/verifiers/README.md", ".venv-verifiers/bin/"): "tests/e2e/test_verifiers.py",
+    ("examples/verifiers/README.md", "python examples/arithmetic/prepare.py"): "tests/e2e/test_verifiers.py",
+    ("examples/verifiers/README.md", "flotilla "): "tests/e2e/test_verifiers.py",
     ("examples/agent/README.md", "pip install openai"): "pyproject.toml: the tests' own packages have it",
     ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
     ("README.md", "docker compose"): "Docker is not on the machines of the tests",

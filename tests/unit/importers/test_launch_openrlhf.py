@@ -149,6 +149,15 @@ def test_a_reward_model_reads_the_policys_text_and_several_are_added_up() -> Non
     assert first["max_tokens"] > field(found, "rollout.sampling.max_new_tokens")
 
 
+def test_an_agent_file_grades_itself_and_has_no_held_out_rows() -> None:
+    given = {**BASES["openrlhf"], "--agent_func_path": "agent.py", "--remote_rm_url": None}
+    found = import_flat("openrlhf", {**given, "--eval_dataset": None})
+
+    assert [each["kind"] for each in field(found, "reward.components")] == ["agent"]
+    assert field(found, "rollout.agents") is not None
+    assert list(refused(import_flat("openrlhf", given))) == ["--eval_dataset"]
+
+
 def test_a_critic_that_would_begin_as_the_reward_model_is_refused() -> None:
     found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": None, "--reward_pretrain": "r"})
 

@@ -1,0 +1,96 @@
+"""Episodes for an agent that is Python code: asked for, played, and ended with a reward, several at a time."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+log = logging.getLogger(__name__)
+
+NO_MORE = frozenset({401, 403, 404, 409})
+"""Statuses that no patience changes: the experiment has ended, or the token is not for it."""
+WAIT_SECONDS = 20.0
+PAUSE_SECONDS = 1.0
+REQUEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode as the gateway hands it out; ``task`` is the row."""
+
+    id: str
+    key: str
+    base_url: str
+    model: str
+    task: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an episode was worth; metrics are shown and enter no reward."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class EpisodeLost(Exception):
+    """The fleet has ended the episode, or does not take what the agent asked: somebody else gets the task."""
+
+
+Play = Callable[[Episode], Awaitable[Verdict]]
+"""Plays one episode.
+
+Raises:
+    EpisodeLost: it cannot go on.
+"""
+
+
+async def play_all(gateway: str, experiment: str, token: str, play: Play, *, parallel: int) -> int:
+    """Play episodes until the experiment has ended; return how many were complete.
+
+    What ``play`` raises besides ``EpisodeLost`` ends all: it is the agent's own error.
+    """
+    limits = httpx.Limits(max_connections=parallel)
+    async with httpx.AsyncClient(base_url=gateway, timeout=REQUEST_SECONDS, limits=limits) as client:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_play(client, experiment, token, play)) for _ in range(parallel)]
+        return sum(task.result() for task in tasks)
+
+
+async def _play(client: httpx.AsyncClient, experiment: str, token: str, play: Play) -> int:
+    done = 0
+    while True:
+        status, found = await _post(
+            client, f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
+        )
+        if status in NO_MORE:
+            log.info("no more episodes", extra={"status": status, "detail": found.get("detail")})
+            return done
+        if status != 201:
+            await asyncio.sleep(PAUSE_SECONDS)
+            continue
+        episode = Episode(found["episode_id"], found["key"], found["base_url"], found["model"], found["task"])
+        try:
+            verdict = await play(episode)
+        except EpisodeLost as error:
+            log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
+            continue
+        body = {"reward": verdict.reward, "metrics": dict(verdict.metrics)}
+        status, _ = await _post(client, f"/v1/episodes/{episode.id}/complete", episode.key, body)
+        done += status == 200
+
+
+async def _post(
+    client: httpx.AsyncClient, path: str, token: str, body: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Post JSON; return status and answer, status 0 where there is none."""
+    try:
+        answer = await client.post(path, json=body, headers={"Authorization": f"Bearer {token}"})
+        found = answer.json() if answer.content else {}
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        return 0, {"detail": str(error)}
+    return answer.status_code, found if isinstance(found, dict) else {}

@@ -1,0 +1,87 @@
+"""Environments of the `verifiers` package, unchanged: each episode is one of their rollouts.
+
+The package is not ours and not a dependency: run this with the interpreter that has it, and the environment, installed.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
+from shared.errors import InvalidSpec
+
+ROW = "example_id"
+"""Column of an environment's dataset that numbers its rows."""
+
+
+def load_environment(name: str, options: Mapping[str, Any]) -> Any:
+    """Load an environment: an installed one by its id, or a file with ``load_environment``.
+
+    Raises:
+        InvalidSpec: there is no such file, or verifiers is not installed.
+        Exception: whatever the environment's code raises.
+    """
+    try:
+        import verifiers
+    except ImportError as error:
+        raise InvalidSpec(f"this needs the package verifiers (pip install 'verifiers<0.2'): {error}") from error
+    if not name.endswith(".py"):
+        return verifiers.load_environment(name, **options)
+    spec = importlib.util.spec_from_file_location("verifiers_environment_file", name)
+    if spec is None or spec.loader is None or not Path(name).is_file():
+        raise InvalidSpec(f"there is no Python file {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.load_environment(**options)
+
+
+def rows_of(environment: Any) -> Iterator[dict[str, Any]]:
+    """Make the experiment's rows of the environment's: prompt, answer and number."""
+    for row in environment.get_dataset():
+        prompt = row["prompt"]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+        plain = [{"role": each["role"], "content": str(each["content"])} for each in messages]
+        yield {"prompt": plain, "answer": str(row.get("answer", "")), ROW: row[ROW]}
+
+
+def write_rows(environment: Any, path: Path) -> int:
+    """Write them as JSON lines; return how many."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows_of(environment)]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return len(lines)
+
+
+class VerifiersAgent:
+    """Plays episodes as rollouts of one environment, with its own rubric's reward.
+
+    Args:
+        environment: as ``load_environment`` made it.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._rows = {row[ROW]: dict(row) for row in environment.get_dataset()}
+
+    async def __call__(self, episode: Episode) -> Verdict:
+        """Play one episode.
+
+        Raises:
+            EpisodeLost: the rollout failed, so that it has no reward.
+            KeyError: the task is of another dataset.
+        """
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        row = self._rows[episode.task["metadata"][ROW]]
+        async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.key) as client:
+            output = await self._environment.run_rollout(
+                row, OpenAIChatCompletionsClient(client), episode.model, sampling_args={}
+            )
+        if output.get("error") or output.get("reward") is None:
+            raise EpisodeLost(str(output.get("error") or "the rollout has no reward"))
+        metrics = {str(name): float(value) for name, value in dict(output.get("metrics") or {}).items()}
+        return Verdict(float(output["reward"]), metrics)

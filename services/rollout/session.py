@@ -101,7 +101,7 @@ class SessionOpener:
         """
         check_episodes(spec.rollout.episodes, self.places)
         directory = str(await fetched(spec.model))
-        engine = make_engine(spec, self.sglang_python)
+        engine = make_engine(spec, self.sglang_python, self.places.networks)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -12,14 +12,16 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 from shared.model_hub import model_directory
 from shared.schemas.engine import EngineCapability, EngineOffer
+from shared.settings import LOOPBACK, IPNetwork
 
 
-def make_engine(spec: ExperimentSpec, sglang_python: Path | None) -> Engine:
+def make_engine(spec: ExperimentSpec, sglang_python: Path | None, networks: tuple[IPNetwork, ...] = LOOPBACK) -> Engine:
     """Make the engine, not yet started; a hub's model has been fetched before.
 
     Args:
         spec: of the experiment.
         sglang_python: interpreter that has SGLang; None where there is none.
+        networks: that are not public, and that the URL of a server may lead to.
 
     Raises:
         InvalidSpec: this service cannot start what the spec asks for.
@@ -31,7 +33,7 @@ def make_engine(spec: ExperimentSpec, sglang_python: Path | None) -> Engine:
                 "rollout.engine.kind sglang needs FLOTILLA_SGLANG_PYTHON on the rollout service, an interpreter that "
                 "has SGLang, or rollout.engine.url"
             )
-        return SglangEngine(sglang_settings(spec, engine, sglang_python))
+        return SglangEngine(sglang_settings(spec, engine, sglang_python, networks))
     return ProcessEngine(embedded_settings(spec, engine))
 
 
@@ -49,7 +51,9 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
     )
 
 
-def sglang_settings(spec: ExperimentSpec, engine: SglangEngineConfig, python: Path | None) -> SglangSettings:
+def sglang_settings(
+    spec: ExperimentSpec, engine: SglangEngineConfig, python: Path | None, networks: tuple[IPNetwork, ...]
+) -> SglangSettings:
     """Read what an SGLang engine needs from a spec."""
     return SglangSettings(
         model_path=model_directory(spec.model),
@@ -63,6 +67,7 @@ def sglang_settings(spec: ExperimentSpec, engine: SglangEngineConfig, python: Pa
         options=engine.options,
         start_seconds=engine.start_seconds,
         load_seconds=engine.load_seconds,
+        networks=networks,
     )
 
 

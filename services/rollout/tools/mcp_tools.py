@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from services.rollout.tools.base import Schema, Tool, ToolFailed
-from services.rollout.tools.checked_transport import checked_client
+from shared.checked_transport import checked_client
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
 from shared.settings import LOOPBACK, IPNetwork

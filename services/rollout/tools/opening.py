@@ -8,10 +8,10 @@ import httpx
 
 from services.rollout.custom.process import CustomProcess
 from services.rollout.tools.base import Schema, Tool, name_of
-from services.rollout.tools.checked_transport import checked_client
 from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.mcp_tools import McpServer
 from services.rollout.tools.process_tool import ProcessTool
+from shared.checked_transport import checked_client
 from shared.config.episodes import HttpToolConfig, McpToolsConfig, PythonToolConfig, ToolEpisodesConfig
 from shared.errors import InvalidSpec
 from shared.settings import LOOPBACK, IPNetwork

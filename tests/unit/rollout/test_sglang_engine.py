@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from ipaddress import IPv4Network, ip_network
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import torch
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import ModelError, Unavailable, WeightTransferFailed, WorkerDied
+from shared.errors import InvalidSpec, ModelError, Unavailable, WeightTransferFailed, WorkerDied
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.models import make_model, save_image, save_model
 from tests.contract.engine.requests import a_request
@@ -54,6 +55,31 @@ async def until_sampling(server: FakeSglang, count: int = 1) -> None:
     async with asyncio.timeout(10):
         while sum(path == "/generate" for path, _ in server.calls) < count:
             await asyncio.sleep(0)
+
+
+async def test_a_url_that_the_operator_does_not_allow_is_refused(settings: SglangSettings) -> None:
+    engine = SglangEngine(replace(settings, url="http://10.1.2.3:30000"))
+
+    with pytest.raises(InvalidSpec, match=r"rollout\.engine\.url .*FLOTILLA_GRADER_NETWORKS"):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("networks", "refused"), [((ip_network("127.0.0.0/8"),), False), ((ip_network("10.0.0.0/8"),), True)]
+)
+async def test_the_operator_names_the_networks(
+    settings: SglangSettings, networks: tuple[IPv4Network, ...], refused: bool
+) -> None:
+    listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    engine = SglangEngine(replace(settings, url=f"http://127.0.0.1:{port}", networks=networks))
+
+    # Whatever listens there is no SGLang: it is asked, or it is not.
+    with pytest.raises(InvalidSpec if refused else WorkerDied):
+        await engine.start()
+    await engine.close()
+    listener.close()
 
 
 @pytest.mark.parametrize(

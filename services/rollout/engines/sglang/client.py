@@ -13,6 +13,8 @@ from shared.errors import DeadlineExceeded, FlotillaError
 
 Body = Mapping[str, Any]
 MAX_DETAIL = 400
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+"""The server closes idle connections after five seconds: a request on one that it is just closing would fail."""
 
 
 class Unreachable(Exception):
@@ -42,10 +44,8 @@ class SglangClient:
 
     def __init__(self, url: str, key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # The server closes idle connections after five seconds: a request on one that it is just closing would fail.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, limits=limits, transport=transport, trust_env=False
+            base_url=url, headers=headers, limits=LIMITS, transport=transport, trust_env=False
         )
 
     async def close(self) -> None:

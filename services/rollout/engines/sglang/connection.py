@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 
-from services.rollout.engines.sglang.client import Body, Refused, SglangClient, Unreachable
+from services.rollout.engines.sglang.client import LIMITS, Body, Refused, SglangClient, Unreachable
 from services.rollout.engines.sglang.server import SglangServer
 from services.rollout.engines.sglang.settings import SglangSettings
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WorkerDied
+from shared.checked_transport import CheckedAddresses, checked_address
+from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class Connection:
         self.server = SglangServer(settings, place) if settings.url is None else None
         url, key = (settings.url, None) if self.server is None else (self.server.url, self.server.key)
         assert url is not None
+        if transport is None and self.server is None:
+            # A spec's URL is somebody's wish that this service connects somewhere: the operator's policy decides.
+            transport = CheckedAddresses(settings.networks, max_answer_bytes=None, limits=LIMITS)
         self._client = SglangClient(url, key, transport)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.death: FlotillaError | None = None
@@ -62,10 +66,12 @@ class Connection:
         """Start the server if it is ours, wait until it is up, and watch it from then on.
 
         Raises:
-            InvalidSpec: it refuses its arguments.
+            InvalidSpec: it refuses its arguments, or is where the operator lets no URL lead.
             WorkerDied: it ended before it was up.
         """
-        if self.server is not None:
+        if self.server is None:
+            await self._check_address()
+        else:
             await self.server.start()
             ended = self.spawn(self.server.ended(), "sglang process")
             up = self.spawn(self._until_up(), "sglang start")
@@ -77,6 +83,15 @@ class Connection:
                 raise ended.result()
             ended.add_done_callback(lambda task: None if task.cancelled() else self.die(task.result()))
         self.spawn(self._watch(), "sglang health")
+
+    async def _check_address(self) -> None:
+        url = httpx.URL(self._settings.url or "")
+        try:
+            await checked_address(url, self._settings.networks)
+        except PermissionError as error:
+            raise InvalidSpec(f"rollout.engine.url {url}: {error}") from error
+        except OSError as error:
+            log.info("the engine's host cannot be resolved now", extra={"cause": str(error)})
 
     async def close(self) -> None:
         """End a server that is ours, and everything that waits for it."""

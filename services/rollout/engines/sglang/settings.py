@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.config.engine import Options
+from shared.settings import LOOPBACK, IPNetwork
 
 MARGIN_TOKENS = 8
 """SGLang keeps up to six positions of its context for itself, and cuts a completion short that would need them."""
@@ -28,6 +29,7 @@ class SglangSettings:
         load_seconds: deadline of loading weights.
         call_seconds: deadline of any other call that waits for no sampling.
         close_seconds: how long ``close`` waits before it kills the server.
+        networks: that are not public, and that ``url`` may lead to.
         probe_seconds: between two looks at the server's health; three that fail are its death.
     """
 
@@ -45,6 +47,7 @@ class SglangSettings:
     load_seconds: float = 120.0
     call_seconds: float = 30.0
     close_seconds: float = 10.0
+    networks: tuple[IPNetwork, ...] = LOOPBACK
     probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""How the URLs of tools are reached: each name is resolved once, checked, and connected to at that address.
+"""How a spec's URLs of tools and engines are reached: each name is resolved once, checked, and connected to there.
 
-Answers are bounded, in bytes and by being what they seem: nothing is unpacked. Redirections are the caller's to refuse;
-where they are followed, each of their addresses is checked as well.
+Answers of tools are bounded, in bytes and by being what they seem: nothing is unpacked. Redirections are the caller's
+to refuse; where they are followed, each of their addresses is checked as well.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +28,7 @@ async def checked_address(url: Any, networks: Sequence[IPNetwork]) -> str:
         return await permitted_address(host, url.port or PORTS[url.scheme], private=networks)
     except AddressRefused:
         raise PermissionError(
-            f"the tool's host {host} is neither public nor in a network of the rollouts' {GRADER_NETWORKS}"
+            f"the host {host} is neither public nor in a network of the rollouts' {GRADER_NETWORKS}"
         ) from None
 
 
@@ -38,12 +38,22 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
     Args:
         networks: those.
         library: httpx, or what a package has in its place.
+        max_answer_bytes: the longest answer that is no stream of events; None bounds none.
+        options: of the library's own transport.
     """
 
-    def __init__(self, networks: Sequence[IPNetwork], library: Any = httpx) -> None:
+    def __init__(
+        self,
+        networks: Sequence[IPNetwork],
+        library: Any = httpx,
+        *,
+        max_answer_bytes: int | None = MAX_ANSWER_BYTES,
+        **options: Any,
+    ) -> None:
         self._networks = networks
         self._library = library
-        self._inner = library.AsyncHTTPTransport(trust_env=False)
+        self._max_answer_bytes = max_answer_bytes
+        self._inner = library.AsyncHTTPTransport(trust_env=False, **options)
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send a request to the address that was checked, under the name that it was made with."""
@@ -59,15 +69,16 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
             await response.aclose()
             raise self._library.RemoteProtocolError("the answer is compressed, though it must not be", request=request)
         # Events are bounded by who reads them: each, not all.
-        if not response.headers.get("content-type", "").startswith(EVENTS):
-            response.stream = self._bounded(response.stream, request)
+        limit = self._max_answer_bytes
+        if limit is not None and not response.headers.get("content-type", "").startswith(EVENTS):
+            response.stream = self._bounded(response.stream, request, limit)
         return response
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._inner.aclose()
 
-    def _bounded(self, stream: Any, request: Any) -> Any:
+    def _bounded(self, stream: Any, request: Any, limit: int) -> Any:
         library = self._library
         base: Any = library.AsyncByteStream
 
@@ -76,8 +87,8 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
                 size = 0
                 async for piece in stream:
                     size += len(piece)
-                    if size > MAX_ANSWER_BYTES:
-                        detail = f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
+                    if size > limit:
+                        detail = f"the answer is longer than {limit} bytes"
                         raise library.ReadError(detail, request=request)
                     yield piece
 

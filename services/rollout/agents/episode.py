@@ -138,6 +138,8 @@ class Episode:
         self._began = self._heard = clock()
         self._under_way: set[str] = set()
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        # Also those whose place in ``_turns`` the same request took, sent again as another one.
+        self._unrecorded: set[_Turn] = set()
         self._is_ending = False
         self._end: Ended | None = None
         self.num_turns = 0
@@ -163,7 +165,7 @@ class Episode:
     def close(self, how: Ended) -> None:
         """End it: what is being sampled is given up, and told so."""
         self._end = how
-        for turn in self._turns.values():
+        for turn in self._unrecorded:
             turn.sampling.cancel()
 
     def trajectories(self) -> list[Trajectory]:
@@ -208,6 +210,7 @@ class Episode:
         # Whoever sent the same again may have had it recorded while this looked at the connection.
         if turn.reply is None:
             turn.reply = self._keep(turn, completion)
+            self._unrecorded.discard(turn)
         return turn.reply
 
     def _known(self, asked: Asked) -> "_Turn | None":
@@ -219,7 +222,7 @@ class Episode:
         )
         if self.num_turns >= self._config.max_turns:
             raise LimitReached(f"the episode had its {self._config.max_turns} turns (rollout.agents.max_turns)")
-        for former in [each for each in self._turns.values() if each.reply is None and not each.num_waiting]:
+        for former in [each for each in self._unrecorded if not each.num_waiting]:
             # Its client went away and did not come back for it.
             if former.sampling.done():
                 self._forget(former)
@@ -234,11 +237,15 @@ class Episode:
         sampling = asyncio.create_task(self._sample(name, draft, parameters), name=f"turn {name}")
         turn = self._turns[asked.name] = _Turn(asked.name, request, draft, sampling)
         self._turns.move_to_end(asked.name)
+        self._unrecorded.add(turn)
         if len(self._turns) > MAX_REPLAYED and (oldest := next(iter(self._turns.values()))).reply is not None:
             del self._turns[oldest.name]
         return turn
 
     def _forget(self, turn: "_Turn") -> None:
+        if turn not in self._unrecorded:
+            return  # another who waited for it did so, and its branch may be busy again
+        self._unrecorded.discard(turn)
         self._conversations.drop(turn.draft)
         if self._turns.get(turn.name) is turn:
             del self._turns[turn.name]

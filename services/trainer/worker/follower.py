@@ -5,6 +5,7 @@ import mmap
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from services.trainer.checkpoint.files import shared_files, write_shared
 from services.trainer.checkpoint.manager import Restored, beginning, restored_from
@@ -40,7 +41,7 @@ class Follower:
         self._built: Learner | None = None
 
     def run(self) -> None:
-        """Obey until the leader lets this rank go; whatever goes wrong but a model ends it, and so the job."""
+        """Obey until the leader lets this rank go; what goes wrong, but for a model or disk, ends it and so the job."""
         while not isinstance(command := self._channel.receive(), End):
             failure = None
             try:
@@ -50,6 +51,11 @@ class Follower:
                 if not isinstance(command, Restore):
                     raise
                 failure = error
+            except (OSError, SafetensorError) as error:
+                # The leader tries another checkpoint later, as where its own disk fails.
+                if not isinstance(command, Save):
+                    raise
+                failure = ModelError(f"could not write its part: {error}")
             try:
                 self._channel.end(failure)
             except ModelError as error:

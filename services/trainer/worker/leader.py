@@ -18,7 +18,7 @@ from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker.follower import build_shard, hit, write_image
 from shared.checkpoints import StoredCheckpoint
 from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
+from shared.errors import ModelError, Unavailable
 from shared.faults.sites import Site
 from shared.model_hub import model_directory
 from shared.schemas.trajectory import Group
@@ -113,6 +113,7 @@ class Leader:
 
         Raises:
             OSError: the disk has no room, or fails; the others are told, and wait for the next command.
+            Unavailable: so it was for another rank.
         """
         files = shared_files(learner)
         reserve(directory, files, model_directory(learner.spec.model), learner)
@@ -124,7 +125,10 @@ class Leader:
             with contextlib.suppress(ModelError):
                 self._channel.end(ModelError(f"the leader could not write its part: {error}"))
             raise
-        self._channel.end()
+        try:
+            self._channel.end()
+        except ModelError as error:
+            raise Unavailable(f"checkpoint could not be written: {error.detail}") from error
 
     def learner(self, learner: Learner) -> LedLearner:
         """Return what trains on every rank."""

@@ -91,6 +91,25 @@ async def test_a_grader_that_never_calls_back_is_an_error_not_a_zero() -> None:
     assert "did not call back within 60 s" in (grade.reason or "")
 
 
+async def test_who_asks_again_after_a_deadline_was_missed_asks_the_grader_again() -> None:
+    world = World()
+    missed = await world.scoring()
+    world.seconds = 61
+    assert (await missed)[0].status is GradeStatus.ERROR
+
+    again = asyncio.create_task(world.verifier().score(SAMPLES))
+    async with asyncio.timeout(5):
+        while len(world.requests) < 2 and not again.done():
+            await asyncio.sleep(0.001)
+    assert len(world.requests) == 2
+    name = world.requests[1]["id"]
+    assert name != NAME
+    answer = json.dumps({"id": name, "grades": [{"reward": 0.5}]}).encode()
+    assert await world.mailbox.deliver(name, answer) is Delivery.TAKEN
+
+    assert [grade.reward for grade in await again] == [0.5]
+
+
 @pytest.mark.parametrize("answer", [b"", b"[]", b'{"grades": []}', b'{"grades": [{"reward": NaN}]}', b"\xff" * 100])
 async def test_whatever_is_called_back_is_no_false_zero(answer: bytes) -> None:
     world = World()

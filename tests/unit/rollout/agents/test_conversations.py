@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.rollout.agents.conversation import TooManyBranches
-from services.rollout.agents.episode import Asked, ContextTooLong, Episode, LimitReached
+from services.rollout.agents.episode import Asked, ContextTooLong, Ended, Episode, EpisodeGone, LimitReached
 from services.rollout.engines.scripted import log_prob_of
 from services.rollout.tools.formats import split_calls
 from shared.errors import InvalidRequest
@@ -248,6 +248,27 @@ async def test_a_request_beside_one_that_is_being_answered_takes_another_branch(
     texts = sorted(text_of(each) for each in episode.trajectories())
     assert len(texts) == 2
     assert not any("b?" in text and "c?" in text for text in texts), "neither saw the other's question"
+
+
+async def test_an_episode_that_ends_samples_nothing_more_of_the_same_question_asked_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode = a_lone_episode(world)
+
+    async def never(_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.engine, "generate", never)
+    both = [asyncio.create_task(ask(episode, user("a?"))) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    sampling = [each for each in asyncio.all_tasks() if each.get_name().startswith("turn ")]
+
+    episode.close(Ended.LOST)
+    _, still = await asyncio.wait(sampling, timeout=1)
+
+    assert len(sampling) == 2 and not still
+    for each in await asyncio.gather(*both, return_exceptions=True):
+        assert isinstance(each, EpisodeGone)
 
 
 async def test_the_same_question_asked_twice_is_answered_twice(world: World) -> None:

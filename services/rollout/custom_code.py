@@ -36,8 +36,11 @@ class CustomCode:
 
     @property
     def about(self) -> object:
-        """Schemas of the functions."""
-        return {"schemas": [tool.schema for tool in self._tools]}
+        """Schemas of the functions, and whether they take the task's row."""
+        return {
+            "schemas": [tool.schema for tool in self._tools],
+            "needs_row": [tool.needs_row for tool in self._tools],
+        }
 
     async def handle(self, content: Any) -> object:
         """Do one of ``make``, ``reset``, ``step``, ``close`` and ``call``; see ``custom/process.py``."""
@@ -53,7 +56,8 @@ class CustomCode:
 
     async def _do(self, do: str, which: int, given: Any) -> object:
         if do == "call":
-            return await self._tools[which].call(given)
+            arguments, row = given
+            return await self._tools[which].call(arguments, row)
         if do == "make":
             self._episodes[which] = await _called(self._makers[given])
             return None

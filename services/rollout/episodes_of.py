@@ -13,6 +13,7 @@ from services.rollout.episodes.resumption import resume_rule
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import Turns
+from services.rollout.tools.code_interpreter import Sandboxes
 from services.rollout.tools.conversation import ToolConversations
 from services.rollout.tools.formats import role_of_results
 from services.rollout.tools.opening import open_tools
@@ -37,8 +38,9 @@ async def open_episodes(
     turns: Turns,
     tally: SamplingTally,
     networks: Sequence[IPNetwork] = LOOPBACK,
+    sandboxes: Sandboxes | None = None,
 ) -> OpenedEpisodes:
-    """Open the episodes of an experiment; ``networks`` are not public and may have tools.
+    """Open the episodes of an experiment; ``networks`` are not public and may have tools, in ``sandboxes`` code runs.
 
     Raises:
         InvalidSpec: an environment or a tool cannot be loaded.
@@ -56,7 +58,7 @@ async def open_episodes(
         return OpenedEpisodes(episodes, process.aclose)
     if not isinstance(config, ToolEpisodesConfig):
         return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
-    tools = await open_tools(config, networks)
+    tools = await open_tools(config, networks, sandboxes)
     told = renderer.with_tools(tools.schemas)
     told.check_continuation(Message(role_of_results(config.format), "."))
     limits, resume = Limits.of(config, spec.rollout.engine.context_tokens), resume_rule(spec.asynchrony)

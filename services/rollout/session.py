@@ -18,6 +18,7 @@ from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import Turns
 from services.rollout.episodes_of import OpenedEpisodes, open_episodes
 from services.rollout.failed_samples import FailedSamples
+from services.rollout.tools.code_interpreter import Sandboxes
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.switcher import Puller
 from services.rollout.weights.version import VersionGate
@@ -74,6 +75,7 @@ class SessionOpener:
         service_id: what the gateway calls this service.
         sglang_python: interpreter that has SGLang; None where there is none.
         places: where code and programs of a spec may be, and its tools behind URLs.
+        sandboxes: how the sandboxes of an experiment are reached, by its id.
     """
 
     redis: Redis
@@ -84,6 +86,7 @@ class SessionOpener:
     service_id: Callable[[], str]
     places: Places
     sglang_python: Path | None = None
+    sandboxes: Callable[[str], Sandboxes] | None = None
 
     async def __call__(
         self,
@@ -137,7 +140,7 @@ class SessionOpener:
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
         agents = self._agents(spec, assignment, engine, renderer, tally) if spec.rollout.agents else None
-        opened = await self._opened(spec, engine, endpoint, renderer, turns, tally)
+        opened = await self._opened(spec, assignment, engine, endpoint, renderer, turns, tally)
         episodes = agents or opened.episodes
         recorder = None
         if spec.samples is not None:
@@ -149,6 +152,7 @@ class SessionOpener:
     async def _opened(
         self,
         spec: ExperimentSpec,
+        assignment: Assignment,
         engine: Engine,
         endpoint: EndpointClient,
         renderer: ChatRenderer,
@@ -156,7 +160,8 @@ class SessionOpener:
         tally: SamplingTally,
     ) -> OpenedEpisodes:
         try:
-            return await open_episodes(spec, engine, renderer, turns, tally, self.places.networks)
+            sandboxes = None if self.sandboxes is None else self.sandboxes(assignment.experiment_id)
+            return await open_episodes(spec, engine, renderer, turns, tally, self.places.networks, sandboxes)
         except BaseException:
             await asyncio.gather(engine.close(), endpoint.close())
             raise

@@ -14,10 +14,12 @@ from services.rollout.engines.opening import offers
 from services.rollout.engines.sglang.model import sweep_places
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
+from services.rollout.tools.code_interpreter import Sandboxes
 from shared.client import GatewayClient
 from shared.credentials import Credentials
 from shared.membership import Membership
 from shared.places import read_places
+from shared.sandbox_address import sandbox_address
 from shared.schemas.service import Capabilities, Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -55,6 +57,9 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             service_id=lambda: membership.service_id or "",
             sglang_python=settings.sglang_python,
             places=read_places(os.environ, settings.data),
+            sandboxes=lambda experiment_id: Sandboxes(
+                lambda: sandbox_address(client, experiment_id), lambda: credentials.for_peer(ServiceKind.SANDBOX)
+            ),
         )
         service = RolloutService(opener)
         registration = Registration(

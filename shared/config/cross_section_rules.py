@@ -223,8 +223,9 @@ def _lengths(spec: Sections) -> None:
 def _sandboxes(spec: Sections) -> None:
     if spec.resources.sandboxes is not None and not spec.runs_code:
         raise ValueError(
-            "resources.sandboxes has no effect while no reward component runs code: leave it out, or add a "
-            "component of kind code, or of kind verl_default with runs_code, to reward.components"
+            "resources.sandboxes has no effect while no reward component and no tool runs code: leave it out, or add a "
+            "component of kind code, or of kind verl_default with runs_code, to reward.components, or a tool of kind "
+            "code_interpreter to rollout.episodes.tools"
         )
 
 

@@ -140,7 +140,27 @@ class McpToolsConfig(Config):
         return self
 
 
-ToolConfig = Annotated[PythonToolConfig | HttpToolConfig | McpToolsConfig, Field(discriminator="kind")]
+class CodeInterpreterConfig(Config):
+    """A Python interpreter in the sandbox; what one call of an episode defines is there for the next one."""
+
+    kind: Literal["code_interpreter"]
+    name: str = Field("code_interpreter", pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
+    """What the policy calls it; its one argument is `code`."""
+    description: str | None = None
+    """What the policy is told of it; null: our own words."""
+    run_seconds: float = Field(5.0, gt=0, le=300)
+    """Time for the code of one call, which is interrupted then."""
+    cpu_seconds: float = Field(300.0, gt=0, le=3600)
+    """Processor time of all calls of an episode."""
+    idle_seconds: float = Field(300.0, gt=0, le=3600)
+    """An interpreter that is not called for so long is ended; the next call begins another one, and is told so."""
+    memory_megabytes: int | None = Field(None, ge=1)
+    """Memory of one interpreter; null, and anything above it: the sandbox's own limit."""
+
+
+ToolConfig = Annotated[
+    PythonToolConfig | HttpToolConfig | McpToolsConfig | CodeInterpreterConfig, Field(discriminator="kind")
+]
 
 
 class ToolEpisodesConfig(TurnLimits):
@@ -155,6 +175,23 @@ class ToolEpisodesConfig(TurnLimits):
     """Calls of one answer that are made; the others are told so."""
     max_result_characters: int = Field(4000, ge=100)
     """A longer result loses its middle."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a tool needs a sandbox."""
+        return any(isinstance(tool, CodeInterpreterConfig) for tool in self.tools)
+
+    @model_validator(mode="after")
+    def _cells_end_in_time(self) -> Self:
+        for number, tool in enumerate(self.tools):
+            most = tool.run_seconds * self.max_parallel_calls if isinstance(tool, CodeInterpreterConfig) else 0.0
+            if most > self.step_seconds:
+                raise ValueError(
+                    f"tools.{number}.run_seconds times max_parallel_calls is {most:g} s, since calls of one "
+                    f"interpreter wait for each other, and step_seconds is {self.step_seconds:g}: lower the former or "
+                    "raise the latter"
+                )
+        return self
 
 
 EpisodesConfig = Annotated[

@@ -10,6 +10,7 @@ from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
+from shared.config.episodes import ToolEpisodesConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
 from shared.config.job import EvaluationJobConfig, FinishedJob, JobConfig, PreferenceConfig, ReinforcementConfig
@@ -89,8 +90,15 @@ class ExperimentSpec(Config):
 
     @property
     def runs_code(self) -> bool:
+        """Whether a reward component or a tool needs a sandbox."""
+        episodes = self.rollout.episodes
+        by_tool = isinstance(episodes, ToolEpisodesConfig) and episodes.runs_code
+        return self.samples_answers and (by_tool or self.grades_code)
+
+    @property
+    def grades_code(self) -> bool:
         """Whether a reward component needs a sandbox."""
-        return self.samples_answers and any(
+        return any(
             component.runs_code if isinstance(component, VerlDefaultConfig) else isinstance(component, CodeConfig)
             for component in self.reward.components
         )

@@ -1,7 +1,8 @@
 """Environments and tools of the user's, as the rollout sees them: they run in one process of their own.
 
 What is asked of it is ``[do, which, given]``: ``make`` an episode's environment (its number, and which of the spec's),
-``reset`` it (seed), ``step`` (text), ``close``, and ``call`` a function (which, arguments).
+``reset`` it (seed), ``step`` (text), ``close``, and ``call`` a function (which, arguments
+and the task's row).
 """
 
 import itertools
@@ -33,6 +34,8 @@ class CustomProcess:
         self._code = CodeProcess(MODULE, {"environments": sections, "tools": list(tools)}, ", ".join(named))
         self._environments = environments
         self._numbers = itertools.count()
+        self.needs_row: Sequence[bool] = ()
+        """Of each function, whether it takes the task's row; known once it is loaded."""
 
     async def start(self) -> Sequence[Mapping[str, Any]]:
         """Load all of it, and return the functions' schemas.
@@ -43,6 +46,7 @@ class CustomProcess:
         """
         about = await self._code.start()
         schemas: list[Mapping[str, Any]] = about["schemas"]
+        self.needs_row = [bool(each) for each in about["needs_row"]]
         return schemas
 
     async def restart(self) -> None:

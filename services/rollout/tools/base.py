@@ -3,7 +3,9 @@
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
+
+from shared.schemas.task import Task
 
 Schema = Mapping[str, Any]
 """A function of OpenAI: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
@@ -27,6 +29,23 @@ class Tool(Protocol):
         """
 
 
+class OpenTool(Tool, Protocol):
+    """A tool that one episode has for itself."""
+
+    async def close(self) -> None:
+        """Release what it holds."""
+
+
+@runtime_checkable
+class EpisodeTool(Protocol):
+    """A tool that each episode has one of, since it keeps something from call to call, or depends on the row."""
+
+    schema: Schema
+
+    def for_episode(self, task: Task) -> OpenTool:
+        """Make that of an episode."""
+
+
 class Tools(Protocol):
     """The tools of one episode."""
 
@@ -39,6 +58,17 @@ class Tools(Protocol):
 
     async def close(self) -> None:
         """Release what they hold."""
+
+
+class ToolSource(Protocol):
+    """Gives each episode its tools."""
+
+    def for_episode(self, task: Task) -> Tools:
+        """Make those of an episode."""
+
+
+ROW: Final = "row"
+"""A function's parameter of this name is given the task's row, and is not shown to the policy."""
 
 
 def name_of(schema: Schema) -> str:
@@ -56,7 +86,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     hints = get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}:
+        if name == ROW or parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}:
             continue
         properties[name] = _type_of(hints.get(name, str))
         if parameter.default is parameter.empty:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.rollout.episodes.conversation import Conversation, Reply, shown
-from services.rollout.tools.base import Tool, ToolFailed, Tools
+from services.rollout.tools.base import Tool, ToolFailed, Tools, ToolSource
 from services.rollout.tools.formats import ToolCall, read_calls, role_of_results
 from shared.config.episodes import ToolEpisodesConfig
 from shared.errors import EpisodeFailed
@@ -92,18 +92,18 @@ class ToolConversations:
     """Opens the tools for each episode.
 
     Args:
-        tools: made anew for each episode, or shared by all.
+        tools: that each episode is given, some of them its own.
         config: format and limits.
     """
 
-    def __init__(self, tools: Tools, config: ToolEpisodesConfig) -> None:
+    def __init__(self, tools: ToolSource, config: ToolEpisodesConfig) -> None:
         self._tools = tools
         self._config = config
 
     def __call__(self, task: Task, member: int) -> Conversation:
         """Open one."""
         del member
-        return ToolConversation(self._tools, task, self._config)
+        return ToolConversation(self._tools.for_episode(task), task, self._config)
 
 
 def _shortened(text: str, most: int) -> str:

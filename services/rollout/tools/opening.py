@@ -1,5 +1,6 @@
 """From the tools of a spec to those of its episodes."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,29 +8,61 @@ from pathlib import Path
 import httpx
 
 from services.rollout.custom.process import CustomProcess
-from services.rollout.tools.base import Schema, Tool, name_of
+from services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, Tools, name_of
+from services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
 from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.mcp_tools import McpServer
-from services.rollout.tools.process_tool import ProcessTool
+from services.rollout.tools.process_tool import ProcessTool, RowTool
 from shared.checked_transport import checked_client
-from shared.config.episodes import HttpToolConfig, McpToolsConfig, PythonToolConfig, ToolEpisodesConfig
+from shared.config.episodes import (
+    CodeInterpreterConfig,
+    HttpToolConfig,
+    McpToolsConfig,
+    PythonToolConfig,
+    ToolEpisodesConfig,
+)
 from shared.errors import InvalidSpec
+from shared.schemas.task import Task
 from shared.settings import LOOPBACK, IPNetwork
 
 
+class EpisodeTools:
+    """See ``Tools``: those that all share, and those that are the episode's own."""
+
+    def __init__(self, tools: Mapping[str, Tool | EpisodeTool], task: Task) -> None:
+        self._tools, self._task = tools, task
+        self._own: list[OpenTool] = []
+
+    async def open(self) -> Mapping[str, Tool]:
+        """Return the tools; see ``Tools.open``."""
+        found: dict[str, Tool] = {}
+        for name, tool in self._tools.items():
+            if isinstance(tool, EpisodeTool):
+                self._own.append(tool.for_episode(self._task))
+                found[name] = self._own[-1]
+            else:
+                found[name] = tool
+        return found
+
+    async def close(self) -> None:
+        """Release the episode's own."""
+        own, self._own = self._own, []
+        await asyncio.gather(*(tool.close() for tool in own))
+
+
 class ToolBox:
-    """Tools that all episodes of a session share; ``aclose`` ends what they hold."""
+    """Tools of all episodes of a session; ``aclose`` ends what they share."""
 
     def __init__(
         self,
-        tools: Sequence[Tool],
-        servers: Sequence[McpServer],
-        client: httpx.AsyncClient,
+        tools: Sequence[Tool | EpisodeTool],
+        servers: Sequence[McpServer] = (),
+        clients: Sequence[httpx.AsyncClient] = (),
         functions: CustomProcess | None = None,
     ) -> None:
         self._tools = {name_of(tool.schema): tool for tool in tools}
         self._servers = servers
-        self._client = client
+        self._clients = clients
         self._functions = functions
         if len(self._tools) < len(tools):
             names = [name_of(tool.schema) for tool in tools]
@@ -41,12 +74,9 @@ class ToolBox:
         """What the policy is shown."""
         return tuple(tool.schema for tool in self._tools.values())
 
-    async def open(self) -> Mapping[str, Tool]:
-        """Return the tools; see ``Tools.open``."""
-        return self._tools
-
-    async def close(self) -> None:
-        """Nothing is an episode's own."""
+    def for_episode(self, task: Task) -> Tools:
+        """Make the tools of one episode."""
+        return EpisodeTools(self._tools, task)
 
     async def aclose(self) -> None:
         """End processes, sessions and connections."""
@@ -54,20 +84,27 @@ class ToolBox:
             await self._functions.aclose()
         for server in self._servers:
             await server.close()
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
 
-async def open_tools(config: ToolEpisodesConfig, networks: Sequence[IPNetwork] = LOOPBACK) -> ToolBox:
+async def open_tools(
+    config: ToolEpisodesConfig, networks: Sequence[IPNetwork] = LOOPBACK, sandboxes: Sandboxes | None = None
+) -> ToolBox:
     """Load functions, and ask servers what they offer.
 
     Args:
         networks: that are not public, and that a URL may lead to.
+        sandboxes: where code runs.
 
     Raises:
         InvalidSpec: one cannot be loaded, or two have the same name.
     """
     client: httpx.AsyncClient = checked_client(networks, config.step_seconds)
-    tools: list[Tool] = []
+    # The sandbox is the fleet's own, wherever it is: no policy of addresses is between.
+    inside = httpx.AsyncClient(trust_env=False, timeout=config.step_seconds)
+    clients = (client, inside)
+    tools: list[Tool | EpisodeTool] = []
     servers: list[McpServer] = []
     paths = [each.path for each in config.tools if isinstance(each, PythonToolConfig)]
     functions = CustomProcess(tools=paths)
@@ -77,15 +114,21 @@ async def open_tools(config: ToolEpisodesConfig, networks: Sequence[IPNetwork] =
         for each in config.tools:
             match each:
                 case PythonToolConfig():
-                    tools.append(ProcessTool(functions, *next(described)))
+                    index, schema = next(described)
+                    kind = RowTool if functions.needs_row[index] else ProcessTool
+                    tools.append(kind(functions, index, schema))
                 case HttpToolConfig():
                     tools.append(HttpTool(each.url, _read_schema(each.tool_schema), client))
                 case McpToolsConfig():
                     servers.append(McpServer(each, networks))
                     tools += await servers[-1].tools()
-        return ToolBox(tools, servers, client, functions)
+                case CodeInterpreterConfig():
+                    if sandboxes is None:
+                        raise InvalidSpec("rollout.episodes.tools: code_interpreter needs a sandbox, and none is known")
+                    tools.append(CodeInterpreter(each, sandboxes, inside))
+        return ToolBox(tools, servers, clients, functions)
     except BaseException:
-        await ToolBox((), servers, client, functions).aclose()
+        await ToolBox((), servers, clients, functions).aclose()
         raise
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.rollout.tools.base import Schema, ToolFailed, schema_of
+from services.rollout.tools.base import ROW, Schema, ToolFailed, schema_of
 from shared.custom_code import describe, load_callable
 from shared.daemon_threads import on_daemon_thread
 from shared.errors import EpisodeFailed
@@ -26,8 +26,17 @@ class PythonTool:
         )
         self.schema: Schema = getattr(self._function, "schema", None) or schema_of(self._function)
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call it; see ``Tool.call``."""
+    @property
+    def needs_row(self) -> bool:
+        """Whether it has a parameter for the task's row."""
+        return ROW in inspect.signature(self._function).parameters
+
+    async def call(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None = None) -> str:
+        """Call it; see ``Tool.call``. ``row`` is for its parameter of that name."""
+        if self.needs_row:
+            if ROW in arguments:
+                raise ToolFailed(f"got an unexpected keyword argument '{ROW}'")
+            arguments = {**arguments, ROW: row or {}}
         try:
             inspect.signature(self._function).bind(**arguments)
         except TypeError as error:

@@ -19,6 +19,7 @@ from shared.episode_places import check_episodes
 from shared.errors import DataError, EpisodeFailed, FlotillaError, InvalidSpec
 from shared.places import Places, grant_code, read_places
 from shared.schemas.service import Assignment
+from shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_spec
 
 CODE_REFUSED = "FLOTILLA_CODE_FOLDERS"
@@ -129,7 +130,7 @@ async def test_the_urls_of_tools_are_under_the_address_policy_of_graders(host: s
     box = await open_tools(http, networks=())
     try:
         with pytest.raises(EpisodeFailed, match="FLOTILLA_GRADER_NETWORKS"):
-            await (await box.open())["ask"].call({})
+            await (await box.for_episode(a_task()).open())["ask"].call({})
     finally:
         await box.aclose()
     pytest.importorskip("mcp")

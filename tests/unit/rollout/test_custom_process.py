@@ -130,7 +130,7 @@ async def test_functions_are_called_there_and_describe_themselves(
     tools = [{"kind": "python", "path": f"{tmp_path}/own.py:{name}"} for name in ("add", "absent", "secret")]
     box = await open_tools(ToolEpisodesConfig.model_validate({"kind": "tools", "tools": tools}))
     try:
-        opened = await box.open()
+        opened = await box.for_episode(a_task()).open()
         assert opened["add"].schema["function"]["description"] == "Add two numbers."
         assert await opened["add"].call({"a": 2}) == "3"
         with pytest.raises(ToolFailed, match="missing a required argument: 'a'"):

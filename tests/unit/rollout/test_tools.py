@@ -119,6 +119,29 @@ async def test_functions_are_loaded_by_path_and_their_refusals_are_told(tmp_path
         PythonTool(f"{tmp_path}/own.py:sub")
 
 
+async def test_a_function_with_a_parameter_row_is_given_that_of_each_task(tmp_path: Any) -> None:
+    (tmp_path / "own.py").write_text(
+        'def check(answer: str, *, row: dict) -> str:\n    return f\'{answer} {row["label"]} {row["extra"]}\'\n'
+    )
+    config = ToolEpisodesConfig.model_validate(
+        {"kind": "tools", "tools": [{"kind": "python", "path": f"{tmp_path}/own.py:check"}]}
+    )
+    box = await open_tools(config)
+    (schema,) = box.schemas
+
+    async def told(label: str, **arguments: Any) -> str:
+        task = a_task(label=label, metadata={"extra": 7})
+        conversation = ToolConversation(box.for_episode(task), task, config)
+        await conversation.begin()
+        (message,) = (await conversation.answer(call("check", **arguments), is_cut=False)).messages
+        return message.content
+
+    assert list(schema["function"]["parameters"]["properties"]) == ["answer"]
+    assert [await told("4", answer="a"), await told("5", answer="b")] == ["a 4 7", "b 5 7"]
+    assert "unexpected keyword argument 'row'" in await told("4", answer="a", row={})
+    await box.aclose()
+
+
 @pytest.mark.parametrize(
     ("status", "body", "found"),
     [
@@ -189,7 +212,7 @@ async def test_whatever_a_tool_answers_is_bounded_and_text(kind: str, told: Any)
         {"kind": "tools", "tools": [{"kind": "http", "url": url, "tool_schema": given}]}
     )
     box = await open_tools(config)
-    conversation = ToolConversation(box, a_task(), config)
+    conversation = ToolConversation(box.for_episode(a_task()), a_task(), config)
     try:
         await conversation.begin()
         if isinstance(told, EpisodeFailed):

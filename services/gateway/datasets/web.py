@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import io
+import tempfile
 import time
 from collections.abc import Sequence
-from typing import IO, Final
+from typing import IO, Final, cast
 from urllib.parse import urljoin
 
 import httpx
@@ -19,6 +19,9 @@ PORTS: Final = {"http": 80, "https": 443}
 MAX_REDIRECTIONS: Final = 5
 SILENCE_SECONDS: Final = 30.0
 FETCH_SECONDS: Final = 3600.0
+MAX_BYTES: Final = 16 * 1024**3
+MEMORY_BYTES: Final = 64 * 1024**2
+"""What is kept in memory of a file; more is on disk."""
 
 
 def fetch_from_web(url: str, networks: Sequence[IPNetwork]) -> IO[bytes]:
@@ -46,14 +49,25 @@ def fetch_from_web(url: str, networks: Sequence[IPNetwork]) -> IO[bytes]:
                     raise FileNotFoundError(url)
                 if not answer.is_success:
                     raise DataError(f"cannot read {url}: HTTP {answer.status_code}", path=url)
-                content = io.BytesIO()
-                for chunk in answer.iter_bytes():
-                    content.write(chunk)
-                    if time.monotonic() > end:
-                        raise DataError(f"cannot read {url}: it takes more than {FETCH_SECONDS:g} s", path=url)
-                content.seek(0)
-                return content
+                # What a few bytes unpack to is the server's choice.
+                if answer.headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}:
+                    raise DataError(f"cannot read {url}: it comes compressed, though it was asked not to", path=url)
+                return _content(answer, url, end)
     raise DataError(f"cannot read {url}: more than {MAX_REDIRECTIONS} redirections", path=url)
+
+
+def _content(answer: httpx.Response, url: str, end: float) -> IO[bytes]:
+    with contextlib.ExitStack() as unless_whole:
+        content = unless_whole.enter_context(tempfile.SpooledTemporaryFile(MEMORY_BYTES))
+        for chunk in answer.iter_raw():
+            content.write(chunk)
+            if content.tell() > MAX_BYTES:
+                raise DataError(f"cannot read {url}: it has more than {MAX_BYTES} bytes", path=url)
+            if time.monotonic() > end:
+                raise DataError(f"cannot read {url}: it takes more than {FETCH_SECONDS:g} s", path=url)
+        content.seek(0)
+        unless_whole.pop_all()
+        return cast(IO[bytes], content)
 
 
 def _request(client: httpx.Client, at: str, url: str, networks: Sequence[IPNetwork]) -> httpx.Request:
@@ -72,6 +86,6 @@ def _request(client: httpx.Client, at: str, url: str, networks: Sequence[IPNetwo
             f"cannot read {url}: {host} is not a public address; the gateway's {GRADER_NETWORKS} may name its network",
             path=url,
         ) from None
-    headers = {"Host": target.netloc.decode()}
+    headers = {"Host": target.netloc.decode(), "Accept-Encoding": "identity"}
     pinned = target.copy_with(host=address)
     return client.build_request("GET", pinned, headers=headers, extensions={"sni_hostname": host})

@@ -41,9 +41,9 @@ class OptimisationConfig(Config):
     """Keep of each layer's activations its input alone and compute the rest again in the backward pass: less memory for
     about a third more computation."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: several sequences per row without padding between them; padded: one sequence per row;
-    auto: whichever costs less for the mini-batch, a packed position counting a quarter more for its attention mask.
-    A model whose layers are not all plain attention is always padded."""
+    """packed: several sequences per row without padding between them, where answers to one prompt may stand behind it
+    together, so that it is computed once; padded: one sequence per row; auto: whichever costs least for the
+    mini-batch, by an estimate. A model whose layers are not all plain attention is always padded."""
 
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "OptimisationConfig":

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from services.trainer.algorithms.sequences import PackedSequences
 from services.trainer.data.batch import TrainingBatch
-from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
+from services.trainer.data.packing import (
+    SMALL_HIDDEN_SIZE,
+    MicroLayout,
+    ModelInput,
+    Packing,
+    Prompt,
+    build_input,
+)
 from services.trainer.data.split import renumbered, split_layouts
 
 
@@ -51,6 +58,8 @@ def make_micro_batches(
     device: torch.device,
     rank: int = 0,
     num_ranks: int = 1,
+    shares_prompts: bool = False,
+    hidden_size: int = SMALL_HIDDEN_SIZE,
 ) -> list[MicroBatch]:
     """Cut some sequences of a batch into micro-batches; those without a sampled token need no forward pass.
 
@@ -61,13 +70,33 @@ def make_micro_batches(
         packing: how rows are filled.
         device: where inputs go.
         rank, num_ranks: whose share is wanted; every rank gets as many micro-batches, some of them empty.
+        shares_prompts: whether a prompt that several sequences begin with may be computed once.
+        hidden_size: of the model.
     """
     spans = batch.span_lengths
     chosen = [number for number in members if spans[number]]
     lengths = [len(batch.token_ids[number]) for number in chosen]
-    shares = split_layouts(lengths, num_ranks, max_tokens=max_tokens, packing=packing)
+    shares = split_layouts(
+        lengths,
+        num_ranks,
+        max_tokens=max_tokens,
+        packing=packing,
+        prompts=_prompts_of(batch, chosen) if shares_prompts else None,
+        hidden_size=hidden_size,
+    )
     made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device))
     return made + [_empty(device)] * (max(map(len, shares)) - len(made))
+
+
+def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
+    """Number the prompts of some sequences, each whole up to its first sampled token."""
+    numbers: dict[bytes, int] = {}
+    found = []
+    for member in members:
+        tokens = batch.span_starts[member]
+        content = batch.token_ids[member][:tokens].tobytes()
+        found.append(Prompt(numbers.setdefault(content, len(numbers)), tokens))
+    return found
 
 
 def _empty(device: torch.device) -> MicroBatch:

@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 
 from services.trainer.algorithms.balancing import balanced_partition, workload
-from services.trainer.data.packing import MicroLayout, Packing, lay_out
+from services.trainer.data.packing import SMALL_HIDDEN_SIZE, MicroLayout, Packing, Prompt, lay_out
 
 
 def split_layouts(
-    lengths: Sequence[int], num_ranks: int, *, max_tokens: int, packing: Packing
+    lengths: Sequence[int],
+    num_ranks: int,
+    *,
+    max_tokens: int,
+    packing: Packing,
+    prompts: Sequence[Prompt] | None = None,
+    hidden_size: int = SMALL_HIDDEN_SIZE,
 ) -> list[list[MicroLayout]]:
     """Cut sequences into the micro-batches of each rank.
 
@@ -16,13 +22,21 @@ def split_layouts(
         num_ranks: that share the work.
         max_tokens: bound on the positions of one forward pass.
         packing: how rows are filled.
+        prompts: how each begins; None where no prompt may be shared.
+        hidden_size: of the model.
 
     Returns:
         Per rank its layouts, whose rows name positions in ``lengths``. Their numbers differ between ranks.
     """
     found = []
     for own in _shares(lengths, num_ranks):
-        layouts = lay_out([lengths[number] for number in own], max_tokens=max_tokens, packing=packing)
+        layouts = lay_out(
+            [lengths[number] for number in own],
+            max_tokens=max_tokens,
+            packing=packing,
+            prompts=None if prompts is None else [prompts[number] for number in own],
+            hidden_size=hidden_size,
+        )
         found.append([renumbered(layout, own) for layout in layouts])
     return found
 
@@ -30,7 +44,8 @@ def split_layouts(
 def renumbered(layout: MicroLayout, numbers: Sequence[int]) -> MicroLayout:
     """Name the sequences of a layout by other numbers."""
     rows = tuple(tuple(numbers[position] for position in row) for row in layout.rows)
-    return MicroLayout(rows, layout.width, layout.is_packed)
+    shared = {numbers[position]: tokens for position, tokens in layout.shared.items()}
+    return MicroLayout(rows, layout.width, layout.is_packed, shared)
 
 
 def _shares(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -263,7 +263,13 @@ class Learner:
             device=self.device,
             rank=self.ranks.data_rank,
             num_ranks=self.ranks.data_size,
+            shares_prompts=self._shares_prompts,
+            hidden_size=self.policy.hidden_size,
         )
+
+    @property
+    def _shares_prompts(self) -> bool:
+        return self.policy.can_share_prompts
 
     @torch.no_grad()
     def _evaluate(

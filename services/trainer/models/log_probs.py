@@ -8,12 +8,13 @@ whose attention does not stay within a given mask, are recognised by a probe whe
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
-from services.trainer.data.packing import ModelInput, Packing
+from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -56,9 +57,15 @@ class Policy:
         self.device = next(model.parameters()).device
         self.has_plain_head = self._has_plain_head()
         self.can_pack = self._can_pack()
+        self.can_share_prompts = self.can_pack and self._can_share_prompts()
         self._split: SequenceParallel | None = None
         if not self.has_plain_head:
             log.info("logits are more than a product with the output embedding: they are computed whole")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the model's hidden states."""
+        return int(self.model.get_input_embeddings().embedding_dim)
 
     def split_sequences(self, split: SequenceParallel) -> None:
         """Compute every row together with other ranks; before the weights are sharded.
@@ -177,6 +184,22 @@ class Policy:
             return False
         apart = torch.cat([self._hidden(input_ids=first), self._hidden(input_ids=second)], dim=1)
         return self._agree(packed, apart)
+
+    @torch.no_grad()
+    def _can_share_prompts(self) -> bool:
+        """Ask whether two answers beside each other, after their prompt, are computed as each after the prompt alone.
+
+        Not where a layer counts positions by their places in a row.
+        """
+        prompt, answer, other = self._probe(4), self._probe(5), self._probe(6)
+        token_ids = [torch.cat([prompt, each], dim=1)[0].cpu().numpy() for each in (answer, other)]
+        layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
+        places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
+        inputs = build_input(layout, token_ids, {0: places, 1: places}).to(self.device)
+        with_mask = {name: each for name, each in arguments_of(inputs).items() if name != "use_cache"}
+        shared = self._hidden(**with_mask)
+        apart = [self._hidden(input_ids=torch.from_numpy(ids)[None].to(self.device)) for ids in token_ids]
+        return self._agree(shared, torch.cat([apart[0], apart[1][:, PROBE_TOKENS:]], dim=1))
 
     def _hidden(self, **arguments: Tensor) -> Tensor:
         hidden: Tensor = self.base(**arguments, use_cache=False).last_hidden_state.float()

@@ -52,8 +52,12 @@ def a_trajectory(
     return made if reward is None else made.graded(GradeStatus.SCORED, reward)
 
 
-def uneven_groups(count: int = 4, size: int = 4, *, seed: int = 0) -> list[Group]:
-    """Make groups of very uneven lengths; some have several turns."""
+def uneven_groups(count: int = 4, size: int = 4, *, seed: int = 0, prompt: int = 0) -> list[Group]:
+    """Make groups of very uneven lengths; some have several turns.
+
+    Args:
+        prompt: tokens of the prompt that a group's members have in common; 0 for one of its own each.
+    """
     generator = np.random.default_rng(seed)
     groups = []
     for number in range(count):
@@ -62,11 +66,9 @@ def uneven_groups(count: int = 4, size: int = 4, *, seed: int = 0) -> list[Group
             turns = [int(generator.integers(1, 30))]
             if member % 3 == 2:
                 turns += [int(generator.integers(1, 5)), int(generator.integers(1, 9))]
-            members.append(
-                a_trajectory(
-                    int(generator.integers(2, 9)), turns, float(generator.normal()), seed=seed + 97 * number + member
-                )
-            )
+            length = prompt or int(generator.integers(2, 9))
+            members.append(a_trajectory(length, turns, float(generator.normal()), seed=seed + 97 * number + member))
+            members[-1].token_ids[:prompt] = members[0].token_ids[:prompt]
         groups.append(Group(a_task(number, group_size=size), tuple(members)))
     return groups
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.trainer.data.batch import make_batch
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
 from shared.schemas.trajectory import Group
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl": {"placement": "loss"},
         "sequence_weights": {"length": True},
     },
+    "critic": {"advantage": {"kind": "gae"}},
     "kl in the reward": {"kl": {"placement": "reward"}, "old_log_probs": "recompute"},
 }
 
@@ -50,9 +52,10 @@ def trained(
     return learner, dict(learner.train(groups, 1).metrics)
 
 
+@pytest.mark.parametrize("prompt", [0, 9], ids=["prompts apart", "prompts shared"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
-def test_a_step_does_not_depend_on_how_it_is_cut(algorithm: dict[str, Any]) -> None:
-    groups = uneven_groups()
+def test_a_step_does_not_depend_on_how_it_is_cut(algorithm: dict[str, Any], prompt: int) -> None:
+    groups = uneven_groups(prompt=prompt)
     expected, losses = trained(groups, algorithm, **LAYOUTS[0])
 
     for layout in LAYOUTS[1:]:
@@ -64,6 +67,17 @@ def test_a_step_does_not_depend_on_how_it_is_cut(algorithm: dict[str, Any]) -> N
             found.loaded.model.named_parameters(), expected.loaded.model.named_parameters(), strict=True
         ):
             torch.testing.assert_close(parameter, reference, atol=1e-5, rtol=0, msg=f"{layout} {name}")
+
+
+def test_the_prompt_of_a_group_is_computed_once() -> None:
+    groups = uneven_groups(prompt=60)
+    learner, _ = trained(groups, {}, packing="auto", micro_batch_tokens=100_000)
+    batch = make_batch(groups)
+
+    [micro] = learner._cut(batch, range(batch.num_sequences))
+
+    assert set(micro.layout.shared.values()) == {60}
+    assert micro.layout.positions < 0.6 * sum(map(len, batch.token_ids))
 
 
 def test_only_the_largest_and_smallest_rewards_are_trained_where_these_are_drawn() -> None:

@@ -180,12 +180,12 @@ class RunningFleet:
 
 @contextmanager
 def running_fleet(
-    data: Path, *, rollouts: int = 1, trainers: int = 1, rewards: int = 1, **environment: str
+    data: Path, *, rollouts: int = 1, trainers: int = 1, rewards: int = 1, sandbox: bool = False, **environment: str
 ) -> Iterator[RunningFleet]:
     """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left."""
     log_path = data.parent / f"{data.name}.log"
     counts = ["--rollouts", str(rollouts), "--trainers", str(trainers), "--rewards", str(rewards)]
-    command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, "--no-sandbox"]
+    command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, *([] if sandbox else ["--no-sandbox"])]
     # Specs come over REST here: their graders are in the test's own folder.
     allowed = {"FLOTILLA_CODE_FOLDERS": str(data.parent)}
     with log_path.open("wb") as log:

@@ -52,7 +52,7 @@ class Conversation:
             TimeoutError: likewise.
         """
         kills_before = self._server.num_memory_kills()
-        async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS):
+        async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS), self._server.giving_way():
             self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
             answer = await self._answer()
         if answer is None:

@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.sandbox.cgroups import ControlGroups
 from services.sandbox.conversation import Conversation, answer_bytes, blame_memory
-from services.sandbox.fork_servers import ForkServer, SandboxFailed
+from services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
 from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits, longest_seconds
@@ -46,10 +45,10 @@ class Executor:
 
     Args:
         isolation: the level and the machine.
-        groups: where control groups are made; None leaves them out. Level A needs them.
+        groups: where control groups are made.
     """
 
-    def __init__(self, isolation: Isolation, groups: ControlGroups | None) -> None:
+    def __init__(self, isolation: Isolation, groups: Groups) -> None:
         self.isolation = isolation
         self._groups = groups
         self._servers: dict[int, ForkServer] = {}

@@ -18,6 +18,7 @@ from services.sandbox.guard.messages import framed
 from services.sandbox.guard.watch import descendants
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits
+from services.sandbox.processors import ProcessorGroup, ProcessorGroups
 from shared.errors import FlotillaError
 from shared.processes import reap
 
@@ -34,6 +35,19 @@ class SandboxFailed(FlotillaError):
     code, title, status, retryable = "sandbox_failed", "The sandbox failed", 500, True
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Where control groups are made; None leaves them out.
+
+    Attributes:
+        bounds: of memory and processes. Level A needs them.
+        processors: shares of the processors, at any level.
+    """
+
+    bounds: ControlGroups | None = None
+    processors: ProcessorGroups | None = None
+
+
 @dataclass
 class ForkServer:
     """One fork server, in the isolation of its slot and, at level A, in a control group with all its runs.
@@ -42,6 +56,7 @@ class ForkServer:
         slot: where it was started; another slot's programs are not for it.
         control: its end of messages, one run each.
         limits: what bounds the group now.
+        share: how it shares the processors.
         num_runs: how many it has begun.
     """
 
@@ -50,6 +65,7 @@ class ForkServer:
     control: socket.socket
     limits: Limits
     group: Group | None = None
+    share: ProcessorGroup | None = None
     num_runs: int = 0
 
     @property
@@ -73,12 +89,25 @@ class ForkServer:
             OSError: the server is gone.
             TimeoutError: it took longer than ``seconds``.
         """
-        async with asyncio.timeout(seconds), self.asked(job) as (reader, _):
+        async with asyncio.timeout(seconds), self.giving_way(), self.asked(job) as (reader, _):
             answer = await read_at_most(reader, max_bytes + 1)
             if len(answer) > max_bytes:
                 raise SandboxFailed("the guard's answer is too long")
             await self.done()
         return answer
+
+    @asynccontextmanager
+    async def giving_way(self) -> AsyncIterator[None]:
+        """Let a program that takes long give way to others."""
+        if self.share is None:
+            yield
+            return
+        watch = asyncio.create_task(self.share.give_way())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
 
     @asynccontextmanager
     async def asked(self, job: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -148,8 +177,9 @@ class ForkServer:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             await reap(self.process)
-        if self.group is not None:
-            await asyncio.to_thread(self.group.remove)
+        for group in (self.group, self.share):
+            if group is not None:
+                await asyncio.to_thread(group.remove)
 
     async def _expect(self, message: bytes) -> None:
         """Wait for a message.
@@ -162,9 +192,7 @@ class ForkServer:
             raise ConnectionError(f"the fork server ended: it said {said!r}")
 
     @classmethod
-    async def start(
-        cls, isolation: Isolation, slot: Slot, groups: ControlGroups | None, limits: Limits
-    ) -> "ForkServer":
+    async def start(cls, isolation: Isolation, slot: Slot, groups: Groups, limits: Limits) -> "ForkServer":
         """Start a server and wait until it is warm.
 
         Raises:
@@ -182,18 +210,25 @@ class ForkServer:
         server = cls(slot, process, control, limits)
         try:
             await server._greet()
-            if groups is not None:
-                name = f"flotilla-sandbox-{os.getpid()}-{slot.number}-{secrets.token_hex(4)}"
-                server.group = groups.create(name, limits)
-                # It has forked nothing yet: all its runs are born in the group.
-                for member in (process.pid, *descendants(process.pid)):
-                    server.group.add(member)
+            server._join(groups, limits)
             orders = Orders(isolation.confinement(slot), isolation.limits)
             await asyncio.get_running_loop().sock_sendall(control, json.dumps(orders.to_wire()).encode())
         except BaseException:
             await asyncio.shield(server.end())
             raise
         return server
+
+    def _join(self, groups: Groups, limits: Limits) -> None:
+        """Put the server into groups of its own. It has forked nothing yet: all its runs are born in them."""
+        name = f"flotilla-sandbox-{os.getpid()}-{self.slot.number}-{secrets.token_hex(4)}"
+        if groups.bounds is not None:
+            self.group = groups.bounds.create(name, limits)
+        if groups.processors is not None:
+            self.share = groups.processors.create(name)
+        for group in (self.group, self.share):
+            if group is not None:
+                for member in (self.process.pid, *descendants(self.process.pid)):
+                    group.add(member)
 
     async def _greet(self) -> None:
         assert self.process.stderr is not None

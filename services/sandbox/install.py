@@ -6,12 +6,13 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from services.sandbox.cgroups import ControlGroups, read_mounts
+from services.sandbox.cgroups import ControlGroups, Mounts, read_mounts
 from services.sandbox.executor import Executor, Program
-from services.sandbox.fork_servers import SandboxFailed
+from services.sandbox.fork_servers import Groups, SandboxFailed
 from services.sandbox.guard.job import EXITED, Phase
 from services.sandbox.isolation import START, Isolation, Place, Slot, why_not
 from services.sandbox.limits import Limits
+from services.sandbox.processors import ProcessorGroups
 from shared.errors import Unavailable
 from shared.processes import reap
 from shared.schemas.sandbox import IsolationLevel
@@ -63,18 +64,19 @@ async def compile_guard(place: Place) -> None:
         await reap(process)
 
 
-def find_groups() -> ControlGroups:
-    """Find where this process may make control groups.
-
-    Raises:
-        Unavailable: nowhere.
-    """
-    return ControlGroups.find(
-        read_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
-    )
+def find_mounts() -> Mounts:
+    """Find this process's own control groups."""
+    return read_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
 
 
-async def try_level(level: IsolationLevel, place: Place, limits: Limits, slot: Slot, marker: Path) -> Executor:
+async def try_level(
+    level: IsolationLevel,
+    place: Place,
+    limits: Limits,
+    slot: Slot,
+    marker: Path,
+    processors: ProcessorGroups | None = None,
+) -> Executor:
     """Make the executor of a level after a program has shown that it works and holds.
 
     Args:
@@ -83,14 +85,15 @@ async def try_level(level: IsolationLevel, place: Place, limits: Limits, slot: S
         limits: what they may use.
         slot: a free one.
         marker: a file outside, readable by everybody, that the program must not be able to read.
+        processors: where shares of the processors are made; None leaves them out.
 
     Raises:
         Unavailable: the level does not work here; the detail says why.
     """
     if (reason := why_not(level)) is not None:
         raise Unavailable(reason)
-    groups = find_groups() if level is IsolationLevel.A else None
-    executor = Executor(Isolation(level, place, limits), groups)
+    bounds = ControlGroups.find(find_mounts()) if level is IsolationLevel.A else None
+    executor = Executor(Isolation(level, place, limits), Groups(bounds, processors))
     try:
         await _test(executor, slot, marker)
     except BaseException:

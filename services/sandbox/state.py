@@ -9,12 +9,13 @@ from pathlib import Path
 
 from services.sandbox.executor import Executor
 from services.sandbox.guard import landlock
-from services.sandbox.install import compile_guard, install_guard, try_level
+from services.sandbox.install import compile_guard, find_mounts, install_guard, try_level
 from services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory
 from services.sandbox.limits import Limits
 from services.sandbox.metrics import SandboxMetrics
+from services.sandbox.processors import ProcessorGroups
 from services.sandbox.sessions import Sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import SlotPool, own_uids
@@ -59,9 +60,12 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         own_uids(settings.concurrency + settings.sessions, settings.uid_base) as uids,
     ):
         slots = _furnish(root, uids)
+        processors = ProcessorGroups.find(
+            find_mounts(), shares=settings.processor_shares, processors=settings.processors
+        )
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)
-        executor, unavailable = await _choose(settings, place, slots[0], root / "marker")
+        executor, unavailable = await _choose(settings, place, slots[0], root / "marker", processors)
         pool, session_pool = (
             SlotPool(
                 part,
@@ -113,14 +117,14 @@ def _readable(python: str, configured: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _choose(
-    settings: SandboxSettings, place: Place, slot: Slot, marker: Path
+    settings: SandboxSettings, place: Place, slot: Slot, marker: Path, processors: ProcessorGroups | None
 ) -> tuple[Executor, dict[IsolationLevel, str]]:
     wanted = candidates(settings.level, allows_unsafe=settings.unsafe_sandbox)
-    executor, reasons = await _first_that_works(wanted, place, settings.limits, slot, marker)
+    executor, reasons = await _first_that_works(wanted, place, settings.limits, slot, marker, processors)
     if executor is not None:
         return executor, reasons
     others = [level for level in candidates(None, allows_unsafe=settings.unsafe_sandbox) if level not in wanted]
-    other, _ = await _first_that_works(others, place, settings.limits, slot, marker)
+    other, _ = await _first_that_works(others, place, settings.limits, slot, marker, processors)
     works = other.isolation.level if other is not None else None
     ways = ways_out(uid=os.getuid(), landlock_version=landlock.version(), works=works)
     what = f"isolation level {settings.level.value} does not work" if settings.level else "no isolation works"
@@ -129,12 +133,17 @@ async def _choose(
 
 
 async def _first_that_works(
-    levels: Sequence[IsolationLevel], place: Place, limits: Limits, slot: Slot, marker: Path
+    levels: Sequence[IsolationLevel],
+    place: Place,
+    limits: Limits,
+    slot: Slot,
+    marker: Path,
+    processors: ProcessorGroups | None,
 ) -> tuple[Executor | None, dict[IsolationLevel, str]]:
     reasons: dict[IsolationLevel, str] = {}
     for level in levels:
         try:
-            return await try_level(level, place, limits, slot, marker), reasons
+            return await try_level(level, place, limits, slot, marker, processors), reasons
         except Unavailable as error:
             reasons[level] = error.detail
     return None, reasons

@@ -19,6 +19,8 @@ KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
 
 EXITED, TIMED_OUT, NOT_STARTED = "exited", "timed_out", "not_started"
 OVER_LIMIT = "over_limit"
+STARVED = "starved"
+"""The machine did not give a command its time within the longest time by the wall clock: not its fault."""
 
 
 Made = TypeVar("Made")
@@ -147,7 +149,7 @@ class PhaseResult:
     """How a command ended.
 
     Attributes:
-        outcome: ``exited``, ``timed_out``, ``over_limit`` or ``not_started``.
+        outcome: ``exited``, ``timed_out``, ``over_limit``, ``starved`` or ``not_started``.
         return_code: exit code, or the negative signal number; None if it did not start.
         detail: which limit, or why it did not start.
         seconds: wall time.

@@ -25,14 +25,14 @@ from services.sandbox.guard.job import (
     KILL_DESCENDANTS,
     NOT_STARTED,
     OVER_LIMIT,
-    TIMED_OUT,
+    STARVED,
     Confinement,
     Job,
     Phase,
     PhaseResult,
 )
-from services.sandbox.guard.watch import descendants, find_excess, is_time_up
-from services.sandbox.limits import apply_rlimits
+from services.sandbox.guard.watch import Baseline, descendants, find_excess, time_verdict
+from services.sandbox.limits import apply_rlimits, longest_seconds
 
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
@@ -40,6 +40,7 @@ PIPE_BYTES = 1 << 20
 KILL_SECONDS = 5.0
 OWN_PROCESSES = 4
 """The isolation's own processes, which count for the uid too."""
+NICENESS = 10
 MOST_DESCRIPTORS = 1 << 20
 MACHINE = platform.machine()
 STANDARD = ("stdin", "stdout", "stderr")
@@ -195,6 +196,7 @@ def _become(phase: Phase, job: Job, streams: "Sequence[int]", failure: int) -> N
         os.closerange(failure + 1, MOST_DESCRIPTORS)  # nothing of the guard or the fork server stays open
         os.chdir(job.directory)
         os.umask(0o077)
+        os.nice(NICENESS)  # where no control group weighs it, it is at least less than what the fleet does
         others = len(_processes_of_uid()) if job.confinement.kill_scope == KILL_DESCENDANTS else OWN_PROCESSES
         _confine(phase, job, processes=job.limits.processes + others)
         if list(phase.argv) == getattr(sys, "orig_argv", None):
@@ -249,7 +251,7 @@ def _attend(
     pid: int, phase: Phase, job: Job, caller: int, stdin: int, given: bytes, drains: "list[Drain]"
 ) -> "tuple[str, str]":
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
-    started = time.monotonic()
+    started, before = time.monotonic(), Baseline.of({})
     deadline = started + phase.timeout_seconds
     next_look = started + POLL_SECONDS
     unsent = memoryview(given)
@@ -268,8 +270,9 @@ def _attend(
             if has_ended(pid):
                 return EXITED, ""
             if now >= deadline:
-                if is_time_up(descendants(os.getpid()), now - started, phase.timeout_seconds):
-                    return TIMED_OUT, f"time limit exceeded: {phase.timeout_seconds:g} s"
+                verdict = time_verdict(descendants(os.getpid()), now - started, phase.timeout_seconds, before)
+                if verdict is not None:
+                    return verdict, why_ended(verdict, phase.timeout_seconds)
                 deadline = now + POLL_SECONDS
             if now >= next_look:
                 counts_held = job.confinement.counts_held
@@ -295,6 +298,13 @@ def _attend(
             os.close(stdin)
         if ending is not None:
             os.close(ending)
+
+
+def why_ended(verdict: str, limit_seconds: float) -> str:
+    """Tell why the time of a command was over."""
+    if verdict == STARVED:
+        return f"the machine was too busy to give it {limit_seconds:g} s within {longest_seconds(limit_seconds):g} s"
+    return f"time limit exceeded: {limit_seconds:g} s"
 
 
 def feed(descriptor: int, unsent: memoryview) -> memoryview:

@@ -34,9 +34,10 @@ from services.sandbox.guard.process import (
     has_ended,
     signal_all,
     start,
+    why_ended,
 )
 from services.sandbox.guard.session_main import FAILED, FINE
-from services.sandbox.guard.watch import Baseline, cpu_seconds, descendants, find_excess, is_time_up
+from services.sandbox.guard.watch import Baseline, cpu_seconds, descendants, find_excess, time_verdict
 
 INTERRUPT_SECONDS = 1.0
 """So long may a cell take to end after its time, having been interrupted, without costing the session."""
@@ -174,6 +175,7 @@ class _Watch:
         self._began = time.monotonic()
         self._next = self._began + POLL_SECONDS
         self._last: float | None = None
+        self._verdict = TIMED_OUT
 
     def seconds_left(self) -> float:
         """Return how long until the next look."""
@@ -182,7 +184,7 @@ class _Watch:
     def ended(self, return_code: int) -> Ended:
         """Tell how a cell ended that the interpreter says has ended."""
         if self._last is not None:
-            return Ended(TIMED_OUT, None, self._too_long(), is_alive=True)
+            return Ended(self._verdict, None, self._too_long(), is_alive=True)
         return Ended(EXITED, return_code, is_alive=True)
 
     def look(self) -> "Ended | None":
@@ -192,12 +194,14 @@ class _Watch:
             return self._of_interpreter()
         now = time.monotonic()
         if self._last is not None and now >= self._last:
-            return Ended(TIMED_OUT, None, f"{self._too_long()}; it could not be interrupted")
+            return Ended(self._verdict, None, f"{self._too_long()}; it could not be interrupted")
         if now < self._next:
             return None
         root, job = os.getpid(), self._job
         tree = descendants(root)
-        if self._last is None and is_time_up(tree, now - self._began, self._limit_seconds, self._before):
+        verdict = time_verdict(tree, now - self._began, self._limit_seconds, self._before)
+        if self._last is None and verdict is not None:
+            self._verdict = verdict
             self._last = now + INTERRUPT_SECONDS
             os.kill(self._pid, signal.SIGINT)
         allowed = job.phases[0].timeout_seconds
@@ -210,7 +214,7 @@ class _Watch:
         return None
 
     def _too_long(self) -> str:
-        return f"time limit exceeded: {self._limit_seconds:g} s"
+        return why_ended(self._verdict, self._limit_seconds)
 
     def _of_interpreter(self) -> Ended:
         _, status = os.waitpid(self._pid, os.WNOHANG)

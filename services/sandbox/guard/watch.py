@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.sandbox.guard.job import STARVED, TIMED_OUT
 from services.sandbox.limits import Limits, longest_seconds
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -182,15 +183,17 @@ class Baseline:
     Attributes:
         cpu_seconds: all together.
         queued_seconds: each of them, ready to run and waiting for a processor.
+        guard_seconds: the guard itself, likewise: while it waits, a program may wait for it.
     """
 
     cpu_seconds: float = 0.0
     queued_seconds: "Mapping[int, float]" = field(default_factory=dict)
+    guard_seconds: float = 0.0
 
     @classmethod
     def of(cls, tree: "dict[int, ProcessStatus]") -> "Baseline":
         """Look at a tree."""
-        return cls(cpu_seconds(tree), {pid: queued_seconds(pid) for pid in tree})
+        return cls(cpu_seconds(tree), {pid: queued_seconds(pid) for pid in tree}, queued_seconds(os.getpid()))
 
 
 def cpu_seconds(tree: "dict[int, ProcessStatus]") -> float:
@@ -206,9 +209,9 @@ def queued_seconds(pid: int) -> float:
         return 0.0
 
 
-def is_time_up(
-    tree: "dict[int, ProcessStatus]", elapsed_seconds: float, limit_seconds: float, before: "Baseline | None" = None
-) -> bool:
+def time_verdict(
+    tree: "dict[int, ProcessStatus]", elapsed_seconds: float, limit_seconds: float, before: Baseline
+) -> "str | None":
     """Tell whether a program has had its time: time that it waited for a processor in use by others does not count.
 
     A tree that has used its limit in CPU time cannot gain by waiting for itself. Of all processes it is the one that
@@ -218,17 +221,20 @@ def is_time_up(
         tree: the processes.
         elapsed_seconds: by the wall clock.
         limit_seconds: how long they may take.
-        before: what they had used when the clock was started; None for nothing.
+        before: what they and the guard, which is this process, had used when the clock was started.
+
+    Returns:
+        ``TIMED_OUT``: it has; ``STARVED``: it has not, and will not wait for longer; None: it may go on.
     """
     if elapsed_seconds < limit_seconds:
-        return False
-    if elapsed_seconds >= longest_seconds(limit_seconds):
-        return True
-    before = before or Baseline()
+        return None
     if cpu_seconds(tree) - before.cpu_seconds >= limit_seconds:
-        return True
+        return TIMED_OUT
     queued = max((queued_seconds(pid) - before.queued_seconds.get(pid, 0.0) for pid in tree), default=0.0)
-    return elapsed_seconds - queued >= limit_seconds
+    waited_for_guard = queued_seconds(os.getpid()) - before.guard_seconds
+    if elapsed_seconds - queued - waited_for_guard >= limit_seconds:
+        return TIMED_OUT
+    return STARVED if elapsed_seconds >= longest_seconds(limit_seconds) else None
 
 
 def directory_usage(directory: str, limits: Limits) -> "tuple[int, int]":

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from services.sandbox.executor import Program
 from services.sandbox.fork_servers import SandboxFailed
-from services.sandbox.guard.job import EXITED, NOT_STARTED, TIMED_OUT, JobResult, PhaseResult
+from services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
 from services.sandbox.routes.dependencies import Sandbox
@@ -86,7 +86,7 @@ def make_response(result: JobResult, level: IsolationLevel) -> RunCodeResponse:
     """Make the answer of a result: Success only if every command ended by itself with exit code 0."""
     by_name = {phase.name: phase for phase in result.phases}
     last = result.phases[-1]
-    if last.outcome == NOT_STARTED:
+    if last.outcome in (NOT_STARTED, STARVED):
         status = RunStatus.SANDBOX_ERROR
     elif last.outcome == EXITED and last.return_code == 0:
         status = RunStatus.SUCCESS
@@ -104,7 +104,11 @@ def make_response(result: JobResult, level: IsolationLevel) -> RunCodeResponse:
 
 def _command(phase: PhaseResult) -> CommandResult:
     stdout, stderr = phase.output()
-    status = {TIMED_OUT: CommandStatus.TIME_LIMIT_EXCEEDED, NOT_STARTED: CommandStatus.ERROR}
+    status = {
+        TIMED_OUT: CommandStatus.TIME_LIMIT_EXCEEDED,
+        NOT_STARTED: CommandStatus.ERROR,
+        STARVED: CommandStatus.ERROR,
+    }
     return CommandResult(
         status=status.get(phase.outcome, CommandStatus.FINISHED),
         execution_time=phase.seconds,

@@ -266,6 +266,7 @@ ELSEWHERE: Final = {
     ("docs/install.md", "pip install '.[torch,reward,data,hub,plot]'"): "tests/integration/cli/test_pip_install.py",
     ("docs/faults.md", "FLOTILLA_FAULTS"): "tests/faults/test_injected.py arms faults in a fleet by this variable",
     ("docs/survival.md", "python -m benchmarks.survival"): "tests/faults/test_survival.py; the report takes an hour",
+    ("docs/soak.md", "python -m benchmarks.soak"): "tests/faults/test_soak.py; the report takes half an hour",
     ("docs/security.md", "FLOTILLA_TOKEN=flt_... flotilla stop arithmetic"): "tests of scopes: it is refused",
     ("docs/sweeps.md", "python examples/sweep/sweep.py"): "tests/e2e/test_examples.py",
     ("examples/arithmetic/README.md", "python examples/arithmetic/prepare.py"):

@@ -13,7 +13,7 @@ from services.reward.verifiers import code
 from services.sandbox import limits
 from services.sandbox.guard import watch
 from services.sandbox.guard.files import read_plainly
-from services.sandbox.guard.job import Confinement, Job, JobResult, Phase, PhaseResult
+from services.sandbox.guard.job import STARVED, TIMED_OUT, Confinement, Job, JobResult, Phase, PhaseResult
 from services.sandbox.guard.main import check_kill_scope
 from services.sandbox.guard.process import Drain
 from services.sandbox.guard.watch import ProcessStatus, directory_usage
@@ -262,30 +262,38 @@ def a_tree(cpu_seconds: float) -> dict[int, ProcessStatus]:
 
 
 @pytest.mark.parametrize(
-    ("elapsed", "cpu", "queued", "is_up"),
+    ("elapsed", "cpu", "queued", "verdict"),
     [
-        (1.9, 1.9, 0.0, False),
-        (2.0, 0.0, 0.0, True),  # it slept
-        (5.0, 1.5, 3.2, False),  # others used the processor
-        (5.0, 2.0, 3.2, True),  # it had its time all the same
-        (5.0, 1.5, 2.9, True),
-        (20.0, 0.1, 19.9, True),  # even so there is an end
+        (1.9, 1.9, 0.0, None),
+        (2.0, 0.0, 0.0, TIMED_OUT),  # it slept
+        (5.0, 1.5, 3.2, None),  # others used the processor
+        (5.0, 2.0, 3.2, TIMED_OUT),  # it had its time all the same
+        (5.0, 1.5, 2.9, TIMED_OUT),
+        (20.0, 0.1, 19.9, STARVED),  # even so there is an end, which is not the program's fault
+        (20.0, 2.1, 19.9, TIMED_OUT),
     ],
 )
 def test_only_a_programs_own_time_counts(
-    monkeypatch: pytest.MonkeyPatch, elapsed: float, cpu: float, queued: float, is_up: bool
+    monkeypatch: pytest.MonkeyPatch, elapsed: float, cpu: float, queued: float, verdict: str | None
 ) -> None:
-    monkeypatch.setattr(watch, "queued_seconds", lambda _pid: queued)
+    monkeypatch.setattr(watch, "queued_seconds", lambda pid: queued if pid == 7 else 4.0)
 
-    assert watch.is_time_up(a_tree(cpu), elapsed, 2.0) is is_up
+    assert watch.time_verdict(a_tree(cpu), elapsed, 2.0, watch.Baseline(guard_seconds=4.0)) == verdict
+
+
+def test_a_program_may_wait_for_a_guard_that_waits_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "queued_seconds", lambda pid: 0.1 if pid == 7 else 4.0)
+
+    assert watch.time_verdict(a_tree(0.1), 5.0, 2.0, watch.Baseline(guard_seconds=0.5)) is None
+    assert watch.time_verdict(a_tree(0.1), 5.0, 2.0, watch.Baseline(guard_seconds=1.5)) == TIMED_OUT
 
 
 def test_what_was_used_before_a_cell_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "queued_seconds", lambda _pid: 9.0)
+    monkeypatch.setattr(watch, "queued_seconds", lambda pid: 9.0 if pid == 7 else 0.0)
 
-    assert not watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.0}))
-    assert watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.6}))
-    assert watch.is_time_up(a_tree(9.0), 2.5, 2.0, watch.Baseline(7.0, {7: 8.0}))
+    assert watch.time_verdict(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.0})) is None
+    assert watch.time_verdict(a_tree(9.0), 2.5, 2.0, watch.Baseline(8.0, {7: 8.6})) == TIMED_OUT
+    assert watch.time_verdict(a_tree(9.0), 2.5, 2.0, watch.Baseline(7.0, {7: 8.0})) == TIMED_OUT
 
 
 def test_the_reward_service_waits_as_long_as_the_sandbox_does() -> None:

@@ -5,7 +5,13 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.suite.hangs", "tests.suite.retries", "tests.suite.schedule", "tests.suite.timings"]
+pytest_plugins = [
+    "tests.suite.collection",
+    "tests.suite.hangs",
+    "tests.suite.retries",
+    "tests.suite.schedule",
+    "tests.suite.timings",
+]
 
 # Threads that spin while they wait take a busy machine's cores from all others: a test took fifteen times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

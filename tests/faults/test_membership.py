@@ -1,16 +1,13 @@
-"""Rollouts that die, join, are slow, are drained and are told to end, in fleets that train by gloo meanwhile.
+"""Rollouts that die, join and are slow, in fleets that train by gloo meanwhile.
 
-What a test of parts cannot show: how long the survivors of a ``kill -9`` wait for the next version, and what becomes of
-the tokens of those that leave. Durations are printed (``-s``); those of docs/elasticity.md come from here.
+What a test of parts cannot show: how long the survivors of a ``kill -9`` wait for the next version.
+Durations are printed (``-s``); those of docs/elasticity.md come from here.
 """
 
 import asyncio
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +16,32 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from flotilla.cli.fleet import LEASE_SECONDS
-from flotilla.connection import FleetInfo, is_running
+from flotilla.connection import FleetInfo
 from shared.client import GatewayClient
 from shared.streams.codec import EntryHeader
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from tests.faults.test_kill import until_step, watch_balance
-from tests.faults.trial import PATIENCE_SECONDS, Trial, waited
-from tests.fleet import FLOTILLA, ROOT, RunningFleet, hold_back, make_experiment, running_fleet
+from tests.faults.test_kill import watch_balance
+from tests.faults.trial import (
+    ENGINE,
+    PATIENCE_SECONDS,
+    SLOW_ENGINE,
+    Trial,
+    check_what_was_trained,
+    joining,
+    report,
+    two_rollouts,
+    waited,
+)
+from tests.fleet import RunningFleet, hold_back, make_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEXT_VERSION_SECONDS = 10.0
 """From a kill to the next version on all survivors."""
 ATTEMPTS = 3
-NOTICE_SECONDS = 6.0
-STEP_SECONDS = 0.015
-"""What a step of an engine takes at least, so that the engines that load meanwhile get their share of few cores."""
-SLOW_ENGINE = "engine.step slow in=engine seconds=0.06"
 SLOW_RECEIVE = "weights.receive slow in=weights slices=0 seconds=3 times=1"
-ENGINE = f"engine.step slow in=engine seconds={STEP_SECONDS}"
 NEEDED_GROUPS = 3
 """Of the six that are under way at a time: the other three do not make a step, which takes four."""
-MAX_LAG = 2
-"""What a staleness threshold of a half comes to."""
-
-
-@contextmanager
-def joining(data: Path, log: Path, *options: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Join a fleet by starting a process, as a user does."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*FLOTILLA, "rollout", "--data", str(data), *options],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "FLOTILLA_LEASE_SECONDS": LEASE_SECONDS, **environment},
-        )
-    try:
-        yield process
-    finally:
-        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for each in family:
-            each.kill()
-        process.kill()
-        process.wait()
-
-
-async def seconds_to_end(process: "subprocess.Popen[bytes]", deadline_seconds: float) -> float:
-    """Measure how long a process goes on."""
-    started = time.monotonic()
-
-    async def has_ended() -> bool:
-        return process.poll() is not None
-
-    await waited(has_ended, deadline_seconds, f"the end of process {process.pid}", pause_seconds=0.01)
-    return time.monotonic() - started
 
 
 async def watch_streams(redis_url: str, experiment_id: str, claimed: dict[int, str], oldest: dict[int, int]) -> None:
@@ -127,54 +93,10 @@ async def test_rollouts_die_join_and_are_slow(tmp_path: Path) -> None:
     assert all(balanced)
 
 
-async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
-    data = tmp_path / "fleet"
-    balanced: list[bool] = []
-    with two_rollouts(data, ENGINE) as fleet:
-        async with fleet.client() as client:
-            trial = await Trial.start(fleet, client, long_completions(tmp_path))
-            watching = asyncio.create_task(watch_balance(client, trial.id, balanced))
-            options = ("--notice", str(NOTICE_SECONDS))
-            with joining(data, tmp_path / "slow.log", *options, FLOTILLA_FAULTS=SLOW_ENGINE) as slow:
-                await trial.until_served_by(3)
-                await is_drained(trial, slow.pid)
-                await ends_at_first_sigterm(trial, slow)
-            with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=ENGINE) as second:
-                await ends_at_second_sigterm(trial, second)
-            resumed = await waited(trial.num_resumed, PATIENCE_SECONDS, "tokens that were handed over to be trained")
-            await until_step(client, trial.id, 1)  # its metrics may come before the word that it is done
-            await trial.stop()
-            watching.cancel()
-            await check_what_was_trained(trial)
-
-    print(f"trained {resumed:.0f} tokens that were handed over")
-    assert len(balanced) > 25
-    assert all(balanced)
-
-
-def two_rollouts(data: Path, faults: str) -> AbstractContextManager[RunningFleet]:
-    return running_fleet(data, rollouts=2, FLOTILLA_LEASE_SECONDS=LEASE_SECONDS, FLOTILLA_FAULTS=faults)
-
-
 def short_completions(directory: Path) -> dict[str, Any]:
     """Many quick versions."""
     return make_experiment(
         directory, optimisation={"steps": 100_000}, asynchrony={"publication": {"transport": "gloo"}}
-    )
-
-
-def long_completions(directory: Path) -> dict[str, Any]:
-    """Completions that take longer than a notice."""
-    return make_experiment(
-        directory,
-        name="long",
-        rollout={
-            "group_size": 2,
-            "sampling": {"max_new_tokens": 600, "ignore_eos": True},
-            "engine": {"slots": 8, "context_tokens": 700},
-        },
-        optimisation={"steps": 100_000, "groups_per_mini_batch": 6},
-        asynchrony={"publication": {"transport": "gloo"}},
     )
 
 
@@ -313,71 +235,3 @@ async def until_weights_arrive(trial: Trial, slow_receive: Path) -> dict[str, An
 
     found: dict[str, Any] = await waited(look, PATIENCE_SECONDS, "weights to arrive slowly", pause_seconds=0.005)
     return found
-
-
-async def is_gone(pid: int) -> bool:
-    return not is_running(pid)
-
-
-async def is_drained(trial: Trial, slow: int) -> None:
-    """A rollout of the fleet's own is drained by command: it is gone within the notice and not started again."""
-    pid = min(set(await trial.rollouts()) - {slow})
-    view = await trial.until_it_samples(pid)
-    log = trial.fleet.data.parent / f"{trial.fleet.data.name}.log"
-    command = [*FLOTILLA, "drain", view.service_id, "--data", str(trial.fleet.data), "--notice", str(NOTICE_SECONDS)]
-    drain = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    try:
-        await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
-        drained = time.monotonic()
-        await waited(lambda: is_gone(pid), NOTICE_SECONDS + 10, "the end of what is drained")
-        seconds = time.monotonic() - drained
-        said, _ = await asyncio.to_thread(drain.communicate, timeout=30)
-    finally:
-        drain.kill()
-        drain.wait()
-    report(f"drained with {NOTICE_SECONDS:.0f} s notice", seconds)
-    print(said)
-    assert drain.returncode == 0
-    assert seconds <= NOTICE_SECONDS
-    event = await trial.left(view.service_id)
-    assert event["tokens_handed_over"] > 0
-    assert "rollout-0 has left" in log.read_text() or "rollout-1 has left" in log.read_text()
-    assert len(trial.fleet.pids("services.rollout")) == 1
-
-
-async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
-    """A signal is a notice too: the process hands over what it has, and ends in order."""
-    view = await trial.until_it_samples(process.pid)
-    process.send_signal(signal.SIGTERM)
-    seconds = await seconds_to_end(process, NOTICE_SECONDS + 10)
-    report(f"SIGTERM with {NOTICE_SECONDS:.0f} s notice", seconds)
-    assert process.returncode == 0
-    assert seconds <= NOTICE_SECONDS
-    assert (await trial.left(view.service_id))["tokens_handed_over"] > 0
-
-
-async def ends_at_second_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
-    """A second signal does not wait for the notice."""
-    view = await trial.until_it_samples(process.pid)
-    process.send_signal(signal.SIGTERM)
-    await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
-    await asyncio.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    seconds = await seconds_to_end(process, 30)
-    report("second SIGTERM", seconds)
-    assert process.returncode == 0
-
-
-async def check_what_was_trained(trial: Trial) -> None:
-    """Nothing twice, nothing too old."""
-    trained = await trial.trained()
-    lags = await trial.metric("lag/max")
-    assert trained
-    assert max(trained.values()) == 1
-    assert lags
-    assert max(lags) <= MAX_LAG
-
-
-def report(what: str, seconds: float) -> None:
-    print(f"{what}: {seconds:.2f} s")

@@ -5,22 +5,32 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from redis.asyncio import Redis
 
+from flotilla.cli.fleet import LEASE_SECONDS
 from flotilla.connection import FleetInfo
 from shared.client import GatewayClient
 from shared.errors import NotFound
 from shared.schemas.service import ServiceView
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from tests.fleet import RunningFleet
+from tests.fleet import FLOTILLA, ROOT, RunningFleet, running_fleet
 
+STEP_SECONDS = 0.015
+"""What a step of an engine takes at least, so that the engines that load meanwhile get their share of few cores."""
+SLOW_ENGINE = "engine.step slow in=engine seconds=0.06"
+ENGINE = f"engine.step slow in=engine seconds={STEP_SECONDS}"
+MAX_LAG = 2
+"""What a staleness threshold of a half comes to."""
 PATIENCE_SECONDS = 240
 """For what has to come, on a machine with much else to do; a minute suffices where it has not."""
 
@@ -192,3 +202,43 @@ async def waited(look: Callable[[], Awaitable[Any]], seconds: float, what: str, 
             return found
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         await asyncio.sleep(pause_seconds)
+
+
+def two_rollouts(data: Path, faults: str) -> AbstractContextManager[RunningFleet]:
+    return running_fleet(data, rollouts=2, FLOTILLA_LEASE_SECONDS=LEASE_SECONDS, FLOTILLA_FAULTS=faults)
+
+
+@contextmanager
+def joining(data: Path, log: Path, *options: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Join a fleet by starting a process, as a user does."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*FLOTILLA, "rollout", "--data", str(data), *options],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "FLOTILLA_LEASE_SECONDS": LEASE_SECONDS, **environment},
+        )
+    try:
+        yield process
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for each in family:
+            each.kill()
+        process.kill()
+        process.wait()
+
+
+async def check_what_was_trained(trial: Trial) -> None:
+    """Nothing twice, nothing too old."""
+    trained = await trial.trained()
+    lags = await trial.metric("lag/max")
+    assert trained
+    assert max(trained.values()) == 1
+    assert lags
+    assert max(lags) <= MAX_LAG
+
+
+def report(what: str, seconds: float) -> None:
+    print(f"{what}: {seconds:.2f} s")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import pytest
 import schemathesis
 from schemathesis import checks
 from schemathesis.specs.openapi.checks import (
@@ -57,7 +56,7 @@ SETTINGS = hypothesis.settings(
     deadline=None,
     database=None,
     derandomize=True,
-    # By day a few at random of each route; each bound and each type of each value by night.
+    # By day a few at random of each route; each bound and each type of each value by night (test_openapi_at_length.py).
     phases=[hypothesis.Phase.generate],
     suppress_health_check=list(hypothesis.HealthCheck),
 )
@@ -73,14 +72,6 @@ def test_an_operator_gets_documented_answers(case: Any) -> None:
 @hypothesis.settings(SETTINGS, max_examples=1)
 def test_nobody_gets_documented_refusals(case: Any) -> None:
     ask(case, None)
-
-
-@pytest.mark.long
-@SCHEMA.parametrize()
-@pytest.mark.parametrize("token", [OPERATOR, None, "wrong"])
-@hypothesis.settings(SETTINGS, max_examples=100, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
-def test_everybody_gets_documented_answers(case: Any, token: str | None) -> None:
-    ask(case, token)
 
 
 def test_every_route_names_its_scopes_and_refusals() -> None:

@@ -303,7 +303,7 @@ NOT_HERE: Final = {
     ("docs/install.md", "python3.11 -m venv"): "tests/integration/cli/test_pip_install.py makes one in its own place",
     ("docs/install.md", "pip install torch"): "torch is two hundred megabytes",
     ("docs/rest.md", 'curl -H "$auth" -X PUT "$api/services/'): "only the service that registered may say this",
-    ("docs/rest.md", 'curl -H "$auth" -X POST $api/services/'): "tests/faults/test_membership.py drains rollouts",
+    ("docs/rest.md", 'curl -H "$auth" -X POST $api/services/'): "tests/faults/test_leaving.py drains rollouts",
     ("docs/rest.md", 'curl -H "$auth" $api/experiments/arithmetic-3f9a1c/metrics -d'): "only its trainer may",
     ("docs/rest.md", 'curl -H "$auth" -X PUT $api/experiments/E/publications'): "only a trainer's transfer can",
     ("docs/rest.md", 'curl -H "$auth" "$api/experiments/E/publications'): "only a trainer's transfer can",

@@ -1,0 +1,134 @@
+"""Rollouts that join a fleet, are drained by command, and are told to end: what they have begun is handed over."""
+
+import asyncio
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.connection import is_running
+from tests.faults.test_kill import until_step, watch_balance
+from tests.faults.trial import (
+    ENGINE,
+    PATIENCE_SECONDS,
+    SLOW_ENGINE,
+    Trial,
+    check_what_was_trained,
+    joining,
+    report,
+    two_rollouts,
+    waited,
+)
+from tests.fleet import FLOTILLA, ROOT, make_experiment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NOTICE_SECONDS = 6.0
+
+
+async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
+    data = tmp_path / "fleet"
+    balanced: list[bool] = []
+    with two_rollouts(data, ENGINE) as fleet:
+        async with fleet.client() as client:
+            trial = await Trial.start(fleet, client, long_completions(tmp_path))
+            watching = asyncio.create_task(watch_balance(client, trial.id, balanced))
+            options = ("--notice", str(NOTICE_SECONDS))
+            with joining(data, tmp_path / "slow.log", *options, FLOTILLA_FAULTS=SLOW_ENGINE) as slow:
+                await trial.until_served_by(3)
+                await is_drained(trial, slow.pid)
+                await ends_at_first_sigterm(trial, slow)
+            with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=ENGINE) as second:
+                await ends_at_second_sigterm(trial, second)
+            resumed = await waited(trial.num_resumed, PATIENCE_SECONDS, "tokens that were handed over to be trained")
+            await until_step(client, trial.id, 1)  # its metrics may come before the word that it is done
+            await trial.stop()
+            watching.cancel()
+            await check_what_was_trained(trial)
+
+    print(f"trained {resumed:.0f} tokens that were handed over")
+    assert len(balanced) > 25
+    assert all(balanced)
+
+
+def long_completions(directory: Path) -> dict[str, Any]:
+    """Completions that take longer than a notice."""
+    return make_experiment(
+        directory,
+        name="long",
+        rollout={
+            "group_size": 2,
+            "sampling": {"max_new_tokens": 600, "ignore_eos": True},
+            "engine": {"slots": 8, "context_tokens": 700},
+        },
+        optimisation={"steps": 100_000, "groups_per_mini_batch": 6},
+        asynchrony={"publication": {"transport": "gloo"}},
+    )
+
+
+async def seconds_to_end(process: "subprocess.Popen[bytes]", deadline_seconds: float) -> float:
+    """Measure how long a process goes on."""
+    started = time.monotonic()
+
+    async def has_ended() -> bool:
+        return process.poll() is not None
+
+    await waited(has_ended, deadline_seconds, f"the end of process {process.pid}", pause_seconds=0.01)
+    return time.monotonic() - started
+
+
+async def is_gone(pid: int) -> bool:
+    return not is_running(pid)
+
+
+async def is_drained(trial: Trial, slow: int) -> None:
+    """A rollout of the fleet's own is drained by command: it is gone within the notice and not started again."""
+    pid = min(set(await trial.rollouts()) - {slow})
+    view = await trial.until_it_samples(pid)
+    log = trial.fleet.data.parent / f"{trial.fleet.data.name}.log"
+    command = [*FLOTILLA, "drain", view.service_id, "--data", str(trial.fleet.data), "--notice", str(NOTICE_SECONDS)]
+    drain = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
+        drained = time.monotonic()
+        await waited(lambda: is_gone(pid), NOTICE_SECONDS + 10, "the end of what is drained")
+        seconds = time.monotonic() - drained
+        said, _ = await asyncio.to_thread(drain.communicate, timeout=30)
+    finally:
+        drain.kill()
+        drain.wait()
+    report(f"drained with {NOTICE_SECONDS:.0f} s notice", seconds)
+    print(said)
+    assert drain.returncode == 0
+    assert seconds <= NOTICE_SECONDS
+    event = await trial.left(view.service_id)
+    assert event["tokens_handed_over"] > 0
+    assert "rollout-0 has left" in log.read_text() or "rollout-1 has left" in log.read_text()
+    assert len(trial.fleet.pids("services.rollout")) == 1
+
+
+async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
+    """A signal is a notice too: the process hands over what it has, and ends in order."""
+    view = await trial.until_it_samples(process.pid)
+    process.send_signal(signal.SIGTERM)
+    seconds = await seconds_to_end(process, NOTICE_SECONDS + 10)
+    report(f"SIGTERM with {NOTICE_SECONDS:.0f} s notice", seconds)
+    assert process.returncode == 0
+    assert seconds <= NOTICE_SECONDS
+    assert (await trial.left(view.service_id))["tokens_handed_over"] > 0
+
+
+async def ends_at_second_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
+    """A second signal does not wait for the notice."""
+    view = await trial.until_it_samples(process.pid)
+    process.send_signal(signal.SIGTERM)
+    await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
+    await asyncio.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    seconds = await seconds_to_end(process, 30)
+    report("second SIGTERM", seconds)
+    assert process.returncode == 0

@@ -280,6 +280,7 @@ async def pull(
 ) -> Callable[[], Awaitable[None]]:
     """HTTP over loopback into a new file each time, from this process."""
     images = PublishedImages()
+    stack.enter_context(images.served_directly("127.0.0.1"))
     images.publish(1, source.path, manifest.checksum)
     token = secrets.token_urlsafe()
     app = FastAPI()

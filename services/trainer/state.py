@@ -60,5 +60,6 @@ async def open_state(
         )
         client.on_renewal = service.renew
         membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
-        async with at_work(service, membership):
-            yield TrainerState(service, membership)
+        with images.served_directly(settings.host):
+            async with at_work(service, membership):
+                yield TrainerState(service, membership)

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -131,6 +132,14 @@ class WeightImage:
     def view(self) -> memoryview:
         """All bytes of the image."""
         return memoryview(self._open())
+
+    def send(self, connection: socket.socket, span: range) -> None:
+        """Send a range of the image; the kernel takes the bytes from the file itself.
+
+        Raises:
+            OSError: the other side is gone, or took nothing for as long as the connection's time-out.
+        """
+        connection.sendfile(self._file, span.start, len(span))
 
     @contextmanager
     def writing(self) -> Iterator[memoryview]:

@@ -1,5 +1,6 @@
 """Weights over HTTP, the client's side: a pull that breaks off goes on where it stopped, within one deadline.
 
+The bytes come over a plain connection where the server offers one and it can be reached, else as the answer's body.
 What arrives is written to a temporary file, checked, and only then renamed: a file with an image's name is complete.
 """
 
@@ -11,11 +12,14 @@ import httpx
 
 from shared.client import problem_to_error
 from shared.credentials import Credentials
+from shared.daemon_threads import on_daemon_thread
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
 from shared.schemas.service import ServiceKind
+from shared.weights.direct import DirectReceiver
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
+from shared.weights.pull import NUM_BYTES, PORT, TICKET, WANTS_TICKET
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
@@ -56,7 +60,8 @@ class WeightPuller:
         headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         client = httpx.AsyncClient(headers=headers, timeout=timeout, transport=self._transport, trust_env=False)
-        pull = _Pull(directory)
+        # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
+        pull = _Pull(directory, may_be_direct=self._transport is None and url.startswith("http://"))
         backoff = Backoff()
 
         async def attempt() -> Path:
@@ -99,8 +104,9 @@ class WeightPuller:
 class _Pull:
     """One image on its way: the temporary file, how far it is, and what it shall become."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, *, may_be_direct: bool) -> None:
         self._directory = directory
+        self._may_be_direct = may_be_direct
         self._image: WeightImage | None = None
         self._tag = ""
         self.finished: Path | None = None
@@ -115,6 +121,8 @@ class _Pull:
             FlotillaError: what its problem says.
         """
         headers = {"Range": f"bytes={self.num_received}-", "If-Range": self._tag} if self._image else {}
+        if self._may_be_direct:
+            headers[WANTS_TICKET] = "1"
         try:
             async with client.stream("GET", url, headers=headers) as answer:
                 if not answer.is_success:
@@ -122,6 +130,8 @@ class _Pull:
                     # What went wrong within the server may go well the next time.
                     raise Unavailable(problem.detail) if answer.is_server_error else problem
                 image = await self._expect(answer)
+                if TICKET in answer.headers:
+                    await self._take_directly(image, answer)
                 async for chunk in answer.aiter_raw(CHUNK_BYTES):
                     self._write(image, chunk)
         except httpx.HTTPError as error:
@@ -151,10 +161,37 @@ class _Pull:
         if self.finished is not None:
             self.finished.unlink(missing_ok=True)
 
+    async def _take_directly(self, image: WeightImage, answer: httpx.Response) -> None:
+        """Fetch what a ticket is good for; it is written where it belongs, on a thread.
+
+        Raises:
+            Unavailable: the port cannot be reached, which is not tried again, or the server broke off.
+        """
+        host, port = answer.url.host, int(answer.headers[PORT])
+        times = {"connect_seconds": CONNECT_SECONDS, "silence_seconds": SILENCE_SECONDS}
+        receiver = DirectReceiver(host, port, **times)
+        before = self.num_received
+        target = image.view[before : before + int(answer.headers[NUM_BYTES])]
+        receiving = on_daemon_thread(
+            lambda: receiver.receive(bytes.fromhex(answer.headers[TICKET]), target), "direct weights"
+        )
+        try:
+            await asyncio.shield(receiving)
+        except OSError as error:
+            self._may_be_direct = receiver.is_connected
+            raise Unavailable(f"pulling from {host}:{port} broke off: {error}") from error
+        finally:
+            if not receiving.done():
+                # Nobody may take the memory away while the thread writes into it.
+                receiver.stop()
+                await asyncio.wait([receiving])
+            self.num_received = before + receiver.num_received
+            target.release()
+
     async def _expect(self, answer: httpx.Response) -> WeightImage:
         """Read from the answer's head what comes: the rest of the image, or all of it because it is another one."""
         try:
-            num_bytes = int(answer.headers["content-length"])
+            num_bytes = int(answer.headers.get(NUM_BYTES) or answer.headers["content-length"])
             tag = answer.headers["etag"]
         except (KeyError, ValueError) as error:
             raise WeightTransferFailed(f"the server does not say what it sends: {error!r}") from error

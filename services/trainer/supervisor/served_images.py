@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from shared.errors import WeightTransferFailed
@@ -24,6 +25,10 @@ class ServedImages:
     def __init__(self, published: PublishedImages) -> None:
         self._published = published
         self._held: dict[int, WeightImage] = {}
+
+    def served_directly(self, host: str) -> AbstractContextManager[None]:
+        """Send them over plain connections too, while the block runs."""
+        return self._published.served_directly(host)
 
     async def offer(self, version: int, path: Path, checksum: str) -> None:
         """Offer a version; the oldest one is let go."""

@@ -1,0 +1,190 @@
+"""Ranges of images over plain connections: the kernel copies them from the file to the socket, off the event loop.
+
+HTTP decides who gets what: a route that has let a caller in gives it a ticket, good for one range of one image, once
+and soon. The caller shows it on a connection of its own, and gets the bytes. So neither a token nor an image's name is
+ever seen here, and the loop that keeps a service's lease does not touch a byte of what may be gigabytes.
+"""
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shared.weights.image import WeightImage
+
+log = logging.getLogger(__name__)
+
+TICKET_BYTES = 32
+CLAIM_SECONDS = 10.0
+"""How long a ticket is good for: its caller connects at once, or not at all."""
+SILENCE_SECONDS = 60.0
+"""Who takes nothing for so long is cut off, so that its lock on the image ends; a client can resume."""
+MAX_CONNECTIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A range of an image, which is locked against writers until the ticket is used up."""
+
+    image: WeightImage
+    span: range
+    ends_at: float
+
+
+class DirectServer:
+    """Listens on a port of its own; each connection is served by a thread.
+
+    Args:
+        host: to bind.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family)
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, Ticket] = {}
+        self._connections: set[socket.socket] = set()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="direct weights", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listening.getsockname()[1])
+
+    def issue(self, image: WeightImage, span: range) -> bytes:
+        """Make a ticket; the image is closed here once its bytes are sent, or nobody came for them."""
+        key = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._tickets[key] = Ticket(image, span, time.monotonic() + CLAIM_SECONDS)
+        expiry = threading.Timer(CLAIM_SECONDS, self._expire, (key,))
+        expiry.daemon = True
+        expiry.start()
+        return key
+
+    def close(self) -> None:
+        """Stop listening, break off what is being sent, and let go of all images."""
+        with self._lock:
+            self._is_closed = True
+            tickets, self._tickets = list(self._tickets.values()), {}
+            connections = list(self._connections)
+        # A thread in accept() is woken by this, not by close() alone.
+        for each in (self._listening, *connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for ticket in tickets:
+            ticket.image.close()
+
+    def _expire(self, key: bytes) -> None:
+        with self._lock:
+            ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            ticket.image.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                # Too many open files, or a caller that left again: the next one may be served.
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                is_full = self._is_closed or len(self._connections) >= MAX_CONNECTIONS
+                if not is_full:
+                    self._connections.add(connection)
+            if is_full:
+                connection.close()
+            else:
+                threading.Thread(target=self._serve, args=(connection,), name="weights range", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        ticket = None
+        try:
+            connection.settimeout(CLAIM_SECONDS)
+            key = _read_exactly(connection, TICKET_BYTES)
+            with self._lock:
+                ticket = self._tickets.pop(key, None)
+            if ticket is not None:
+                connection.settimeout(SILENCE_SECONDS)
+                ticket.image.send(connection, ticket.span)
+        except OSError as error:
+            log.info("a range of weights was not taken to its end", extra={"cause": repr(error)})
+        finally:
+            if ticket is not None:
+                ticket.image.close()
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Read so many bytes, or fewer where the caller ends before."""
+    parts = b""
+    while len(parts) < num_bytes and (part := connection.recv(num_bytes - len(parts))):
+        parts += part
+    return parts
+
+
+class DirectReceiver:
+    """Takes a range from a ``DirectServer``, on a thread; ``stop`` ends it from another one.
+
+    Args:
+        host, port: of the server.
+        connect_seconds: for the connection.
+        silence_seconds: the longest that nothing may come.
+    """
+
+    def __init__(self, host: str, port: int, *, connect_seconds: float, silence_seconds: float) -> None:
+        self._address = host, port
+        self._connect_seconds = connect_seconds
+        self._silence_seconds = silence_seconds
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._is_stopped = False
+        self.is_connected = False
+        self.num_received = 0
+        """How many bytes are there; any thread may look."""
+
+    def receive(self, ticket: bytes, target: memoryview) -> None:
+        """Show the ticket and fill ``target``; blocks.
+
+        Raises:
+            OSError: the server cannot be reached, broke off, or ``stop`` was called.
+        """
+        with socket.create_connection(self._address, self._connect_seconds) as connection, self._owned(connection):
+            self.is_connected = True
+            connection.settimeout(self._silence_seconds)
+            connection.sendall(ticket)
+            while self.num_received < len(target):
+                num = connection.recv_into(target[self.num_received :])
+                if num == 0:
+                    raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
+                self.num_received += num
+
+    def stop(self) -> None:
+        """Make ``receive`` fail now."""
+        with self._lock:
+            self._is_stopped = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _owned(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            if self._is_stopped:
+                raise ConnectionAbortedError("stopped before it began")
+            self._connection = connection
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None

@@ -1,0 +1,212 @@
+"""Weights over plain connections: what HTTP let in gets its range, once, whole or resumed, and nobody else a byte."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.credentials import Credentials
+from shared.errors import Conflict, WeightTransferFailed
+from shared.weights import direct as direct_module
+from shared.weights.image import WeightImage
+from shared.weights.pull import WANTS_TICKET
+from shared.weights.pull_client import WeightPuller
+from tests.integration.weights.processes import an_image
+from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
+
+Send = Callable[[WeightImage, socket.socket, range], None]
+send_all: Send = WeightImage.send
+
+
+@pytest.fixture
+def image() -> Iterator[WeightImage]:
+    with an_image(num_megabytes=4) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def a_direct_server() -> AsyncIterator[Server]:
+    async with a_server() as server:
+        with server.images.served_directly("127.0.0.1"):
+            yield server
+
+
+def sending(monkeypatch: pytest.MonkeyPatch, *sends: Send) -> list[range]:
+    """Send the first ranges otherwise, the others as they are; gives all that are sent."""
+    spans: list[range] = []
+    others = list(sends)
+
+    def send(image: WeightImage, connection: socket.socket, span: range) -> None:
+        spans.append(span)
+        (others.pop(0) if others else send_all)(image, connection, span)
+
+    monkeypatch.setattr(WeightImage, "send", send)
+    return spans
+
+
+def cut_after(num_bytes: int, then: Callable[[], None] = lambda: None) -> Send:
+    def send(image: WeightImage, connection: socket.socket, span: range) -> None:
+        if num_bytes:
+            send_all(image, connection, span[:num_bytes])
+        then()
+
+    return send
+
+
+async def pulled(server: Server, directory: Path) -> Path:
+    return await WeightPuller(Credentials(TOKEN))(server.url(3), 3, directory, DEADLINE)
+
+
+async def test_no_byte_of_the_image_passes_the_event_loop(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        spans = sending(monkeypatch)
+        server.faults.flip = True  # it would damage what is the answer's body
+
+        path = await pulled(server, tmp_path)
+
+    assert path.read_bytes() == image.view
+    assert spans == [range(image.image_bytes)]
+
+
+async def test_a_source_that_dies_within_a_range_is_asked_for_the_rest(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        spans = sending(monkeypatch, cut_after(2_500_000), cut_after(0), cut_after(1_000_000))
+
+        path = await pulled(server, tmp_path)
+
+    assert path.read_bytes() == image.view
+    assert [span.start for span in spans] == [0, 2_500_000, 2_500_000, 3_500_000]
+
+
+async def test_a_version_that_was_published_again_meanwhile_is_taken_from_its_beginning(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_image(num_megabytes=4, seed=1) as other:
+        async with a_direct_server() as server:
+            server.images.publish(3, image.path)
+            spans = sending(monkeypatch, cut_after(2_500_000, lambda: server.images.publish(3, other.path)))
+
+            path = await pulled(server, tmp_path)
+
+        assert path.read_bytes() == other.view
+    assert [span.start for span in spans] == [0, 0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_wrong_bytes_are_refused(image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        sending(monkeypatch, lambda image, connection, span: connection.sendall(bytes(len(span))))
+
+        with pytest.raises(WeightTransferFailed, match="checksum"):
+            await pulled(server, tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_port_that_cannot_be_reached_is_done_without(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            monkeypatch.setattr(direct_module.DirectServer, "port", unused.getsockname()[1])
+        spans = sending(monkeypatch)
+
+        path = await pulled(server, tmp_path)
+
+    assert path.read_bytes() == image.view
+    assert spans == []
+
+
+async def test_a_cancelled_pull_leaves_no_file_and_no_lock(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stall(image: WeightImage, connection: socket.socket, span: range) -> None:
+            send_all(image, connection, span[:1000])
+            loop.call_soon_threadsafe(begun.set)
+            connection.recv(1)  # until the other side ends
+
+        sending(monkeypatch, stall)
+        pulling = asyncio.create_task(pulled(server, tmp_path))
+        await asyncio.wait_for(begun.wait(), DEADLINE)
+
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+
+        assert list(tmp_path.iterdir()) == []
+        await until_writable(image)
+
+
+async def test_a_ticket_is_good_once_and_soon(image: WeightImage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        first = await answer_with_ticket(server)
+        port = int(first.headers["flotilla-port"])
+        ticket = bytes.fromhex(first.headers["flotilla-ticket"])
+
+        once, again, guessed = [
+            await asyncio.to_thread(shown, port, each) for each in (ticket, ticket, bytes(len(ticket)))
+        ]
+
+        assert (once, again, guessed) == (bytes(image.view[10:20]), b"", b"")
+        monkeypatch.setattr(direct_module, "CLAIM_SECONDS", 0.05)
+        late = bytes.fromhex((await answer_with_ticket(server)).headers["flotilla-ticket"])
+        await until_writable(image)
+        assert await asyncio.to_thread(shown, port, late) == b""
+
+
+async def test_who_is_not_let_in_gets_no_ticket(image: WeightImage) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+
+        answer = await answer_with_ticket(server, token="wrong")
+
+    assert answer.status_code == 401
+    assert "flotilla-ticket" not in answer.headers
+
+
+async def answer_with_ticket(server: Server, token: str = TOKEN) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}", WANTS_TICKET: "1", "Range": "bytes=10-19"}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.get(server.url(3), headers=headers)
+
+
+def shown(port: int, ticket: bytes) -> bytes:
+    """Show a ticket and read what comes."""
+    with socket.create_connection(("127.0.0.1", port), DEADLINE) as connection:
+        connection.sendall(ticket)
+        parts = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                parts += part
+        return parts
+
+
+async def until_writable(image: WeightImage) -> None:
+    """Wait until nobody else has the image locked."""
+    ends_at = time.monotonic() + DEADLINE
+    while True:
+        try:
+            with image.writing():
+                return
+        except Conflict:
+            assert time.monotonic() < ends_at, "somebody still reads the image"
+            await asyncio.sleep(0.01)

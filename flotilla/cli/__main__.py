@@ -34,6 +34,7 @@ async def _until_done(command: Command, arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a problem is one clear message and an exit code, never a traceback."""
     arguments = build_parser().parse_args(argv)
+    arguments.owns_process = argv is None
     try:
         return asyncio.run(_until_done(find_command(arguments.function), arguments))
     except FlotillaError as error:

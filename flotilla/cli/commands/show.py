@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flotilla.cli.sample_files import READ_SECONDS, read_files
+from flotilla.cli.sample_files import READ_SECONDS, import_pyarrow_alone, read_files
 from shared.errors import NotFound, Unavailable
 
 LARGEST_PAGE = 200
@@ -61,6 +61,8 @@ async def _find(
     arguments: argparse.Namespace, directory: Path | None, query: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], int]:
     if directory is not None:
+        if arguments.owns_process:
+            import_pyarrow_alone()
         return await asyncio.to_thread(read_files, directory, query, arguments.limit)
     return await _from_gateway(arguments, query)
 

@@ -114,7 +114,9 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
         if row["is_kept"] is not False:
             console.print(f"step {row['step']:<6} {short_path(row['path'])}", markup=False)
     if len(shown) < len(rows):
-        console.print(f"{len(rows) - len(shown)} older ones were removed (checkpoint.keep); --all lists them")
+        num_removed = len(rows) - len(shown)
+        what = "1 older one was" if num_removed == 1 else f"{num_removed} older ones were"
+        console.print(f"{what} removed (checkpoint.keep); --all lists {'it' if num_removed == 1 else 'them'}")
     return 0
 
 

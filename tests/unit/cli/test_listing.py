@@ -128,7 +128,7 @@ def test_paths_of_checkpoints_are_printed_whole_outside_of_the_table(
     said = capsys.readouterr().out
     assert f"\nstep 10     {found[1].path}\n" in said
     assert "0.750" in said and "newest, best" in said
-    assert "1 older ones were removed (checkpoint.keep); --all lists them" in said
+    assert "1 older one was removed (checkpoint.keep); --all lists it" in said
     assert main(["checkpoints", "trial", "--all"]) == 0
     everything = capsys.readouterr().out
     assert "removed" in everything and "--all" not in everything

@@ -56,6 +56,19 @@ def test_a_dead_signal_is_named_by_its_cause(seen: dict[str, Any], name: str) ->
     assert found(**seen) == [CheckName(name)]
 
 
+@pytest.mark.parametrize(("reward", "answers", "name"), [(1.0, False, "constant_reward"), (0.0, True, "never_right")])
+def test_a_reward_service_that_joins_makes_no_constant_reward_a_different_one(
+    reward: float, answers: bool, name: str
+) -> None:
+    """The first sample that each of three services grades repeats nothing that it knows of."""
+    rewards = {"last_reward": reward, "highest_reward": reward, "lowest_reward": reward}
+    graded_ever = graded(**DEAD | {"repeated": 381})
+
+    assert found(facts=facts(names_answers=answers), graded=graded(**DEAD), graded_ever=graded_ever, **rewards) == [
+        CheckName(name)
+    ]
+
+
 @pytest.mark.parametrize(
     "seen",
     [

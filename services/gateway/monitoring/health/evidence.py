@@ -114,8 +114,11 @@ class Evidence:
 
     @property
     def did_rewards_differ(self) -> bool:
-        """Whether they differed, then or before."""
-        return self.graded_ever.scored > self.graded_ever.repeated + 1
+        """Whether they differed, then or before.
+
+        The first sample that a reward service grades repeats none, whatever others graded: so the bounds count, too.
+        """
+        return self.graded_ever.scored > self.graded_ever.repeated + 1 and self.highest_reward != self.lowest_reward
 
     def recent(self, name: str) -> list[float]:
         """Give the last ``thresholds.steps`` values of a series that reach to the newest step, oldest first."""

@@ -4,7 +4,8 @@
 
 Client, gateway and rollout are a process each. The rollout's engine is scripted: a reply takes the given time and no
 processor. Each episode is one conversation whose turns go directly and through the gateway in turn, so that both ways
-see the same load at the same time. The differences are what the gateway costs.
+see the same load at the same time; the conversations begin at times spread over one reply, since agents do not ask in
+step. The differences are what the gateway costs.
 """
 
 import argparse
@@ -101,8 +102,9 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
 class Agents:
     """The client's side: conversations, and how long each of their turns took."""
 
-    def __init__(self, rollout: str, gateway: str, turns: int) -> None:
-        self._rollout, self._gateway, self._turns = rollout, gateway, turns
+    def __init__(self, rollout: str, gateway: str, arguments: argparse.Namespace) -> None:
+        self._rollout, self._gateway, self._turns = rollout, gateway, arguments.turns
+        self._apart_seconds = arguments.reply_seconds / arguments.episodes
         self.seconds: dict[str, list[float]] = {"direct": [], "gateway": []}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self.http = httpx.AsyncClient(trust_env=False, timeout=60, limits=limits)
@@ -116,6 +118,7 @@ class Agents:
         )
         episode = opened.raise_for_status().json()
         headers = {"Authorization": f"Bearer {episode['key']}", "Content-Type": "application/json"}
+        await asyncio.sleep(number * self._apart_seconds)
         direct = f"{self._rollout}/v1/experiments/{EXPERIMENT}/episodes/{episode['episode_id']}/chat"
         chat = [{"role": "user", "content": "?"}]
         for turn in range(self._turns):
@@ -141,7 +144,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     same = ["--episodes", str(arguments.episodes), "--turns", str(arguments.turns), "--service", SERVICE]
     rollout, rollout_url = start("rollout", "--reply-seconds", str(arguments.reply_seconds), *same)
     gateway, gateway_url = start("gateway", "--rollout", rollout_url, *same)
-    agents = Agents(rollout_url, gateway_url, arguments.turns)
+    agents = Agents(rollout_url, gateway_url, arguments)
     try:
         before = psutil.Process(gateway.pid).cpu_times()
         async with agents.http:

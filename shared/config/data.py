@@ -35,6 +35,8 @@ class RowsConfig(Config):
 
     path: str | None = Field(None, min_length=1)
     """File, pattern such as `train-*.parquet`, or folder; local or a URL that fsspec reads, such as `s3://...`."""
+    more_paths: tuple[str, ...] = ()
+    """Further files, patterns or folders whose rows belong to these, after those of `path`."""
     hub: str | None = None
     """Dataset on the Hugging Face hub, as `owner/name`; needs `flotilla[hub]`."""
     custom: str | None = None
@@ -86,6 +88,8 @@ class RowsConfig(Config):
                 raise ValueError(
                     f"{name} has no effect beside {given[0]} {getattr(self, given[0])!r}: use it with {where}"
                 )
+        if self.more_paths and self.path is None:
+            raise ValueError("more_paths has an effect only beside path: give the first of them as path")
         if self.data_source is not None and (self.only_data_sources or "data_source" in self.columns):
             other = "only_data_sources" if self.only_data_sources else "columns.data_source"
             raise ValueError(f"data_source replaces the data source of each row, so {other} has no effect: drop one")
@@ -93,6 +97,8 @@ class RowsConfig(Config):
 
     def location(self) -> str:
         """Name the place of the rows, for messages."""
+        if self.path is not None and self.more_paths:
+            return ", ".join((self.path, *self.more_paths))
         return self.path or self.custom or f"hub dataset {self.hub}"
 
 

@@ -31,6 +31,7 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         for each in rows if isinstance(rows, list) else []:
             _resolve_path(each, "path", folder)
             _resolve_path(each, "custom", folder)
+            _resolve_more(each, folder)
     job = resolved.get("job")
     for name in ("path", "custom"):
         _resolve_path(job.get("held_out") if isinstance(job, dict) else None, name, folder)
@@ -48,6 +49,14 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
             tracker["directory"] = _absolute(tracker["directory"], folder)
     return resolved
+
+
+def _resolve_more(rows: Any, folder: Path) -> None:
+    more = rows.get("more_paths") if isinstance(rows, dict) else None
+    if isinstance(more, list):
+        rows["more_paths"] = [
+            _absolute(each, folder) if isinstance(each, str) and each and not is_url(each) else each for each in more
+        ]
 
 
 def _names_hub(model: Any, folder: Path, made: str) -> bool:

@@ -117,6 +117,14 @@ class FormatConfig(MatchConfig):
         return self
 
 
+class IfevalConfig(MatchConfig):
+    """The response follows the instruction in the label, such as `{"func_name": "verify_bullet_points", "N": 3}`."""
+
+    kind: Literal["ifeval"] = "ifeval"
+    repetition_penalty: float = Field(0.0, ge=0)
+    """Taken off a response that only repeats itself; of others in proportion to their repeated runs of three words."""
+
+
 class CustomConfig(ComponentConfig):
     """A function of the user's, plain or async: ``function(sample)`` returns a number, None (abstain) or a Grade."""
 
@@ -233,6 +241,7 @@ Component = Annotated[
     | JsonSchemaConfig
     | ChoiceConfig
     | FormatConfig
+    | IfevalConfig
     | CustomConfig
     | CodeConfig
     | VerlDefaultConfig

@@ -15,6 +15,7 @@ from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
+from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import number, same, wrong
@@ -28,11 +29,30 @@ OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-GRADERS = {
+GRADERS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "CodeSandboxRewardWorker": {"kind": "code", "reward": "all"},
+    "GeneralRuleRewardWorker": {"kind": "ifeval", "repetition_penalty": 0.5},
+    "CrossThinkQARuleRewardWorker": {"kind": "choice", "letters": "ABCDEFGHIJ"},
 }
 """Reward workers of ROLL that are ours under another name."""
+JUDGE = "LLMJudgeRewardWorker"
+JUDGE_TEMPLATE = """\
+Question:
+{prompt}
+
+Reference answer:
+{label}
+
+Answer:
+{response}
+
+Does the answer agree with the reference answer? Reply YES or NO."""
+JUDGE_OPTIONS = ("judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key", "judge_prompt")
+OPTIONS = frozenset({"worker_cls", "tag_included", *JUDGE_OPTIONS})
+"""What of a domain is read."""
+SILENT = {"reward_type": "soft", "response_length_penalty_coef": 0.0}
+"""Options of ROLL's workers that ask for nothing as long as they have these values."""
 DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
 PLACED = frozenset(
     {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args",
@@ -44,7 +64,8 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     Parameter(
         name="rewards",
         verdict=Verdict.TRANSLATED,
-        reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker kind code; tag_included names "
+        reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker code, GeneralRuleRewardWorker "
+        "ifeval, CrossThinkQARuleRewardWorker choice, LLMJudgeRewardWorker with an api judge; tag_included names "
         "its data sources, query_filter_config is reward.group_filter; where the worker runs does not matter",
         targets=("reward.components",),
         is_tree=True,
@@ -215,12 +236,11 @@ def _domains(source: Source, files: Sequence[str]) -> list[Fields]:
         domain = spelling.rpartition(".")[2]
         weight = number(spelling, share)
         tags = source.trees.get("rewards", {}).get(f"rewards.{domain}.tag_included")
-        if len(files) != 1:
-            source.refuse_written(spelling, "domains are taken from one file: join the files into one")
-        elif not isinstance(tags, list) or not tags:
+        if not isinstance(tags, list) or not tags:
             source.refuse_written(spelling, f"rewards.{domain}.tag_included must list the tags of this domain's rows")
         elif weight:
-            made.append({"path": files[0], "only_data_sources": [str(tag) for tag in tags], "weight": weight})
+            place = {"path": files[0], **({"more_paths": list(files[1:])} if len(files) > 1 else {})}
+            made.append({**place, "only_data_sources": [str(tag) for tag in tags], "weight": weight})
     if len(made) == 1:
         del made[0]["weight"]
     return made
@@ -256,30 +276,61 @@ def rewards(source: Source) -> Fields:
     for spelling, value in source.trees.get("rewards", {}).items():
         match = DOMAIN.match(spelling)
         domain, option = (match[1], match[2]) if match else ("", "")
-        if option in {"worker_cls", "tag_included"}:
+        if option in OPTIONS:
             workers.setdefault(domain, {})[option] = value
+        elif option in SILENT and value in {None, SILENT[option]}:
+            source.put_aside(spelling, "asks for nothing")
         elif option.partition(".")[0] in PLACED:
             source.put_aside(spelling, "where and how a grader runs is the reward services' own matter")
         elif option.partition(".")[0] != "query_filter_config":
             source.refuse_written(
-                spelling, "of a domain only worker_cls, tag_included and query_filter_config are offered"
+                spelling, "of a domain only worker_cls, tag_included, query_filter_config and a judge's are offered"
             )
     components: list[dict[str, Any]] = []
     for domain, options in workers.items():
         kind = str(options.get("worker_cls", "")).rpartition(".")[2]
-        if kind not in GRADERS:
-            offered = f"{kind or 'none'} is not offered: use {', '.join(sorted(GRADERS))}, or --set"
+        grader = _judge(source, domain, options) if kind == JUDGE else GRADERS.get(kind)
+        if grader is None and kind == JUDGE:
+            continue
+        if grader is None:
+            offered = f"{kind or 'none'} is not offered: use {', '.join(sorted([*GRADERS, JUDGE]))}, or --set"
             source.refuse_written(f"rewards.{domain}.worker_cls", offered)
             continue
         tags = options.get("tag_included")
         more = {"data_sources": [str(tag) for tag in tags]} if isinstance(tags, list) and tags else {}
-        components.append({"name": domain, **GRADERS[kind], **more})
+        components.append({"name": domain, **grader, **more})
     if not components:
         source.lack(
             "reward.components: no domain under rewards is offered here: --set 'reward.components=[{kind: math}]'"
         )
         return {}
     return {"reward.components": components, **group_filter(source)}
+
+
+def _judge(source: Source, domain: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Make the judge of a domain, which is asked behind a URL; the first yes or no of its reply counts here."""
+    prefix = f"rewards.{domain}"
+    url, model = options.get("judge_api_url"), options.get("judge_model_name")
+    if options.get("judge_model_type") != "api" or not isinstance(url, str) or not isinstance(model, str):
+        source.refuse_written(
+            f"{prefix}.judge_model_type",
+            "a judge is asked behind a URL: serve the model with any OpenAI-compatible server, and give "
+            "judge_model_type api, judge_api_url (its base URL) and judge_model_name",
+        )
+        return None
+    if options.get("judge_prompt"):
+        source.refuse_written(f"{prefix}.judge_prompt", "names a prompt of ROLL's: write it as template of the judge")
+    if options.get("judge_api_key"):
+        source.refuse_written(f"{prefix}.judge_api_key", "a key is no part of a spec: set api_key_env of the judge")
+    return {
+        "kind": "judge",
+        "url": url,
+        "model": model,
+        "template": JUDGE_TEMPLATE,
+        "pattern": r"(?is)\A.*?\b(yes|no)\b",
+        "verdicts": {"yes": 1.0, "no": 0.0},
+        "allow_private": is_private_host(url),
+    }
 
 
 ROLL: System = make_system(

@@ -123,7 +123,8 @@ def _read(source: RowsConfig, limit: int | None, field: str, places: Places | No
         places.check_code(source.custom, f"{field}.custom")
         return rows_of_child(source.custom, source.options or {}, limit, field)
     rows: list[Row] = []
-    for path in files_of(source, places):
+    each_place = [source, *(source.model_copy(update={"path": path}) for path in source.more_paths)]
+    for path in (path for place in each_place for path in files_of(place, places)):
         if limit is None or len(rows) < limit:
             rows += read_rows(path, None if limit is None else limit - len(rows), places)
     return rows

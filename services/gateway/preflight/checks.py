@@ -50,6 +50,7 @@ def _paths_of_rows(section: str, name: str, path: str | None, several: Sequence[
 
 def _paths_of_row(field: str, rows: RowsConfig) -> dict[str, str]:
     paths = {f"{field}.path": rows.path, f"{field}.custom": rows.custom and rows.custom.rpartition(":")[0]}
+    paths |= {f"{field}.more_paths.{number}": each for number, each in enumerate(rows.more_paths)}
     return {name: each for name, each in paths.items() if each is not None and not is_url(each)}
 
 

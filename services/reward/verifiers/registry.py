@@ -17,6 +17,7 @@ from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
 from services.reward.verifiers.format import FormatVerifier
+from services.reward.verifiers.ifeval import IfevalVerifier
 from services.reward.verifiers.judge import JudgeVerifier
 from services.reward.verifiers.math import MathVerifier
 from services.reward.verifiers.numeric import NumericVerifier
@@ -33,6 +34,7 @@ from shared.config.reward import (
     EnvironmentRewardConfig,
     ExactConfig,
     FormatConfig,
+    IfevalConfig,
     JsonSchemaConfig,
     MathConfig,
     NumericConfig,
@@ -103,6 +105,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return ChoiceVerifier(config)
         case FormatConfig():
             return FormatVerifier(config)
+        case IfevalConfig():
+            return IfevalVerifier(config)
         case CustomConfig():
             if surroundings.places is None:
                 return CustomVerifier(config)

@@ -8,6 +8,7 @@ import fsspec
 import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
+from pydantic import ValidationError
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.loading import load_evaluation, load_training
@@ -88,6 +89,18 @@ def test_sources_without_weights_are_one_set_of_rows(tmp_path: Path) -> None:
     assert prompts(load(sources=sources, shuffle=False), 6) == ["a0", "a1", "a2", "b0", "b1", "a0"]
     assert prompts(load(sources=sources, shuffle=False, max_rows=4), 4) == ["a0", "a1", "a2", "b0"]
     assert sorted(prompts(load(sources=sources), 5)) == ["a0", "a1", "a2", "b0", "b1"]
+
+
+def test_a_source_may_be_several_files_and_takes_its_data_sources_from_any(tmp_path: Path) -> None:
+    first = lines(tmp_path / "a.jsonl", [{"prompt": "one", "tag": "x"}, {"prompt": "two", "tag": "y"}])
+    second = lines(tmp_path / "b.jsonl", [{"prompt": "three", "tag": "z"}])
+    source = {"path": str(first), "more_paths": [str(second)], "only_data_sources": ["y", "z"]}
+
+    dataset = load(sources=[source], label_column=None, data_source_column="tag", shuffle=False)
+
+    assert prompts(dataset, 2) == ["two", "three"]
+    with pytest.raises(ValidationError, match="only beside path"):
+        load(sources=[{"hub": "owner/name", "more_paths": [str(second)]}])
 
 
 def test_weights_mix_and_each_source_goes_through_its_own_rows(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build
 from flotilla.importers.systems import SYSTEMS, read
 from shared.errors import InvalidSpec
-from tests.unit.importers.sources import BASES, nested
+from tests.unit.importers.sources import BASES, import_flat, nested
 
 CONFIG = yaml.safe_dump(nested(BASES["roll"]))
 START = "python examples/start_rlvr_pipeline.py"
@@ -90,3 +90,44 @@ def test_the_folder_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(command) == 1
     assert "rlvr" in capsys.readouterr().err
     assert main([*command, "--config-dir", str(tmp_path / "elsewhere")]) == 0
+
+
+def test_workers_of_every_domain_become_graders_and_domains_may_be_in_several_files() -> None:
+    folder = "roll.pipeline.rlvr.rewards"
+    values = {
+        "actor_train.data_args.file_name": ["math.jsonl", "general.jsonl"],
+        "actor_train.data_args.domain_interleave_probs.ifeval": 0.25,
+        "actor_train.data_args.domain_interleave_probs.qa": 0.75,
+        "rewards.math.worker_cls": None,
+        "rewards.ifeval.worker_cls": f"{folder}.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
+        "rewards.ifeval.tag_included": ["ifeval"],
+        "rewards.ifeval.reward_type": "soft",
+        "rewards.qa.worker_cls": f"{folder}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker",
+        "rewards.qa.tag_included": ["crossthinkqa"],
+        "rewards.judged.worker_cls": f"{folder}.llm_judge_reward_worker.LLMJudgeRewardWorker",
+        "rewards.judged.judge_model_type": "api",
+        "rewards.judged.judge_api_url": "http://127.0.0.1:8000/v1",
+        "rewards.judged.judge_model_name": "judge",
+        "rewards.judged.tag_included": ["RLVR"],
+    }
+    base = {name: value for name, value in BASES["roll"].items() if name not in values}
+
+    found = import_flat("roll", {**base, **{name: each for name, each in values.items() if each is not None}})
+
+    assert found.spec is not None, found.report.problems
+    assert found.report.refused == []
+    kinds = {component.name: component.kind for component in found.spec.reward.components}
+    assert kinds == {"ifeval": "ifeval", "qa": "choice", "judged": "judge"}
+    first, second = found.spec.data.sources or ()
+    assert (first.path, first.more_paths, first.weight) == ("math.jsonl", ("general.jsonl",), 0.25)
+    assert second.only_data_sources == ("crossthinkqa",)
+
+
+def test_a_judge_that_roll_would_run_itself_is_refused_with_the_way_out() -> None:
+    worker = "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"
+    more = {"rewards.judged.worker_cls": worker, "rewards.judged.judge_model_type": "inference"}
+
+    found = import_flat("roll", {**BASES["roll"], **more})
+
+    (entry,) = [each for each in found.report.refused if each.name.startswith("rewards.judged")]
+    assert "judge_api_url" in entry.detail

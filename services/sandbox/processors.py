@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 
-LONG_PART = 32
+LONG_PART = 8
 """A program that takes long has the weight of a slot divided by this."""
 LONG_SECONDS = 0.5
 """Processor time after which a program takes long."""

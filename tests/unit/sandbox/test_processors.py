@@ -35,7 +35,7 @@ def test_a_service_without_the_controller_makes_none(tmp_path: Path) -> None:
     assert ProcessorGroups.find(mounts_in(tmp_path, "memory"), shares=128, processors=1) is None
 
 
-@pytest.mark.parametrize(("used_seconds", "shares"), [(0.4, 128), (0.6, 4)])
+@pytest.mark.parametrize(("used_seconds", "shares"), [(0.4, 128), (0.6, 16)])
 async def test_a_program_that_takes_long_gives_way_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_seconds: float, shares: int
 ) -> None:

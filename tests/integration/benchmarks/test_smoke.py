@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, engine, samples, scale, streams, weights
+from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, weights
 from tests.fleet import make_model
 
 Main = Callable[[], int | None]
@@ -113,3 +113,14 @@ def test_ablation(run: Callable[..., Any], tmp_path: Path) -> None:
 
     (outcome,) = found["settings"]["grpo"]
     assert all(0 <= outcome[name] <= 1 for name in ("accuracy_before", "accuracy_after", "reward_at_end"))
+
+
+@pytest.mark.long
+def test_gpu_rehearsal(run: Callable[..., Any]) -> None:
+    found = run(gpu.main, "--cpu-rehearsal")
+
+    assert set(found["parts"]) == set(gpu.PARTS)
+    failed = {name: part["failed"] for name, part in found["parts"].items() if "failed" in part}
+    assert not failed, "\n".join(failed.values())
+    assert found["parts"]["engine"]["tiny, 8 samples"]["engine_tokens_per_second"] > 1
+    assert found["parts"]["fleet"]["ledger"]["trained"] > 0

@@ -91,11 +91,9 @@ TOOLS = (
     "'rollout.episodes={kind: tools, tools: [...]}' with functions, URLs or MCP servers"
 )
 TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    ("max_turns", None, ()), ("max_assistant_turns", None, ()), ("max_user_turns", None, ()),
-    ("tool_config_path", None, ()), ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
-    ("completion_callback", None, ()), ("num_repeat_rollouts", None, ()), ("max_parallel_calls", 1, (None,)),
-    ("max_tool_response_length", 256, (None,)), ("tool_response_truncate_side", "middle", (None,)),
-    ("format", "hermes", (None,)), ("use_inference_chat_template", False, (None,)),
+    ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
+    ("completion_callback", None, ()), ("num_repeat_rollouts", None, ()),
+    ("tool_response_truncate_side", "middle", (None,)), ("use_inference_chat_template", False, (None,)),
     ("tokenization_sanity_check_mode", "strict", (None, "disable", "ignore_strippable")),
     ("enable_tokenization_sanity_check", True, (None, False)),
 )  # fmt: skip
@@ -145,15 +143,14 @@ ROLLOUT: tuple[Parameter, ...] = (
     refused(f"{ROLLOUT_NAME}.do_sample", "greedy answers are no policy to train: leave it true", default=True),
     refused(f"{ROLLOUT_NAME}.use_fire_sampling", "a hotter first token would not be the policy's: leave it false",
             default=False),
-    refused(f"{ROLLOUT_NAME}.multi_turn.enable", TOOLS, default=False),
     *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}",
-              TOOLS if name.endswith(("tool_path", "tool_config_path")) else SINGLE, default=default, harmless=harmless)
+              TOOLS if name.endswith("tool_path") else SINGLE, default=default, harmless=harmless)
       for name, default, harmless in TURNS),
     refused(f"{ROLLOUT_NAME}.multi_turn", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.agent.custom_async_server.path", "the engine is the fleet's own: leave it null",
             default=None),
     refused(f"{ROLLOUT_NAME}.agent.default_agent_loop", "episodes are single turns: use single_turn_agent",
-            default="single_turn_agent"),
+            default="single_turn_agent", harmless=("tool_agent",)),
     refused(f"{ROLLOUT_NAME}.agent", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.repetition_penalty", "the sampled distribution is the model's own: leave it at 1",
             default=1.0),

@@ -10,7 +10,7 @@ from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import given_variables, read_script
 from flotilla.importers.source import Given
 from flotilla.importers.system import System, make_system
-from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, trainer
+from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, tools, trainer
 
 OWN = frozenset(
     {*launch.OWN, "sft_trainer",
@@ -23,7 +23,8 @@ OWN = frozenset(
 VERL: System = make_system(
     "verl",
     (
-        data.DATA, data.ROLLOUT, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS, actor.CRITIC_ROWS,
+        data.DATA, data.ROLLOUT, tools.ROWS, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS,
+        actor.CRITIC_ROWS,
         actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
         trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
@@ -33,6 +34,7 @@ VERL: System = make_system(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
         learning.kl, learning.old_policy, learning.critic, learning.resampling, rules.rewards, rules.evaluation,
         rules.checkpoints, rules.beginning, rules.placement, rules.publication, rules.tracking,
+        tools.episodes,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
 )  # fmt: skip
@@ -47,11 +49,11 @@ def read_verl(
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     if is_script:
-        return _from_script(text, overrides, environment, source, beside)
+        return tools.with_tools(_from_script(text, overrides, environment, source, beside), beside)
     flat = Composition(beside, OWN).read(text, source=source)
     names = flat | dict(pair.lstrip("+~").split("=", 1) for pair in overrides if "=" in pair)
     kind = launch.kind_of_defaults(flat.get("defaults")) or launch.kind_of_keys(names) or launch.Kind.SYNCHRONOUS
-    given = _resolved(flat, [], overrides, kind, environment, where="file")
+    given = tools.with_tools(_resolved(flat, [], overrides, kind, environment, where="file"), beside)
     is_said = any(each.spelling == launch.MODULE for each in given)
     return given if is_said else [*given, *launch.said(kind, None, "default")]
 

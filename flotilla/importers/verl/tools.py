@@ -1,0 +1,176 @@
+"""verl's tools: its file of classes, read and made into tools of ours; a class that is not known is refused by name."""
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from flotilla.importers.composition import Beside
+from flotilla.importers.hydra import read_yaml
+from flotilla.importers.parameter import Parameter, Verdict, translated
+from flotilla.importers.source import Given, Source
+from flotilla.importers.values import count, flag, integer, text
+from flotilla.importers.verl.data import SINGLE
+
+Fields = dict[str, Any]
+
+MULTI: Final = "actor_rollout_ref.rollout.multi_turn"
+PATH, TOOLS = f"{MULTI}.tool_config_path", f"{MULTI}.tool_config"
+MAX_ABOVE: Final = 8
+MOST_TURNS: Final = 64
+"""Where verl bounds an episode by its tokens alone."""
+CELL_SECONDS: Final = 30.0
+KNOWN: Final = "Gsm8kTool, SandboxFusionTool and CustomSandboxFusionTool"
+SANDBOXES: Final = ("SandboxFusionTool", "CustomSandboxFusionTool")
+GSM8K: Final = '''"""verl's Gsm8kTool: says whether an answer is that of the row. Written by `flotilla import verl`."""
+
+import json
+import re
+
+NUMBER = re.compile(r"-?[0-9][0-9.,]*")
+
+
+def {name}(answer: str = "", *, row: dict) -> str:
+    answer = answer if answer.startswith("#### ") else "#### " + answer
+    numbers = [found.replace(",", "").rstrip(".") for found in NUMBER.findall(answer)]
+    reward = 1.0 if numbers and numbers[-1] == str(truth_of(row)).replace(",", "") else 0.0
+    return f"Current parsed {{answer=}} {{reward=}}"
+
+
+def truth_of(row: dict) -> object:
+    column = row.get("reward_model")
+    try:
+        column = json.loads(column) if isinstance(column, str) else column
+    except ValueError:
+        column = None
+    return column["ground_truth"] if isinstance(column, dict) and "ground_truth" in column else row["label"]
+
+
+{name}.schema = {schema!r}
+'''
+SCHEMA = {"type": "function", "function": {"name": "check", "parameters": {"type": "object", "properties": {}}}}
+WITH_TOOLS = {f"{TOOLS}.check": {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": SCHEMA}}
+ENABLED = {**WITH_TOOLS, f"{MULTI}.enable": True}
+
+ROWS: tuple[Parameter, ...] = (
+    Parameter(name=PATH, verdict=Verdict.TRANSLATED, is_tree=True, targets=("rollout.episodes",),
+              reason="the file is read; each of its tools has an entry of its own"),
+    Parameter(name=TOOLS, verdict=Verdict.TRANSLATED, is_tree=True, targets=("rollout.episodes",),
+              reason="a tool of ours that does the same"),
+    translated(f"{MULTI}.enable", "rollout.episodes", flag, "turns with the tools of the file", example=True,
+               default=False, context=WITH_TOOLS),
+    translated(f"{MULTI}.max_assistant_turns", "rollout.episodes.max_turns", integer,
+               f"most answers of an episode; where nothing is said, {MOST_TURNS}, and its tokens bound it", example=3,
+               default=None, context=ENABLED, aliases=(f"{MULTI}.max_turns",)),
+    translated(f"{MULTI}.max_user_turns", "rollout.episodes.max_turns", integer,
+               "turns of tools: one less than answers", example=3, default=None, context=ENABLED),
+    translated(f"{MULTI}.max_parallel_calls", "rollout.episodes.max_parallel_calls", count, "calls of one answer",
+               example=4, default=1, context=ENABLED),
+    translated(f"{MULTI}.max_tool_response_length", "rollout.episodes.max_result_characters", count,
+               "characters of a result", example=512, default=256, context=ENABLED),
+    translated(f"{MULTI}.format", "rollout.episodes.format", text, "hermes; others are refused", example="qwen",
+               default="hermes", context=ENABLED),
+)  # fmt: skip
+
+
+def with_tools(given: Sequence[Given], beside: Beside) -> list[Given]:
+    """Add what the file of tools holds to the parameters that name it; one that is not found is refused."""
+    made: list[Given] = []
+    for each in given:
+        if each.spelling != PATH or not isinstance(each.value, str) or each.refusal is not None:
+            made.append(each)
+            continue
+        content = next((found for place in _places(each.value) if (found := beside(place)) is not None), None)
+        if content is None:
+            why = (
+                "the file is not found beside the launch file or above it, and without it an import makes single "
+                "turns: give --config-dir DIR, the folder that it lies in, or --set 'rollout.episodes={kind: tools, "
+                "tools: [...]}' with functions, URLs or MCP servers"
+            )
+            made.append(replace(each, refusal=why))
+            continue
+        made.append(each)
+        made += _tools(content, each)
+    return made
+
+
+def _places(path: str) -> Iterator[str]:
+    yield path
+    if not path.startswith(("/", "~")):
+        for number in range(1, MAX_ABOVE):
+            yield posixpath.normpath(posixpath.join("../" * number, path))
+    yield posixpath.basename(path)
+
+
+def _tools(content: str, path: Given) -> Iterator[Given]:
+    tools = read_yaml(content, source=str(path.value)).get("tools")
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        name = _name(tool) if isinstance(tool, Mapping) else None
+        yield Given(tool, f"{TOOLS}.{name or number}", path.where)
+
+
+def _name(tool: Mapping[str, Any]) -> str | None:
+    schema = tool.get("tool_schema")
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def episodes(source: Source) -> Fields:
+    """Make turns with tools, where verl has them."""
+    written = source.trees.get(TOOLS, {})
+    if not source.value(f"{MULTI}.enable"):
+        _refuse_turns(source)
+        return {}
+    made = [tool for spelling, value in written.items() if (tool := _tool(source, spelling, value)) is not None]
+    if not made:
+        source.refuse(
+            f"{MULTI}.enable",
+            "there are no tools that are known, and without them an import makes single turns: leave it out, or give "
+            "--set 'rollout.episodes={kind: tools, tools: [...]}' with functions, URLs or MCP servers",
+        )
+        _refuse_turns(source)
+        return {}
+    answers, results = (source.value(f"{MULTI}.max_{who}_turns") for who in ("assistant", "user"))
+    limits = [each for each in (answers, None if results is None else results + 1) if each is not None]
+    parallel = source.value(f"{MULTI}.max_parallel_calls") or 1
+    form = source.choose(f"{MULTI}.format", {"hermes": "hermes", "qwen": "qwen", "None": "hermes"})
+    slowest = max(float(tool.get("run_seconds", 0.0)) for tool in made) * parallel
+    section: Fields = {
+        "kind": "tools",
+        "format": form or "hermes",
+        "tools": made,
+        "max_turns": max(min(limits), 1) if limits else MOST_TURNS,
+        "max_parallel_calls": parallel,
+        "max_result_characters": max(source.value(f"{MULTI}.max_tool_response_length") or 256, 100),
+    }
+    return {"rollout.episodes": section | ({"step_seconds": slowest} if slowest > 60.0 else {})}
+
+
+def _refuse_turns(source: Source) -> None:
+    """Refuse what bounds turns where there are none: rows may name another agent loop, which reads it all the same."""
+    for row in ROWS:
+        is_given = not row.is_tree and row.name != f"{MULTI}.enable" and row.name in source.given
+        if is_given and source.value(row.name) not in {None, row.default}:
+            source.refuse(row.name, SINGLE)
+
+
+def _tool(source: Source, spelling: str, tool: Any) -> Fields | None:
+    name = _name(tool) if isinstance(tool, Mapping) else None
+    kind = str(tool.get("class_name", "")).rpartition(".")[2] if isinstance(tool, Mapping) else ""
+    if kind in SANDBOXES:
+        config = tool.get("config") or {}
+        seconds = config.get("default_timeout") or CELL_SECONDS
+        function = (tool.get("tool_schema") or {}).get("function") or {}
+        made: Fields = {"kind": "code_interpreter", "name": name or "code_interpreter", "run_seconds": float(seconds)}
+        return made | ({"description": function["description"]} if function.get("description") else {})
+    if kind == "Gsm8kTool" and name is not None:
+        file = f"{name}_tool.py"
+        source.files[file] = GSM8K.format(name=name, schema=tool["tool_schema"])
+        return {"kind": "python", "path": f"{file}:{name}"}
+    source.refuse_written(
+        spelling,
+        f"{kind or 'what is no class'} is no tool of verl's that is known here ({KNOWN}): give a function, a URL or an "
+        "MCP server with --set 'rollout.episodes.tools=[...]'",
+    )
+    return None

@@ -26,7 +26,7 @@ class SandboxSettings(Config):
     """Longest wait for a turn; a call that waits longer is answered 504."""
     max_request_bytes: int = Field(8 * MEBIBYTE, ge=1024)
     """Largest body of a call; a larger one is answered 413."""
-    processor_shares: int = Field(512, ge=2, le=262_144)
+    processor_shares: int = Field(64, ge=2, le=262_144)
     """Weight of a slot where others want the processors too; an ordinary process has 1024."""
     processors: float = Field(2.0, gt=0)
     """How many processors one slot may use at a time."""

@@ -37,7 +37,7 @@ from services.sandbox.limits import apply_rlimits, longest_seconds
 POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 PIPE_BYTES = 1 << 20
-KILL_SECONDS = 5.0
+KILL_SECONDS = 20.0
 OWN_PROCESSES = 4
 """The isolation's own processes, which count for the uid too."""
 NICENESS = 10

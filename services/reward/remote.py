@@ -119,9 +119,7 @@ class RemoteVerifier:
         """Return the answer, and the name of the request that it is to."""
         callbacks, seconds = self._callbacks, self._config.callback_seconds
         if callbacks is None or seconds is None:
-            # Those before in the queue have a deadline each.
-            async with self._room:
-                answer = await self._ask(self._body(samples, name), name)
+            answer = await self._ask(self._body(samples, name), name)
             assert answer is not None
             return name, answer
         while True:
@@ -136,8 +134,7 @@ class RemoteVerifier:
         if expected.answer is None and not expected.is_accepted:
             token = expected.key.partition(":")[0]
             body = self._body(samples, name, callbacks.url(self._experiment, name, token))
-            async with self._room:
-                answer = await self._ask(body, name)
+            answer = await self._ask(body, name)
             if answer is not None:
                 return name, answer
             await retry(partial(callbacks.mailbox.accept, name), waiting_for=DATA_PLANE)
@@ -159,12 +156,26 @@ class RemoteVerifier:
         return request.model_dump_json().encode()
 
     async def _ask(self, body: bytes, name: str) -> bytes | None:
-        """Ask until there is an answer; None if it comes later."""
+        """Ask until there is an answer; None if it comes later. Between attempts the room is left to others."""
         config = self._config
+        # The deadline begins with the first attempt: those before in the queue have one each.
+        await self._room.acquire()
+        is_inside = True
         deadline = self._clock.monotonic() + config.deadline_seconds
         asked: list[str] = []
 
         async def attempt() -> bytes | None:
+            nonlocal is_inside
+            if not is_inside:
+                await self._room.acquire()
+                is_inside = True
+            try:
+                return await post()
+            finally:
+                is_inside = False
+                self._room.release()
+
+        async def post() -> bytes | None:
             url = self._endpoints.pick(avoid=asked)
             if url is None:
                 raise _AllRest("every URL of the grader failed and rests", self._endpoints.seconds_until_usable())
@@ -195,6 +206,9 @@ class RemoteVerifier:
         except Retryable as error:
             cause = last[0] if last else error
             raise GradingFailed(f"the grader failed {len(asked)} times, at last: {cause.detail}") from error
+        finally:
+            if is_inside:
+                self._room.release()
 
 
 class _FailOver(Backoff):

@@ -17,15 +17,17 @@ from services.reward.service import RewardService
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
 from shared.client import GatewayClient
+from shared.config.reward import RemoteConfig, RewardConfig
 from shared.config.reward_model import RewardModelConfig
 from shared.config.spec import ExperimentSpec
 from shared.credentials import Credentials
+from shared.errors import Unavailable
 from shared.membership import Membership
 from shared.model_hub import fetched
 from shared.places import read_places
 from shared.samples.recorder import SampleRecorder
-from shared.sandbox_address import sandbox_address
-from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind
+from shared.schemas.experiment import Page
+from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
 from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -37,6 +39,8 @@ from shared.streams.settings import StreamsConfig
 
 CONCURRENCY = 32
 """Groups graded at the same time: graders wait more than they compute."""
+GROUPS_PER_REQUEST = 4
+"""Groups graded at the same time for each request that a remote grader may have: some wait for another attempt."""
 WAITING_CONCURRENCY = 4096
 """The same where rewards come later than the episodes' ends: groups that wait hold up no others."""
 
@@ -86,7 +90,7 @@ class SessionOpener:
             ModelError: the hub does not give a reward model.
             Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
-        sandbox_url = await sandbox_address(self.client, assignment.experiment_id) if spec.grades_code else None
+        sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
         for component in spec.reward.components:
             if isinstance(component, RewardModelConfig):
                 await fetched(component.model)
@@ -115,8 +119,29 @@ class SessionOpener:
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
-        concurrency = WAITING_CONCURRENCY if spec.reward.waits_for_answers else CONCURRENCY
-        return RewardSession(RewardConsumer(lanes, verifier, spec.reward, concurrency, recorder), verifier, recorder)
+        consumer = RewardConsumer(lanes, verifier, spec.reward, groups_at_a_time(spec.reward), recorder)
+        return RewardSession(consumer, verifier, recorder)
+
+    async def _sandbox_url(self, experiment_id: str) -> str:
+        """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.
+
+        Raises:
+            Unavailable: there is none now: it may have been killed a moment ago.
+        """
+        page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
+        views = [ServiceView.model_validate(item) for item in Page.model_validate(page).items]
+        usable = [view for view in views if view.experiment_id == experiment_id] or views
+        if not usable:
+            raise Unavailable("a reward component of kind code needs a sandbox service, and the fleet has none now")
+        return usable[os.getpid() % len(usable)].address
+
+
+def groups_at_a_time(reward: RewardConfig) -> int:
+    """Say how many groups are graded at the same time, so that no grader's own bound is out of reach."""
+    if reward.waits_for_answers:
+        return WAITING_CONCURRENCY
+    requests = [each.concurrency for each in reward.components if isinstance(each, RemoteConfig)]
+    return max(CONCURRENCY, GROUPS_PER_REQUEST * max(requests, default=0))
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 """Graders that fail in every way: no failure is a reward, and with spare servers hardly a sample is without one."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import httpx
 import pytest
 
 from services.reward.remote import RemoteVerifier
-from shared.config.reward import RemoteConfig
+from services.reward.state import groups_at_a_time
+from shared.config.reward import RemoteConfig, RewardConfig
 from shared.schemas.grading import Grade
 from shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
@@ -110,3 +112,31 @@ async def test_a_dead_server_beside_a_good_one_costs_no_sample() -> None:
     grades = await graded(PASSING, 0.0, {"93.184.215.14": 1.0, "93.184.215.15": 0.0})
 
     assert [grade.reward for grade in grades] == [RIGHT] * (GROUPS * SIZE)
+
+
+async def test_who_waits_for_another_attempt_keeps_nobody_from_asking() -> None:
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        name = json.loads(request.content)["samples"][0]["id"]
+        asked.append(name)
+        return httpx.Response(500) if asked.count(name) == 1 and name == "first" else right(1)
+
+    config = RemoteConfig(url="http://93.184.215.14/", concurrency=1)
+    verifier = RemoteVerifier(
+        config, "exp", httpx.AsyncClient(transport=httpx.MockTransport(handle)), backoff_seconds=0.2
+    )
+
+    grades = await asyncio.gather(*(verifier.score([a_sample("x", id=name)]) for name in ("first", "second", "third")))
+    await verifier.aclose()
+
+    assert asked == ["first", "second", "third", "first"]
+    assert [grade.reward for (grade,) in grades] == [RIGHT] * 3
+
+
+def test_as_many_groups_are_graded_as_a_graders_concurrency_asks_for() -> None:
+    remote = {"kind": "remote", "url": "http://93.184.215.14/", "concurrency": 100}
+
+    assert groups_at_a_time(RewardConfig()) == 32
+    assert groups_at_a_time(RewardConfig.model_validate({"components": [remote]})) >= 100
+    assert groups_at_a_time(RewardConfig.model_validate({"components": [{**remote, "callback_seconds": 9}]})) >= 1000

@@ -23,10 +23,10 @@ def open_trainer(given: dict[str, Any], directory: str, rows: int) -> GRPOTraine
     """Make TRL's trainer for the batch's model, with one update per step."""
     config = GRPOConfig(
         output_dir=directory,
-        per_device_train_batch_size=rows,
+        # What it would generate with is not used; micro-batches are passed to its loss as they are.
+        per_device_train_batch_size=given["group_size"],
         gradient_accumulation_steps=-(-len(given["prompts"]) // rows),
         num_generations=given["group_size"],
-        generation_batch_size=-(-len(given["prompts"]) // rows) * rows,
         learning_rate=given["learning_rate"],
         epsilon=given["clip"],
         beta=0.0,

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from services.reward.verifiers.code import parse_cases
 from shared.schemas.grading import GradingRequest, GradingResponse
-from shared.schemas.sandbox import RunCodeRequest, RunCodeResponse
+from shared.schemas.sandbox import (
+    CellRequest,
+    CellResponse,
+    RunCodeRequest,
+    RunCodeResponse,
+    SessionRequest,
+    SessionView,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -41,8 +48,13 @@ def test_the_labels_of_the_code_verifier_are_as_documented() -> None:
     assert [len(parse_cases(label, "python")) for label in labels] == [1, 1, 1]
 
 
-def test_the_sandboxs_example_is_a_request_and_its_answer() -> None:
-    request, response = json_blocks("sandbox.md")
+def test_the_sandboxs_examples_are_requests_and_their_answers() -> None:
+    request, response, *of_a_session = json_blocks("sandbox.md")
 
     assert RunCodeRequest.model_validate_json(request).language == "python"
     assert json.loads(RunCodeResponse.model_validate_json(response).model_dump_json()) == json.loads(response)
+    opened, session, cell, answer = of_a_session
+    assert SessionRequest.model_validate_json(opened).language == "python"
+    assert json.loads(SessionView.model_validate_json(session).model_dump_json()) == json.loads(session)
+    assert CellRequest.model_validate_json(cell).code == "x = 20\nx + 1"
+    assert json.loads(CellResponse.model_validate_json(answer).model_dump_json()) == json.loads(answer)

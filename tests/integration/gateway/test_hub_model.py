@@ -152,7 +152,7 @@ def test_the_gateway_pins_the_commit_and_loads_no_weights(hub: Server) -> None:
     checks.check_paths(pinned)
     checks.check_model(pinned)
     assert loaded(hub) == {"config.json", "tokenizer.json"}
-    assert checks.pinned(pinned) is pinned
+    assert checks.pinned(pinned) == pinned
 
 
 @pytest.mark.parametrize(

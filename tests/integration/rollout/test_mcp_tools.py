@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.tools import checked_transport
 from services.rollout.tools.base import ToolFailed
 from services.rollout.tools.mcp_tools import McpServer
-from shared import address_policy
+from shared import address_policy, checked_transport
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
 

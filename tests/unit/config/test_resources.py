@@ -22,7 +22,7 @@ def test_an_experiment_asks_for_one_of_each_unless_told_otherwise() -> None:
     [
         ({"rollouts": {"min": 0}}, "resources.rollouts.min", "greater than or equal to 1"),
         ({"rollouts": {"min": 3, "max": 2}}, "resources.rollouts", "max 2 is below min 3"),
-        ({"sandboxes": {"min": 1}}, "resources.sandboxes", "no reward component runs code"),
+        ({"sandboxes": {"min": 1}}, "resources.sandboxes", "no reward component and no tool runs code"),
         ({"weight": 0}, "resources.weight", "greater than 0"),
         (
             {"weight": 2, "rollouts": {"max": 1}, "rewards": {"max": 1}},

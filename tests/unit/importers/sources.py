@@ -10,6 +10,7 @@ from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.system import System
 from flotilla.importers.systems import SYSTEMS, read
+from flotilla.importers.verl.tools import PATH, TOOLS
 
 ROWS = 100_000
 
@@ -58,8 +59,10 @@ def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str]
     if system == "openrlhf":
         given = read_openrlhf(words_of(kept))
     else:
-        text = yaml.safe_dump(nested(kept))
-        given = read(system, text, overrides, {}, source="launch.yaml")
+        tools = [kept.pop(name) for name in list(kept) if name.startswith(f"{TOOLS}.")]
+        text = yaml.safe_dump(nested({**kept, PATH: "tools.yaml"} if tools else kept))
+        files = {"tools.yaml": yaml.safe_dump({"tools": tools})} if tools else {}
+        given = read(system, text, overrides, {}, source="launch.yaml", beside=files.get)
     ours = ENVIRONMENT if values.get("adv_estimator") in STEPWISE else ()
     return build(SYSTEMS[system], given, rows=rows, overrides=ours)
 

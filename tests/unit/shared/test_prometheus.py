@@ -33,7 +33,13 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     metrics.count_refused("busy")
 
     families = metrics.families(
-        IsolationLevel.C, num_running=1, num_waiting=2, num_out_of_use=3, num_spoiled=4, num_servers_lost=5
+        IsolationLevel.C,
+        num_running=1,
+        num_waiting=2,
+        num_out_of_use=3,
+        num_spoiled=4,
+        num_servers_lost=5,
+        num_sessions=6,
     )
 
     series = parse_page(page_of(families))
@@ -47,7 +53,8 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     assert value_of(series, "flotilla_sandbox_slots_out_of_use") == 3
     assert value_of(series, "flotilla_sandbox_slots_spoiled_total") == 4
     assert value_of(series, "flotilla_sandbox_fork_servers_lost_total") == 5
-    assert len(series) == 9
+    assert value_of(series, "flotilla_sandbox_sessions") == 6
+    assert len(series) == 10
 
 
 def test_labels_are_escaped() -> None:

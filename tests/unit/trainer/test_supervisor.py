@@ -279,6 +279,7 @@ async def test_a_new_revision_gets_a_new_worker(monkeypatch: pytest.MonkeyPatch)
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
         await rig.desire(WorkState.RUNNING, an_assignment(revision=2))
+        await rig.until(lambda: len(rig.workers) == 2)
 
         assert rig.workers[0].orders[-1] is WorkState.DRAINING
         assert rig.workers[1].launch.assignment.revision == 2

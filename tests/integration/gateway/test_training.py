@@ -1,6 +1,7 @@
 """A whole experiment through a real gateway, a real data plane and scripted services."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,18 @@ def settings_of(tmp_path: Path, redis_url: str) -> GatewaySettings:
     return GatewaySettings(token=TOKEN, redis_url=redis_url, data=tmp_path / "data")
 
 
+async def path_when_ended(client: GatewayClient, spec: dict[str, Any]) -> str:
+    """Start an experiment, wait for its end, and give its path."""
+    created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
+    path = f"/v1/experiments/{created['id']}"
+
+    async def ended() -> bool:
+        return (await client.call("GET", path))["state"] in {"completed", "failed"}
+
+    await until(ended)
+    return path
+
+
 async def test_an_experiment_trains_evaluates_and_completes(tmp_path: Path, redis_url: str) -> None:
     spec = a_spec(tmp_path, evaluation={"path": str(tmp_path / "heldout.jsonl"), "every_versions": 1})
     async with (
@@ -31,14 +44,7 @@ async def test_an_experiment_trains_evaluates_and_completes(tmp_path: Path, redi
         ScriptedReward(url, redis_url),
         ScriptedTrainer(url, redis_url) as trainer,
     ):
-        created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
-        path = f"/v1/experiments/{created['id']}"
-
-        async def ended() -> bool:
-            return (await client.call("GET", path))["state"] in {"completed", "failed"}
-
-        await until(ended)
-
+        path = await path_when_ended(client, spec)
         view = await client.call("GET", path)
         ledger = await client.call("GET", f"{path}/ledger")
         metrics = (await client.call("GET", f"{path}/metrics"))["items"]
@@ -64,13 +70,7 @@ async def test_an_evaluation_alone_completes_without_a_trainer(tmp_path: Path, r
         ScriptedRollout(url, redis_url),
         ScriptedReward(url, redis_url),
     ):
-        created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
-        path = f"/v1/experiments/{created['id']}"
-
-        async def ended() -> bool:
-            return (await client.call("GET", path))["state"] in {"completed", "failed"}
-
-        await until(ended)
+        path = await path_when_ended(client, spec)
         view = await client.call("GET", path)
         ledger = await client.call("GET", f"{path}/ledger")
         metrics = (await client.call("GET", f"{path}/metrics"))["items"]

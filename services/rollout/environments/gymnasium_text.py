@@ -1,10 +1,13 @@
 """An environment of the gymnasium package whose observations and actions are made text."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from services.rollout.environments.base import Info, Step, answer_of
 from shared.errors import InvalidSpec
+
+NUMBER = re.compile("-?[0-9]{1,18}")
 
 
 class GymnasiumText:
@@ -58,7 +61,7 @@ class GymnasiumText:
     def _action(self, text: str) -> Any:
         if self._is_text:
             return text
-        if not text.lstrip("-").isdigit():
+        if NUMBER.fullmatch(text) is None:
             return None
         number = int(text)
         return number if self._space.contains(number) else None

@@ -9,74 +9,16 @@ import pytest
 from services.rollout.environments.base import ActionTable, Environment
 from services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
 from services.rollout.environments.countdown import Countdown, value_of
-from services.rollout.environments.frozen_lake import ACTIONS, GOAL, HOLE, FrozenLake, distance, moved
+from services.rollout.environments.frozen_lake import ACTIONS, FrozenLake, moved
 from services.rollout.environments.loading import BUILT_IN, load_environment
 from services.rollout.environments.sokoban import ACTIONS as PUSHES
 from services.rollout.environments.sokoban import Room, Sokoban
-from services.rollout.environments.word_game import WORDS, WordGame, marks
+from services.rollout.environments.word_game import marks
 from shared.config.episodes import ENVIRONMENTS, EnvironmentConfig, EnvironmentEpisodesConfig
 from shared.errors import InvalidSpec
 from shared.schemas.task import Message
 from shared.schemas.turns import FinishReason
 from shared.testing.builders import a_task
-
-
-def goal_of(lake: FrozenLake) -> tuple[int, int]:
-    return next((row, cells.index(GOAL)) for row, cells in enumerate(lake.lake) if GOAL in cells)
-
-
-def best_step(lake: FrozenLake) -> str:
-    def remaining(action: int) -> int:
-        reached = moved(lake.lake, lake.player, action)
-        there = None if lake.lake[reached[0]][reached[1]] == HOLE else distance(lake.lake, reached, goal_of(lake))
-        return 99 if there is None else there
-
-    return ACTIONS[min(range(4), key=remaining)]
-
-
-def test_the_best_walker_always_reaches_the_goal_by_the_shortest_way() -> None:
-    lake = FrozenLake()
-    for seed in range(200):
-        lake.reset(seed)
-        shortest = distance(lake.lake, lake.player, goal_of(lake))
-        rewards, is_over = [], False
-        while not is_over:
-            _, reward, is_over, _, info = lake.step(best_step(lake))
-            rewards.append(reward)
-        assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
-        assert len(rewards) == shortest
-        assert info["metrics"]["success"] == 1.0
-
-
-def chances(lake: FrozenLake, steps: int) -> float:
-    """Compute how often a random walker reaches the goal within so many steps."""
-    at, reached = {lake.player: 1.0}, 0.0
-    for _ in range(steps):
-        following: dict[tuple[int, int], float] = {}
-        for cell, chance in at.items():
-            for action in range(4):
-                there = moved(lake.lake, cell, action)
-                kind = lake.lake[there[0]][there[1]]
-                if kind == GOAL:
-                    reached += chance / 4
-                elif kind != HOLE:
-                    following[there] = following.get(there, 0.0) + chance / 4
-        at = following
-    return reached
-
-
-def test_a_random_walker_succeeds_as_often_as_computed() -> None:
-    lake, rng = FrozenLake(), random.Random(0)
-    expected = found = 0.0
-    for seed in range(1500):
-        lake.reset(seed)
-        expected += chances(lake, 8)
-        for _ in range(8):
-            _, reward, is_over, _, _ = lake.step(rng.choice(ACTIONS))
-            found += reward
-            if is_over:
-                break
-    assert found / 1500 == pytest.approx(expected / 1500, abs=0.035)
 
 
 def test_ice_that_is_slippery_leads_aside_in_two_of_three_cases() -> None:
@@ -128,19 +70,6 @@ def test_every_room_can_be_solved_and_pays_what_it_should(boxes: int, seeds: int
         assert total == pytest.approx(-0.1 * len(actions) + boxes + 10)
 
 
-def test_a_random_pusher_pays_for_every_step_and_the_episode_ends_in_time() -> None:
-    game, rng = Sokoban(), random.Random(0)
-    for seed in range(30):
-        game.reset(seed)
-        total, steps, is_over = 0.0, 0, False
-        while not is_over:
-            _, reward, is_over, is_late, _ = game.step(rng.choice(PUSHES))
-            total, steps = total + reward, steps + 1
-        on_target = len(game.room.boxes & game.room.targets)
-        assert total == pytest.approx(-0.1 * steps + on_target + 10 * game.room.is_solved)
-        assert is_late == (not game.room.is_solved) and steps <= 10
-
-
 def test_countdown_is_won_by_its_solution_and_by_nothing_else() -> None:
     game = Countdown(num_numbers=4)
     for seed in range(50):
@@ -158,19 +87,6 @@ def test_countdown_is_won_by_its_solution_and_by_nothing_else() -> None:
 )
 def test_what_is_no_expression_of_the_numbers_has_no_value(text: str) -> None:
     assert value_of(text, [1, 2, 3, 9, 0]) is None
-
-
-def test_words_that_fit_all_marks_lead_to_the_word() -> None:
-    game, num_right = WordGame(max_guesses=10), 0
-    for seed in range(40):
-        game.reset(seed)
-        fitting, is_over = list(WORDS), False
-        while not is_over:
-            guess = fitting[0]
-            _, reward, is_over, _, _ = game.step(guess)
-            fitting = [word for word in fitting if marks(guess, word) == marks(guess, game.secret) and word != guess]
-        num_right += reward == 1.0
-    assert num_right == 40
 
 
 @pytest.mark.parametrize(
@@ -257,11 +173,11 @@ class Picky:
 async def test_an_environment_of_the_users_is_loaded_by_path_and_may_wait(tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(OWN)
     make = load_environment(EnvironmentConfig(environment=f"{tmp_path}/own.py:Slow"))
-    conversation = EnvironmentConversation(make, a_task(), 0.05, is_quick=False)
+    conversation = EnvironmentConversation(make, a_task(), 0.5, is_quick=False)
 
     await conversation.begin()
     quick = await conversation.answer("quick", is_cut=False)
-    with pytest.raises(Exception, match=r"longer than 0\.05 s"):
+    with pytest.raises(Exception, match=r"longer than 0\.5 s"):
         await conversation.answer("slow", is_cut=False)
 
     assert (quick.reward, quick.finish) == (1.0, FinishReason.TURNS)
@@ -288,19 +204,25 @@ async def test_what_an_environment_lacks_is_said_before_anything_runs(tmp_path: 
         await conversation.answer("x", is_cut=False)
 
 
-def test_an_environment_of_gymnasium_is_played_by_numbers() -> None:
+def cliff() -> Environment:
     pytest.importorskip("gymnasium")
-    make = load_environment(
-        EnvironmentConfig(environment="gymnasium:CliffWalking-v1", options={"format_penalty": -5.0})
-    )
-    environment = make()
+    config = EnvironmentConfig(environment="gymnasium:CliffWalking-v1", options={"format_penalty": -5.0})
+    return load_environment(config)()
+
+
+def test_an_environment_of_gymnasium_is_played_by_numbers() -> None:
+    environment = cliff()
 
     assert environment.reset(2**40)[0] == "36"
-    up = environment.step("<answer>0</answer>")
-    invalid = environment.step("up")
+    assert environment.step("<answer>0</answer>")[:3] == ("24", -1.0, False)
 
-    assert up[:3] == ("24", -1.0, False)
-    assert invalid[:3] == ("24", -5.0, False)
+
+@pytest.mark.parametrize("text", ["up", "", "-1", "4", "--1", "²", "1.0", pytest.param("9" * 5000, id="5000 digits")])
+def test_a_text_that_is_no_number_of_an_action_costs_the_penalty_and_is_no_error(text: str) -> None:
+    environment = cliff()
+    environment.reset(0)
+
+    assert environment.step(text)[:3] == ("36", -5.0, False)
 
 
 def test_a_room_is_drawn_with_the_symbols_that_are_asked_for() -> None:

@@ -67,6 +67,7 @@ class RolloutConsumer:
         on_engine_death: called when the engine's process ended under a task.
         tally: what the episodes count in; reported from here.
         failed: keeps tasks that fail; None: nobody does.
+        max_failures: so many tasks in a row that cannot be answered are no chance.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class RolloutConsumer:
         on_engine_death: Callable[[WorkerDied], None],
         tally: SamplingTally | None = None,
         failed: FailedSamples | None = None,
+        max_failures: int = 32,
     ) -> None:
         self._lanes = lanes
         self._episodes = episodes
         self._gate = gate
         self._on_engine_death = on_engine_death
         self._failed = failed
+        self._max_failures = max_failures
         self._claiming = asyncio.Event()
         self._is_interrupted = asyncio.Event()
         self._claims_under_way = 0
@@ -90,6 +93,8 @@ class RolloutConsumer:
         self._held: dict[tuple[str, str], Renewal] = {}
         self.in_work = 0
         self.answered = 0
+        self.failures_in_a_row = 0
+        self.last_error: str | None = None
         self.busy = BusyTime()
         self.counts = HandOverCounts()
         self.tally = tally or SamplingTally()
@@ -98,6 +103,13 @@ class RolloutConsumer:
     def is_idle(self) -> bool:
         """Whether it holds no claim, and none is on its way to it; asked of one that is paused."""
         return not self.in_work and not self._claims_under_way
+
+    @property
+    def why_hopeless(self) -> str | None:
+        """Return why sampling will not recover by itself, once too many tasks in a row could not be answered."""
+        if self.failures_in_a_row < self._max_failures:
+            return None
+        return f"{self.failures_in_a_row} tasks in a row could not be answered; the last error: {self.last_error}"
 
     def resume(self) -> None:
         """Claim tasks."""
@@ -183,6 +195,8 @@ class RolloutConsumer:
         except ClaimLost as error:
             log.info("claim was lost, its request was ended", extra={"error": error.detail})
         except (InvalidRequest, EpisodeFailed) as error:
+            self.failures_in_a_row += 1
+            self.last_error = error.detail
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})
             await self._fail(hop, claim, error.code, error.detail)
         except WorkerDied as error:
@@ -242,6 +256,7 @@ class RolloutConsumer:
         if all(is_finished(member) for member in group.trajectories):
             is_forwarded = await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
             self.answered += is_forwarded
+            self.failures_in_a_row = 0
             if is_forwarded:
                 self.counts.answered(claim, group)
             else:

@@ -36,7 +36,7 @@ MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
 FIRST_PAUSE_SECONDS = 0.5
 LOOK_SECONDS = 1.0
-"""Between two looks at the engine's load."""
+"""Between two looks at the engine's load, and at tasks that fail."""
 
 
 class Session(reconciling.Session, Protocol):
@@ -103,7 +103,7 @@ class RolloutService(SessionFollower[Session]):
         return self._shutdown.has_left.is_set()
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:
-        return [self._watch_load()]
+        return [self._watch_load(), self._watch_failures()]
 
     async def _close(self) -> None:
         await super()._close()
@@ -213,6 +213,16 @@ class RolloutService(SessionFollower[Session]):
         self._enter(WorkState.FINISHED)
         if self._shutdown.is_for_good:
             self._shutdown.has_left.set()
+
+    async def _watch_failures(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._session is None or self._failure is not None:
+                continue
+            reason = self._session.worker.why_hopeless
+            if reason is not None:
+                self._session.worker.pause()
+                self._fail(reason)
 
     async def _watch_load(self) -> None:
         last_tokens, last_time = 0, time.monotonic()

@@ -146,7 +146,15 @@ class SessionOpener:
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()
         failed = None if recorder is None else FailedSamples(recorder, renderer)
-        worker = RolloutConsumer(self._lanes(spec, assignment), episodes, gate, on_engine_death, tally, failed)
+        worker = RolloutConsumer(
+            self._lanes(spec, assignment),
+            episodes,
+            gate,
+            on_engine_death,
+            tally,
+            failed,
+            spec.reward.max_consecutive_failures,
+        )
         return RolloutSession(engine, gate, worker, receiver, endpoint, opened.close, recorder, agents)
 
     async def _opened(

@@ -271,7 +271,8 @@ class RewardConfig(Config):
     shaping: ShapingConfig | None = None
     """What happens to a reward between the graders and the trainer, except in evaluation; null: nothing."""
     max_consecutive_failures: int = Field(32, ge=1)
-    """The experiment fails, with the grader's own words, when this many groups in a row could not be graded."""
+    """The experiment fails, with the words of the last error, when this many groups in a row could not be graded, or
+    this many tasks in a row could not be answered at all (prompts that do not fit, say)."""
 
     @property
     def waits_for_answers(self) -> bool:

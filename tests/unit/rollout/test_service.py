@@ -44,6 +44,7 @@ class ScriptedSession:
         self.busy = BusyTime()
         self.tally = SamplingTally()
         self.agents = None
+        self.why_hopeless: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -159,6 +160,22 @@ async def test_a_model_that_cannot_be_loaded_is_fatal() -> None:
         failure = world.service.observe().failure
         assert failure is not None
         assert (failure.fatal, failure.cause) == (True, "no config.json")
+
+
+async def test_tasks_that_all_fail_are_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_service, "LOOK_SECONDS", 0.001)
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+
+        world.sessions[0].why_hopeless = "32 tasks in a row could not be answered"
+        await world.until(lambda: world.is_in(WorkState.FAILED))
+
+        failure = world.service.observe().failure
+        assert failure is not None
+        assert (failure.component, failure.fatal) == ("rollout", True)
+        assert failure.cause.startswith("32 tasks in a row")
+        assert not world.sessions[0].is_claiming
 
 
 async def test_an_engine_killed_while_it_loads_is_started_again() -> None:

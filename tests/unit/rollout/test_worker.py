@@ -47,7 +47,14 @@ class World:
         self.deaths: list[WorkerDied] = []
         self.hop = self.plane.hop(HopName.TASKS, "rollout")
         lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), self.hop)]
-        self.worker = RolloutConsumer(lanes, episodes, self.gate, self.deaths.append, failed=failed)  # type: ignore[arg-type]
+        self.worker = RolloutConsumer(
+            lanes,
+            episodes,  # type: ignore[arg-type]
+            self.gate,
+            self.deaths.append,
+            failed=failed,
+            max_failures=3,
+        )
 
     async def issue(self, *tasks: Task) -> None:
         await self.plane.admission.issue_many(tasks, limit=1000)
@@ -155,6 +162,27 @@ async def test_a_prompt_that_does_not_fit_fails_with_its_reason() -> None:
         ledger = await world.until(lambda ledger: bool(ledger.failed))
 
     assert ledger.failed == {"prompt_too_long": 1}
+
+
+@pytest.mark.parametrize(("fits", "is_hopeless"), [((), True), ((1,), False)])
+async def test_tasks_that_cannot_be_answered_one_after_the_other_are_hopeless(
+    fits: tuple[int, ...], is_hopeless: bool
+) -> None:
+    def refuse(task: Task) -> Group:
+        if task.group_id in fits:
+            return a_group(task)
+        raise PromptTooLong("a prompt of 1210 tokens")
+
+    async with World(ScriptedEpisodes(refuse)).running() as world:
+        for number in range(3):
+            await world.issue(a_task(number))
+            await world.until(lambda ledger: not ledger.waiting.tasks and not ledger.claimed.tasks)
+
+    assert (world.worker.why_hopeless is not None) == is_hopeless
+    if is_hopeless:
+        assert world.worker.why_hopeless == (
+            "3 tasks in a row could not be answered; the last error: a prompt of 1210 tokens"
+        )
 
 
 async def test_an_answer_that_takes_too_long_fails_with_its_reason() -> None:

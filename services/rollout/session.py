@@ -62,6 +62,17 @@ class RolloutSession:
             await asyncio.to_thread(self.recorder.close)
 
 
+def turns_of(spec: ExperimentSpec) -> Turns:
+    """Read from a spec how turns are sampled."""
+    training = spec.rollout.sampling
+    return Turns(
+        train=training,
+        evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
+        prompt=PromptLimit.of(spec),
+        greedy_baseline=spec.algorithm.advantage.kind == "remax",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOpener:
     """Opens sessions.
@@ -130,13 +141,7 @@ class SessionOpener:
             on_engine_death,
             keeps_pulled=spec.asynchrony.publication.delta is not None,
         )
-        training = spec.rollout.sampling
-        turns = Turns(
-            train=training,
-            evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
-            prompt=PromptLimit.of(spec),
-            greedy_baseline=spec.algorithm.advantage.kind == "remax",
-        )
+        turns = turns_of(spec)
         renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
         agents = self._agents(spec, assignment, engine, renderer, tally) if spec.rollout.agents else None
@@ -146,15 +151,8 @@ class SessionOpener:
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="rollout").start()
         failed = None if recorder is None else FailedSamples(recorder, renderer)
-        worker = RolloutConsumer(
-            self._lanes(spec, assignment),
-            episodes,
-            gate,
-            on_engine_death,
-            tally,
-            failed,
-            spec.reward.max_consecutive_failures,
-        )
+        lanes, most = self._lanes(spec, assignment), spec.reward.max_consecutive_failures
+        worker = RolloutConsumer(lanes, episodes, gate, on_engine_death, tally, failed, most)
         return RolloutSession(engine, gate, worker, receiver, endpoint, opened.close, recorder, agents)
 
     async def _opened(

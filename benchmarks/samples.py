@@ -250,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", help="where files are made (default: a temporary directory)")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args(argv)
+    if arguments.directory:
+        arguments.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         places = {part: Path(name) / part for part in ("recording", "bound", "finding")}
         for place in places.values():

@@ -266,6 +266,11 @@ def test_every_command_of_the_page_does_what_the_page_says(terminal: Terminal) -
     assert fleet.view("trial")["spec"]["seed"] == 2
     terminal.type(*next(commands))
     assert fleet.view("trial")["origin"]["step"] >= FORKED_STEP
+    for view in fleet.get("/experiments")["items"]:
+        if view["state"] in ("starting", "running"):
+            terminal.type("stop", view["id"])
+    compared = terminal.type(*next(commands))
+    assert "optimisation.learning_rate" in compared, compared
     assert next(commands, None) is None
     terminal.type("down")
 

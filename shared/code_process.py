@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from shared.confinement import confine
 from shared.errors import InvalidSpec, WorkerDied
-from shared.processes import die_with_parent, python_module, reap
+from shared.processes import die_with_parent, kill, python_module, reap
 from shared.secret_variables import without_secrets
 
 START_SECONDS = 300.0
@@ -116,8 +116,7 @@ class CodeProcess:
         """End the process; calls under way fail."""
         process, self.process = self.process, None
         if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            kill(process)
             await reap(process)
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -130,8 +129,7 @@ class CodeProcess:
                 number, result = json.loads(line)
                 if (answer := self._waiting.get(number)) is not None and not answer.done():
                     answer.set_result(result)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        kill(process)
         code = await reap(process)
         for answer in self._waiting.values():
             if not answer.done():

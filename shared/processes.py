@@ -40,6 +40,17 @@ async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SEC
     return None
 
 
+def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a child; one that has just ended by itself keeps its exit code.
+
+    ``Process.kill`` asks first whether the child lives, which takes the exit code away from the event loop: it then
+    says 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def end_family() -> None:
     """Kill every process that descends from this one, and wait for their ends; blocks.
 

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,63 +12,69 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "rollout", "trainer", "reward", "sandbox")
+OURS = ("flotilla", "services", "shared")
 TORCH = {"torch", "transformers", "safetensors"}
 MAY_IMPORT_TORCH = ("services/trainer/", "services/rollout/", "services/reward/scoring/", "shared/weights/")
 
 
+@cache
 def modules() -> list[Path]:
-    return sorted(path for top in ("flotilla", "services", "shared") for path in (ROOT / top).rglob("*.py"))
+    return sorted(path for top in OURS for path in (ROOT / top).rglob("*.py"))
+
+
+@cache
+def import_nodes(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def imported_by(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path} imports relatively"
             yield node.module or ""
-
-
-def top_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0]
 
 
 def test_there_are_modules_to_check() -> None:
     assert len(modules()) > 50
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downwards_only(path: Path) -> None:
-    mine = path.relative_to(ROOT).parts
-    for name in imported_by(path):
-        parts = name.split(".")
-        if parts[0] in {"tests", "benchmarks", "examples"}:
-            pytest.fail(f"{path} imports {name}")
+def test_imports_run_downwards_only() -> None:
+    def is_allowed(mine: tuple[str, ...], parts: list[str]) -> bool:
         if parts[0] == "flotilla":
-            assert mine[0] == "flotilla", f"{path} imports {name}"
+            return mine[0] == "flotilla"
         if parts[0] == "services":
-            assert mine[0] != "shared", f"{path} imports {name}"
-            if mine[0] == "services":
-                assert len(parts) > 1 and parts[1] == mine[1], f"{path} imports another service: {name}"
+            return mine[0] == "flotilla" or (mine[0] == "services" and parts[1:2] == [mine[1]])
+        return parts[0] not in {"tests", "benchmarks", "examples"}
+
+    assert {
+        (str(path), name)
+        for path in modules()
+        for name in imported_by(path)
+        if not is_allowed(path.relative_to(ROOT).parts, name.split("."))
+    } == set()
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_torch_is_imported_only_where_weights_are_computed(path: Path) -> None:
-    relative = path.relative_to(ROOT).as_posix()
-    if relative.startswith(MAY_IMPORT_TORCH):
-        return
-    # transformers' tokenizers need no torch.
-    barred = TORCH - {"transformers"} if relative == "shared/prompts.py" else TORCH
-    assert not barred & {name.split(".")[0] for name in imported_by(path)}
+def test_torch_is_imported_only_where_weights_are_computed() -> None:
+    found = set()
+    for path in modules():
+        relative = path.relative_to(ROOT).as_posix()
+        # transformers' tokenizers need no torch.
+        barred = TORCH - {"transformers"} if relative == "shared/prompts.py" else TORCH
+        if not relative.startswith(MAY_IMPORT_TORCH):
+            found |= {(relative, name) for name in imported_by(path) if name.split(".")[0] in barred}
+
+    assert found == set()
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "services/trainer/algorithms").rglob("*.py")), ids=lambda path: path.name
-)
-def test_algorithms_import_nothing_of_ours_but_types(path: Path) -> None:
-    for name in imported_by(path):
-        allowed = name.startswith(("services.trainer.algorithms", "shared.config"))
-        assert allowed or name.split(".")[0] not in {"flotilla", "services", "shared"}, f"{path} imports {name}"
+def test_algorithms_import_nothing_of_ours_but_types() -> None:
+    algorithms = sorted((ROOT / "services/trainer/algorithms").rglob("*.py"))
+    ours = {(path.name, name) for path in algorithms for name in imported_by(path) if name.startswith(OURS)}
+
+    assert algorithms
+    assert {each for each in ours if not each[1].startswith(("services.trainer.algorithms", "shared.config"))} == set()
 
 
 @pytest.mark.parametrize("package", ["services.gateway", "services.reward", "services.sandbox", "flotilla.cli"])
@@ -95,7 +102,7 @@ def test_a_service_is_known_here(service: str) -> None:
 def names_imported_by(path: Path) -> Iterator[str]:
     """List all that a module imports: ``from a.b import c`` as ``a.b`` and as ``a.b.c``, which may be a module."""
     yield from imported_by(path)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in import_nodes(path):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -114,6 +121,7 @@ def rooms(package: str) -> dict[str, set[str]]:
     return found
 
 
+@cache
 def is_room(top: Path, name: str) -> bool:
     return (top / name).is_dir() or (top / f"{name}.py").is_file()
 

@@ -25,7 +25,7 @@ FAULTS = (
     "client.call duplicate in=trainer-worker probability=0.3 seed=3 times=10",
     "client.call refuse in=rollout probability=0.1 seed=4 phase=after times=5",
     "weights.send partial slices=0 nth=4 times=1",
-    "weights.receive kill slices=0 nth=9 times=1",
+    "weights.receive kill slices=0 nth=3 times=1",
     "weights.image disk_full in=rollout times=1",
     "checkpoint.write disk_full in=trainer-worker nth=2 times=1",
     "streams.delivery reorder probability=0.2 seed=5 seconds=0.5 times=10",

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +115,43 @@ class Trial:
         return found
 
     async def until_it_samples(self, pid: int) -> ServiceView:
-        """Wait until a rollout has claimed tasks, and a moment longer, so that there are tokens."""
-        await self.until_one_holds(1, {pid})
-        await asyncio.sleep(1.0)
-        return (await self.rollouts())[pid]
+        """Wait until a rollout has tokens of a task that it has just claimed, so that most of its answer is to come."""
+        before = await self.held_by(pid)
+
+        async def has_claimed() -> bool:
+            return bool(await self.held_by(pid) - before)
+
+        async def view_with(num_tokens: float) -> ServiceView | None:
+            view = (await self.rollouts()).get(pid)
+            return view if view and view.observed.load.get("generated_tokens", 0) > num_tokens else None
+
+        await waited(has_claimed, PATIENCE_SECONDS, f"a new claim of {pid}", pause_seconds=0.01)
+        num_tokens = -1.0
+        # The first count may be older than the claim, and the second one's tokens sampled before it.
+        for _ in range(3):
+            view: ServiceView = await waited(partial(view_with, num_tokens), PATIENCE_SECONDS, f"tokens of {pid}")
+            num_tokens = view.observed.load["generated_tokens"]
+        return view
+
+    async def held_by(self, pid: int) -> set[bytes]:
+        """List the tasks that a rollout has claimed."""
+        return {entry["message_id"] for entry in await self._held() if holder_of(entry) == pid}
 
     async def until_one_holds(self, num: int, pids: set[int]) -> int:
         """Wait until one of these rollouts has claimed so many tasks; gives its process id."""
-        stream = StreamKeys(self.id).stream(HopName.TASKS)
 
         async def who_does() -> int | None:
-            held = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 200)
-            holders = [entry["consumer"].decode().partition("@")[0] for entry in held]
-            return next((pid for pid in pids if holders.count(f"rollout-{pid}") >= num), None)
+            holders = [holder_of(entry) for entry in await self._held()]
+            return next((pid for pid in pids if holders.count(pid) >= num), None)
 
-        async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
-            found: int = await waited(who_does, PATIENCE_SECONDS, f"{num} claims of one of {pids}", pause_seconds=0.01)
+        found: int = await waited(who_does, PATIENCE_SECONDS, f"{num} claims of one of {pids}", pause_seconds=0.01)
         return found
+
+    async def _held(self) -> list[dict[str, Any]]:
+        stream = StreamKeys(self.id).stream(HopName.TASKS)
+        async with Redis.from_url(FleetInfo.read(self.fleet.data).redis_url) as redis:
+            held: list[dict[str, Any]] = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 200)
+        return held
 
     async def is_registered(self, pid: int) -> bool:
         """Whether a process is a rollout of the fleet, with or without work."""
@@ -191,6 +212,12 @@ class Trial:
         steps = range(1, view["step"] + 1)
         plans = [await self.client.call("GET", f"{self.path}/steps/{step}") for step in steps]
         return Counter(group for plan in plans for group in plan["group_ids"])
+
+
+def holder_of(entry: dict[str, Any]) -> int:
+    """Read the process id of the rollout that has claimed an entry."""
+    name: str = entry["consumer"].decode().partition("@")[0]
+    return int(name.removeprefix("rollout-"))
 
 
 async def waited(look: Callable[[], Awaitable[Any]], seconds: float, what: str, *, pause_seconds: float = 0.05) -> Any:

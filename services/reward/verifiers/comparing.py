@@ -7,12 +7,11 @@ sample.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from services.reward.verifiers.base import NO_LABEL, verdict
 from shared.config.reward import ComparedConfig
 from shared.errors import GradingFailed
-from shared.processes import reap
+from shared.processes import kill, reap
 from shared.schemas.grading import Grade, GradingSample
 
 START_SECONDS = 60.0
@@ -93,8 +92,7 @@ class ComparingProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            process.kill()
+        kill(process)
         if process.stdin is not None:
             process.stdin.close()
         await reap(process)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands import fleet
 from flotilla.connection import FLEET_FILE
+from shared.processes import kill, reap
 
 STARTING = """
 import signal, sys, time
@@ -57,11 +59,20 @@ async def test_it_names_the_command_that_ends_this_fleet(
     data = tmp_path / "my fleet"
     data.mkdir()
 
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*words: Any, **how: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*words, **how))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+
     code = await detach(monkeypatch, UP, data / FLEET_FILE, data)
 
-    (child,) = psutil.Process().children()
-    child.kill()
-    child.wait(10)
+    (child,) = started
+    kill(child)
+    assert await reap(child) == -9
     assert code == 0
     said = capsys.readouterr().out
     assert f"`flotilla down --data '{data}'` ends it" in said

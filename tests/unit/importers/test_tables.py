@@ -1,5 +1,6 @@
 """Each row of the tables keeps its word: what is said to change the spec does, what is ignored does not."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.values import same
 from flotilla.importers.verl.trainer import FULLY_ASYNC
 from shared.config.spec import ExperimentSpec
-from tests.unit.importers.sources import BASES, import_flat, label, rows_with
+from tests.unit.importers.sources import BASES, import_flat, rows_with
 
 
 def resolved(imported: Imported) -> dict[str, Any]:
@@ -18,87 +19,109 @@ def resolved(imported: Imported) -> dict[str, Any]:
     return imported.spec.model_dump(mode="json")
 
 
-SETTINGS = [(name, row) for name, row in rows_with(Verdict.APPLIED, Verdict.TRANSLATED) if not row.is_tree]
-REFUSALS = [(name, row) for name, row in rows_with(Verdict.REFUSED) if not row.is_judged]  # else tested by name
-WITH_DEFAULT = [
-    (name, row)
-    for name, row in REFUSALS
-    if row.default is not UNSET and row.default is not None and not isinstance(row.default, Inherit)
-]
+@cache
+def resolved_base(system: str, name: str) -> dict[str, Any]:
+    return resolved(import_flat(system, base_of(system, name)))
 
 
-@pytest.mark.parametrize(("system", "row"), SETTINGS, ids=label)
-def test_a_changed_parameter_changes_the_field_that_its_row_names(system: str, row: Parameter) -> None:
-    base = {**BASES[system], **row.context}
-
-    before = resolved(import_flat(system, base))
-    imported = import_flat(system, {**base, row.name: row.example})
-
-    after = resolved(imported)
-    entry = next(entry for entry in imported.report.entries if entry.name == row.name)
-    assert entry.verdict is row.verdict, entry
-    assert imported.report.problems == []
-    for target in row.targets:
-        assert look_up(before, target) != look_up(after, target), target
-        if look_up(after, target) is not UNSET:
-            assert entry.fields[target] == look_up(after, target)
+def base_of(system: str, name: str) -> dict[str, Any]:
+    return {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.IGNORED), ids=label)
-def test_an_ignored_parameter_changes_nothing(system: str, row: Parameter) -> None:
-    name = f"{row.name}.anything" if row.is_tree else row.name
-    name = "algorithm._target_" if row.name == "_target_" else name
-    base = {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
-
-    imported = import_flat(system, {**base, name: [] if name == "defaults" else "another-value"})
-
-    assert resolved(imported) == resolved(import_flat(system, base))
-    assert [entry.verdict for entry in imported.report.entries if entry.name == name] == [Verdict.IGNORED]
+def rows_of(system: str, *verdicts: Verdict) -> list[Parameter]:
+    found = [row for of, row in rows_with(*verdicts) if of == system]
+    assert found
+    return found
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.UNSUPPORTED), ids=label)
-def test_what_is_unsupported_is_named_and_changes_nothing(system: str, row: Parameter) -> None:
-    name = f"{row.name}.anything" if row.is_tree else row.name
-    base = {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
-
-    asked = import_flat(system, {**base, name: "another-value"})
-
-    assert resolved(asked) == resolved(import_flat(system, base))
-    assert [(entry.name, entry.detail) for entry in asked.report.unsupported if entry.name == name] == [
-        (name, row.reason)
-    ]
-    assert asked.may_run() and not asked.may_run(strict=True)
+def refusals_of(system: str) -> list[Parameter]:
+    return [row for row in rows_of(system, Verdict.REFUSED) if not row.is_judged]  # else tested by name
 
 
-@pytest.mark.parametrize(("system", "row"), rows_with(Verdict.UNSUPPORTED), ids=label)
-def test_a_way_to_run_that_asks_for_nothing_is_ignored(system: str, row: Parameter) -> None:
-    name = f"{row.name}.anything" if row.is_tree else row.name
-    values = [value for value in row.harmless if value not in (None, False, {}, [])]
-    values = values or [False if False in row.harmless else row.default]
-    base = {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
-
-    for value in values:
-        report = import_flat(system, {**base, name: str(value) if system == "openrlhf" else value}).report
-        assert [entry.verdict for entry in report.entries if entry.name == name] == [Verdict.IGNORED], value
+def name_in_a_file(row: Parameter) -> str:
+    if row.name == "_target_":
+        return "algorithm._target_"
+    return f"{row.name}.anything" if row.is_tree else row.name
 
 
-@pytest.mark.parametrize(("system", "row"), REFUSALS, ids=label)
-def test_a_refused_parameter_makes_the_import_fail_unless_refusals_are_allowed(system: str, row: Parameter) -> None:
-    name = f"{row.name}.anything" if row.is_tree else row.name
-
-    imported = import_flat(system, {**BASES[system], name: other_than(row)})
-
-    entry = next(entry for entry in imported.report.entries if entry.name == name)
-    assert (entry.verdict, entry.detail) == (Verdict.REFUSED, row.reason)
-    assert not imported.may_run()
-    assert imported.may_run(allow_refused=True)
+def verdicts_of(imported: Imported, name: str) -> list[Verdict]:
+    return [entry.verdict for entry in imported.report.entries if entry.name == name]
 
 
-@pytest.mark.parametrize(("system", "row"), WITH_DEFAULT, ids=label)
-def test_a_refused_parameter_at_its_default_is_no_refusal(system: str, row: Parameter) -> None:
-    imported = import_flat(system, {**BASES[system], row.name: row.default})
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_changed_parameter_changes_the_field_that_its_row_names(system: str) -> None:
+    for row in rows_of(system, Verdict.APPLIED, Verdict.TRANSLATED):
+        if row.is_tree:
+            continue
+        base = {**BASES[system], **row.context}
 
-    assert imported.report.refused == []
+        before = resolved(import_flat(system, base)) if row.context else resolved_base(system, "")
+        imported = import_flat(system, {**base, row.name: row.example})
+
+        after = resolved(imported)
+        entry = next(entry for entry in imported.report.entries if entry.name == row.name)
+        assert entry.verdict is row.verdict, entry
+        assert imported.report.problems == [], row.name
+        for target in row.targets:
+            assert look_up(before, target) != look_up(after, target), (row.name, target)
+            if look_up(after, target) is not UNSET:
+                assert entry.fields[target] == look_up(after, target), row.name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_ignored_parameter_changes_nothing(system: str) -> None:
+    for name in map(name_in_a_file, rows_of(system, Verdict.IGNORED)):
+        value = [] if name == "defaults" else "another-value"
+        imported = import_flat(system, {**base_of(system, name), name: value})
+
+        assert resolved(imported) == resolved_base(system, name), name
+        assert verdicts_of(imported, name) == [Verdict.IGNORED], name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_unsupported_is_named_and_changes_nothing(system: str) -> None:
+    for row in rows_of(system, Verdict.UNSUPPORTED):
+        name = name_in_a_file(row)
+
+        asked = import_flat(system, {**base_of(system, name), name: "another-value"})
+
+        assert resolved(asked) == resolved_base(system, name), name
+        found = [(entry.name, entry.detail) for entry in asked.report.unsupported if entry.name == name]
+        assert found == [(name, row.reason)]
+        assert asked.may_run() and not asked.may_run(strict=True), name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_way_to_run_that_asks_for_nothing_is_ignored(system: str) -> None:
+    for row in rows_of(system, Verdict.UNSUPPORTED):
+        name = name_in_a_file(row)
+        values = [value for value in row.harmless if value not in (None, False, {}, [])]
+        values = values or [False if False in row.harmless else row.default]
+
+        for value in values:
+            written = str(value) if system == "openrlhf" else value
+            imported = import_flat(system, {**base_of(system, name), name: written})
+            assert verdicts_of(imported, name) == [Verdict.IGNORED], (name, value)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_refused_parameter_makes_the_import_fail_unless_refusals_are_allowed(system: str) -> None:
+    for row in refusals_of(system):
+        name = name_in_a_file(row)
+
+        imported = import_flat(system, {**BASES[system], name: other_than(row)})
+
+        entry = next(entry for entry in imported.report.entries if entry.name == name)
+        assert (entry.verdict, entry.detail) == (Verdict.REFUSED, row.reason), name
+        assert not imported.may_run(), name
+        assert imported.may_run(allow_refused=True), name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_refused_parameter_at_its_default_is_no_refusal(system: str) -> None:
+    for row in refusals_of(system):
+        if row.default is not UNSET and row.default is not None and not isinstance(row.default, Inherit):
+            assert import_flat(system, {**BASES[system], row.name: row.default}).report.refused == [], row.name
 
 
 def other_than(row: Parameter) -> Any:

@@ -21,7 +21,9 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.soak_load import Load, Targets, serve_grader
+from benchmarks.soak_hostile import HostileProcess, Hostility
+from benchmarks.soak_http import serve
+from benchmarks.soak_load import Load, Targets, grader_answer
 from benchmarks.soak_report import Report, Window, line_of, losses_line, order_of, write
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
@@ -32,8 +34,8 @@ STOP_SECONDS = 300.0
 SETTLE_SECONDS = 3.0
 """After a change of the load, before what is done is counted."""
 FIRST_STEPS = 3
-HOSTILE_PROGRAMS = 3
-"""At a time; the sandbox runs four, so one place is left."""
+HOSTILE_PROGRAMS = 6
+"""At a time: more than the sandbox runs of one caller."""
 ENDLESS = 1_000_000
 ENDED = {"stopped", "failed", "completed"}
 
@@ -70,8 +72,7 @@ async def wait_for(client: GatewayClient, path: str, seconds: float, *, steps: i
 
 async def measure(client: GatewayClient, path: str, load: Load, window: Window, seconds: float) -> None:
     """Count what is done in a window, under the load that it says."""
-    hostile = asyncio.create_task(load.hostile(HOSTILE_PROGRAMS)) if window.is_hostile else None
-    try:
+    async with load.beside_neighbours(window):
         await asyncio.sleep(SETTLE_SECONDS)
         first, started = await steps_made(client, path), time.monotonic()
         load.window = window
@@ -79,10 +80,6 @@ async def measure(client: GatewayClient, path: str, load: Load, window: Window, 
         window.steps = await steps_made(client, path) - first
         window.seconds = time.monotonic() - started
         load.window = Window(window.is_hostile)
-    finally:
-        if hostile is not None:
-            hostile.cancel()
-            await asyncio.gather(hostile, return_exceptions=True)
 
 
 async def sandbox_of(client: GatewayClient) -> tuple[str, str]:
@@ -93,32 +90,41 @@ async def sandbox_of(client: GatewayClient) -> tuple[str, str]:
         return url, (await plain.get(f"{url}/healthz", timeout=60)).json()["isolation"]
 
 
+async def alternate(
+    client: GatewayClient, path: str, load: Load, minutes: float, window_seconds: float, report: Report
+) -> None:
+    """Measure one window after the other until the time is over."""
+    honest = asyncio.create_task(load.honest())
+    try:
+        started = time.monotonic()
+        for is_hostile in order_of(ENDLESS):
+            elapsed = time.monotonic() - started
+            if elapsed >= minutes * 60 and len(report.windows) % 2 == 0:
+                break
+            window = Window(is_hostile)
+            await measure(client, path, load, window, window_seconds)
+            report.windows.append(window)
+            print(f"{elapsed / 60:4.1f} min  {line_of(window, report)}", flush=True)
+    finally:
+        honest.cancel()
+        await asyncio.gather(honest, return_exceptions=True)
+        await load.close()
+
+
 async def soak(fleet: RunningFleet, folder: Path, minutes: float, window_seconds: float, report: Report) -> None:
     """Train, and alternate windows until the time is over; then stop the training and read its ledger."""
     spec = make_experiment(folder, optimisation={"steps": ENDLESS}, checkpoint={"every_steps": 200})
-    grader = await serve_grader()
+    grader = await serve(grader_answer)
     async with grader, fleet.client() as client:
         view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
         path = f"/v1/experiments/{view['id']}"
         await client.call("POST", f"{path}/start", deadline_seconds=60)
         await wait_for(client, path, START_SECONDS, steps=FIRST_STEPS)
         sandbox, report.level = await sandbox_of(client)
-        port = grader.sockets[0].getsockname()[1]
-        load = Load(Targets(fleet.url, sandbox, fleet.token, f"http://127.0.0.1:{port}"), report)
-        honest = asyncio.create_task(load.honest())
-        try:
-            end = time.monotonic() + minutes * 60
-            for is_hostile in order_of(ENDLESS):
-                if time.monotonic() >= end and len(report.windows) % 2 == 0:
-                    break
-                window = Window(is_hostile)
-                await measure(client, path, load, window, window_seconds)
-                report.windows.append(window)
-                print(line_of(window, report), flush=True)
-        finally:
-            honest.cancel()
-            await asyncio.gather(honest, return_exceptions=True)
-            await load.close()
+        url = f"http://127.0.0.1:{grader.sockets[0].getsockname()[1]}"
+        async with HostileProcess.started(Hostility(fleet.url, sandbox, fleet.token, HOSTILE_PROGRAMS)) as neighbours:
+            load = Load(Targets(sandbox, fleet.token, url, neighbours), report)
+            await alternate(client, path, load, minutes, window_seconds, report)
         await client.call("POST", f"{path}/stop", deadline_seconds=60)
         await wait_for(client, path, STOP_SECONDS, steps=None)
         ledger = (await client.call("GET", f"{path}/ledger", deadline_seconds=60))["train"]

@@ -10,6 +10,7 @@ from typing import Any, Final
 import httpx
 
 from shared.address_policy import AddressRefused, permitted_address
+from shared.bounded_reply import ReplyTooLong, at_most, is_packed
 from shared.settings import GRADER_NETWORKS, IPNetwork
 
 PORTS = {"http": 80, "https": 443}
@@ -65,7 +66,7 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
         request.url = request.url.copy_with(host=address)
         request.headers["accept-encoding"] = "identity"
         response = await self._inner.handle_async_request(request)
-        if response.headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}:
+        if is_packed(response.headers):
             await response.aclose()
             raise self._library.RemoteProtocolError("the answer is compressed, though it must not be", request=request)
         # Events are bounded by who reads them: each, not all.
@@ -84,13 +85,12 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
 
         class Bounded(base):  # type: ignore[misc]
             async def __aiter__(self) -> AsyncIterator[bytes]:
-                size = 0
-                async for piece in stream:
-                    size += len(piece)
-                    if size > limit:
-                        detail = f"the answer is longer than {limit} bytes"
-                        raise library.ReadError(detail, request=request)
-                    yield piece
+                try:
+                    async for piece in at_most(stream, limit):
+                        yield piece
+                except ReplyTooLong as error:
+                    detail = f"the answer is longer than {limit} bytes"
+                    raise library.ReadError(detail, request=request) from error
 
             async def aclose(self) -> None:
                 await stream.aclose()

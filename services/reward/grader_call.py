@@ -9,6 +9,7 @@ import httpx
 
 from services.reward.reply import MAX_ANSWER_BYTES
 from shared.address_policy import Resolver, permitted_address, resolve
+from shared.bounded_reply import ReplyTooLong, at_most, is_packed
 from shared.clock import Clock
 from shared.errors import GradingFailed
 from shared.security import signature
@@ -85,12 +86,12 @@ class GraderCall:
                 if await self._is_later(response, may_be_later):
                     return None
                 content = bytearray()
-                async for piece in response.aiter_bytes():
+                async for piece in at_most(response.aiter_bytes(), MAX_ANSWER_BYTES):
                     content += piece
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes")
             finally:
                 await response.aclose()
+        except ReplyTooLong as error:
+            raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes") from error
         except (httpx.HTTPError, OSError) as error:
             raise Retryable(f"the grader does not answer: {error!r}"[:500]) from error
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -118,8 +119,8 @@ class GraderCall:
         )
 
     async def _is_later(self, response: httpx.Response, may_be_later: bool) -> bool:
-        # Before a byte is read: what a few bytes unpack to is the grader's choice.
-        if response.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:
+        # Before a byte is read.
+        if is_packed(response.headers):
             raise GradingFailed(f"the grader answered {response.status_code}, compressed, though it was asked not to")
         if response.status_code == 200:
             return False

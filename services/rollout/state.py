@@ -58,7 +58,9 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             sglang_python=settings.sglang_python,
             places=read_places(os.environ, settings.data),
             sandboxes=lambda experiment_id: Sandboxes(
-                lambda: sandbox_address(client, experiment_id), lambda: credentials.for_peer(ServiceKind.SANDBOX)
+                lambda: sandbox_address(client, experiment_id),
+                lambda: credentials.for_peer(ServiceKind.SANDBOX),
+                experiment_id,
             ),
         )
         service = RolloutService(opener)

@@ -21,15 +21,23 @@ class Conversation:
         server: which runs its guard.
         reader, writer: the guard's stream.
         limits: of the session.
+        caller: whose it is.
     """
 
     def __init__(
-        self, server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, limits: Limits
+        self,
+        server: ForkServer,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        limits: Limits,
+        caller: str,
     ) -> None:
         self._server = server
         self._reader = reader
         self._writer = writer
         self._limits = limits
+        self._caller = caller
 
     async def begun(self) -> None:
         """Wait until the interpreter is up.
@@ -52,9 +60,10 @@ class Conversation:
             TimeoutError: likewise.
         """
         kills_before = self._server.num_memory_kills()
-        async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS), self._server.giving_way():
-            self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
-            answer = await self._answer()
+        with self._server.used_by(self._caller):
+            async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS):
+                self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
+                answer = await self._answer()
         if answer is None:
             # As of a program: breaking the sandbox must not be a way to avoid what would be said of it.
             detail = "the guard was killed while the cell ran"

@@ -32,12 +32,13 @@ END_SECONDS = 35.0
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be run: files by relative path (base64), commands, files to return."""
+    """What is to be run: files by relative path (base64), commands, files to return; and for whom."""
 
     files: dict[str, str]
     phases: tuple[Phase, ...]
     fetch: tuple[str, ...]
     limits: Limits
+    caller: str = ""
 
 
 class Executor:
@@ -100,7 +101,7 @@ class Executor:
             server = await self._server(slot, program.limits)
             job = json.dumps(self._job(slot, program, is_session=True).to_wire()).encode()
             async with server.asked(job) as streams:
-                conversation = Conversation(server, *streams, limits=program.limits)
+                conversation = Conversation(server, *streams, limits=program.limits, caller=program.caller)
                 await conversation.begun()
                 yield conversation
             async with asyncio.timeout(END_SECONDS):
@@ -166,6 +167,7 @@ class Executor:
             kills_before = server.num_memory_kills()
             answer = await server.run(
                 json.dumps(self._job(slot, program).to_wire()).encode(),
+                caller=program.caller,
                 max_bytes=answer_bytes(program.limits),
                 seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
             )

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,12 @@ class ForkServer:
         """Whether it may run one more program."""
         return self.process.returncode is None and self.num_runs < MAX_RUNS
 
-    async def run(self, job: bytes, *, max_bytes: int, seconds: float) -> bytes:
+    async def run(self, job: bytes, *, caller: str, max_bytes: int, seconds: float) -> bytes:
         """Run one job in a sandbox of its own, until all of it is gone.
 
         Args:
             job: see ``Job``.
+            caller: whose it is.
             max_bytes: longest answer.
             seconds: latest end.
 
@@ -89,25 +90,17 @@ class ForkServer:
             OSError: the server is gone.
             TimeoutError: it took longer than ``seconds``.
         """
-        async with asyncio.timeout(seconds), self.giving_way(), self.asked(job) as (reader, _):
-            answer = await read_at_most(reader, max_bytes + 1)
-            if len(answer) > max_bytes:
-                raise SandboxFailed("the guard's answer is too long")
-            await self.done()
+        with self.used_by(caller):
+            async with asyncio.timeout(seconds), self.asked(job) as (reader, _):
+                answer = await read_at_most(reader, max_bytes + 1)
+                if len(answer) > max_bytes:
+                    raise SandboxFailed("the guard's answer is too long")
+                await self.done()
         return answer
 
-    @asynccontextmanager
-    async def giving_way(self) -> AsyncIterator[None]:
-        """Let a program that takes long give way to others."""
-        if self.share is None:
-            yield
-            return
-        watch = asyncio.create_task(self.share.give_way())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            await asyncio.wait([watch])
+    def used_by(self, caller: str) -> AbstractContextManager[None]:
+        """Weigh a program of a caller against what else wants the processors, while it runs."""
+        return nullcontext() if self.share is None else self.share.used_by(caller)
 
     @asynccontextmanager
     async def asked(self, job: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

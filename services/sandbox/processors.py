@@ -1,31 +1,37 @@
 """How programs share the processors: beside whatever else the machine does, and fairly among themselves.
 
-A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has used more
-than a moment gives way to those that have not, and to the rest of the machine. Where the service may not make such
-groups, programs are only nice.
+A slot has the weight of a part of an ordinary process, however many processes run in it. There are three weights: for a
+program that has just begun, of a caller that has used little lately; for the other programs that have just begun; and
+for those that have used more than a moment. Where the service may not make such groups, programs are only nice.
 
-Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst.
+Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst;
+Arpaci-Dusseau, Operating Systems: Three Easy Pieces, 1.10, chapter 8 (the multi-level feedback queue).
 """
 
 import asyncio
 import errno
 import os
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.sandbox.allowances import Allowances
 from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 
-LONG_PART = 8
+FIRST_FACTOR = 8
+"""A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
+LONG_PART = 4
 """A program that takes long has the weight of a slot divided by this."""
-LONG_SECONDS = 0.5
+LONG_SECONDS = 0.25
 """Processor time after which a program takes long."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.1
 PERIOD_MICROSECONDS = 100_000
+LEAST_SHARES, MOST_SHARES = 2, 262_144
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProcessorGroup:
     """A group of one fork server and its programs, one after the other.
 
@@ -33,11 +39,16 @@ class ProcessorGroup:
         cpu: where its weight is set.
         usage: what it has used; None where that is not counted.
         shares: its weight.
+        allowances: what callers have left.
     """
 
     cpu: Path
     usage: Path | None
     shares: int
+    allowances: Allowances
+    _weight: int = field(default=0, init=False)
+    _caller: str | None = field(default=None, init=False)
+    _counted: float = field(default=0.0, init=False)
 
     def add(self, pid: int) -> None:
         """Put a process into the group.
@@ -48,27 +59,59 @@ class ProcessorGroup:
         for directory in _distinct(self.cpu, self.usage):
             (directory / "cgroup.procs").write_text(str(pid))
 
-    async def give_way(self) -> None:
-        """Watch a program, and lower its weight once it takes long, until this is cancelled.
+    def weigh(self, weight: int) -> None:
+        """Set the weight.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        weight = min(max(weight, LEAST_SHARES), MOST_SHARES)
+        if weight != self._weight:
+            (self.cpu / "cpu.shares").write_text(str(weight))
+            self._weight = weight
+
+    @contextmanager
+    def used_by(self, caller: str) -> Iterator[None]:
+        """Weigh a program of a caller while it runs: by what the caller has left at first, less once it takes long.
 
         Raises:
             OSError: the group cannot be read or written.
         """
         if self.usage is None:
+            yield
             return
-        usage = self.usage / "cpuacct.usage"
-        weight = self.cpu / "cpu.shares"
-        before = int(usage.read_text())
-        is_lowered = False
+        self._count()  # what came after the last program was for that one
+        self._caller = caller
+        self._weigh_for(caller)
+        watch = asyncio.create_task(self._watch(caller, self._counted))
         try:
-            while not is_lowered:
-                await asyncio.sleep(LOOK_SECONDS)
-                is_lowered = int(usage.read_text()) - before > LONG_SECONDS * 1e9
-            weight.write_text(str(max(2, self.shares // LONG_PART)))
-            await asyncio.Event().wait()
+            yield
         finally:
-            if is_lowered:
-                weight.write_text(str(self.shares))
+            watch.cancel()
+            with suppress(OSError):
+                self._count()
+                # Between programs the server makes the next one's place: nobody's program is to delay that.
+                self.weigh(self.shares * FIRST_FACTOR)
+
+    async def _watch(self, caller: str, before: float) -> None:
+        """Lower a program's weight when its caller has nothing left, and for good when it takes long."""
+        with suppress(OSError):  # the group was removed: what ran there has ended
+            while self._counted - before < LONG_SECONDS:
+                await asyncio.sleep(LOOK_SECONDS)
+                self._count()
+                self._weigh_for(caller)
+            self.weigh(self.shares // LONG_PART)
+
+    def _weigh_for(self, caller: str) -> None:
+        self.weigh(self.shares * FIRST_FACTOR if self.allowances.left(caller) > 0 else self.shares)
+
+    def _count(self) -> None:
+        """Take what was used since the last look from whom it was used for; of what counts for little nothing."""
+        assert self.usage is not None
+        used = int((self.usage / "cpuacct.usage").read_text()) / 1e9
+        if self._caller is not None and self._weight >= self.shares:
+            self.allowances.use(self._caller, used - self._counted)
+        self._counted = used
 
     def remove(self) -> None:
         """Remove the group; its processes have ended or are about to.
@@ -94,6 +137,7 @@ class ProcessorGroups:
         self._cpu = cpu
         self._usage = usage
         self._shares = shares
+        self._allowances = Allowances(os.cpu_count() or 1, time.monotonic)
         self._quota = max(1000, int(processors * PERIOD_MICROSECONDS))
 
     @classmethod
@@ -111,11 +155,12 @@ class ProcessorGroups:
         Raises:
             OSError: the kernel refused.
         """
-        group = ProcessorGroup(self._cpu / name, None if self._usage is None else self._usage / name, self._shares)
+        usage = None if self._usage is None else self._usage / name
+        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances)
         for directory in _distinct(group.cpu, group.usage):
             directory.mkdir()
         try:
-            (group.cpu / "cpu.shares").write_text(str(self._shares))
+            group.weigh(self._shares * FIRST_FACTOR)
             with suppress(FileNotFoundError):  # a kernel without bandwidth control
                 (group.cpu / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
                 (group.cpu / "cpu.cfs_quota_us").write_text(str(self._quota))

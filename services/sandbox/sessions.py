@@ -18,8 +18,8 @@ from services.sandbox.guard.job import Cell, CellResult, Phase
 from services.sandbox.languages import python_command
 from services.sandbox.limits import MEBIBYTE
 from services.sandbox.metrics import SandboxMetrics
+from services.sandbox.pool import SlotPool
 from services.sandbox.settings import SandboxSettings
-from services.sandbox.slots import SlotPool
 from shared.errors import Conflict, FlotillaError, NotFound, Unavailable
 from shared.schemas.sandbox import SessionRequest
 from shared.security import digest_of, is_same_secret, new_token
@@ -69,6 +69,7 @@ class Session:
     id: str
     token_digest: str
     request: SessionRequest
+    caller: str = ""
     end: _End | None = None
     task: "asyncio.Task[None] | None" = None
     call: _Call | None = None
@@ -150,7 +151,7 @@ class Sessions:
         """Count the sessions that have not ended."""
         return len(self._living)
 
-    async def open(self, request: SessionRequest, files: dict[str, str]) -> tuple[Session, str]:
+    async def open(self, request: SessionRequest, files: dict[str, str], caller: str = "") -> tuple[Session, str]:
         """Start a session; returns it and its token.
 
         Raises:
@@ -160,7 +161,7 @@ class Sessions:
         if self._settings.sessions == 0:
             raise Unavailable("this sandbox offers no sessions: FLOTILLA_SANDBOX_SESSIONS is 0")
         token = new_token()
-        session = Session(f"ses-{secrets.token_hex(8)}", digest_of(token), request)
+        session = Session(f"ses-{secrets.token_hex(8)}", digest_of(token), request, caller)
         up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._living[session.id] = session
         session.task = asyncio.create_task(self._live(session, files, up), name=session.id)
@@ -201,7 +202,8 @@ class Sessions:
         """Be a session: from the wait for its slot until nothing of it is left."""
         end = _End("failed", "the sandbox failed")
         try:
-            async with self._pool.taken() as slot, self._executor.session(slot, self._program(session, files)) as talk:
+            program = self._program(session, files)
+            async with self._pool.taken(session.caller) as slot, self._executor.session(slot, program) as talk:
                 if not up.done():
                     up.set_result(None)
                 end = await session.serve(talk, asyncio.get_running_loop().time)
@@ -234,4 +236,4 @@ class Sessions:
         if session.request.memory_limit_MB > 0:
             limits = limits.with_memory(session.request.memory_limit_MB * MEBIBYTE)
         phase = Phase("run", tuple(python_command(self._python)), session.request.cpu_seconds)
-        return Program(files, (phase,), (), limits)
+        return Program(files, (phase,), (), limits, session.caller)

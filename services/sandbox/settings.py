@@ -17,17 +17,20 @@ class SandboxSettings(Config):
     unsafe_sandbox: bool = False
     """Allow level D, which is no isolation: programs can read what the service can, and reach the network."""
     concurrency: int = Field(4, ge=1, le=128)
-    """Programs that run at a time."""
+    """Programs of one caller that run at a time."""
     sessions: int = Field(16, ge=0, le=128)
-    """Sessions that live at a time, each with limits of its own; 0 offers none."""
+    """Sessions of one caller that live at a time, each with limits of its own; 0 offers none."""
+    spare: int = Field(4, ge=0, le=128)
+    """So many programs and so many sessions more, for callers beside one that has all of the above; 0: none."""
     max_queued: int = Field(256, ge=0)
-    """Calls that may wait for their turn; a further one is answered 503."""
+    """Calls of one caller that may wait for their turn, and of all twice as many; a further one is answered 503."""
     queue_seconds: float = Field(30.0, gt=0)
     """Longest wait for a turn; a call that waits longer is answered 504."""
     max_request_bytes: int = Field(8 * MEBIBYTE, ge=1024)
     """Largest body of a call; a larger one is answered 413."""
     processor_shares: int = Field(64, ge=2, le=262_144)
-    """Weight of a slot where others want the processors too; an ordinary process has 1024."""
+    """Weight of a slot where others want the processors too; an ordinary process has 1024. A program that has just
+    begun has eight times the weight if its caller has used little lately, one that takes long a quarter of it."""
     processors: float = Field(2.0, gt=0)
     """How many processors one slot may use at a time."""
     limits: Limits = Limits()

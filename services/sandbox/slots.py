@@ -8,18 +8,15 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from services.sandbox.isolation import Slot
-from shared.errors import DeadlineExceeded, Unavailable
+from shared.errors import Unavailable
 
-MAX_UIDS_TRIED = 400
+MAX_UIDS_TRIED = 600
 LOCKS = Path("/run/flotilla-sandbox")
 SWEEP_SECONDS = 5.0
-LOOK_SECONDS = 1.0
-"""How often who waits looks at the slots that are out of use."""
 
 
 def lock_uid(uid: int, locks: Path) -> int | None:
@@ -122,108 +119,3 @@ def is_zombie(pid: int) -> bool:
     except OSError:
         return True
     return line[line.rindex(b")") + 2 :].startswith((b"Z", b"X"))
-
-
-async def _as_it_is(slot: Slot) -> Slot:
-    return slot
-
-
-class SlotPool:
-    """Hands out slots in turn, to a bounded number of waiters for a bounded time.
-
-    Args:
-        slots: all of them, free.
-        max_queued: how many may wait.
-        queue_seconds: how long.
-        renewed: looks at a slot that is given back; returns what is handed out next in its place, or None if it cannot
-            be used for now.
-    """
-
-    def __init__(
-        self,
-        slots: list[Slot],
-        *,
-        max_queued: int,
-        queue_seconds: float,
-        renewed: Callable[[Slot], Awaitable[Slot | None]] = _as_it_is,
-    ) -> None:
-        self._free: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
-        for slot in slots:
-            self._free.put_nowait(slot)
-        self.slots = tuple(slots)
-        self._renewed = renewed
-        self._returning: set[asyncio.Task[None]] = set()
-        self._out_of_use: list[Slot] = []
-        self._max_queued = max_queued
-        self._queue_seconds = queue_seconds
-        self.num_waiting = 0
-
-    @property
-    def num_running(self) -> int:
-        """Count the slots in use."""
-        return len(self.slots) - self._free.qsize() - self.num_out_of_use
-
-    @property
-    def num_out_of_use(self) -> int:
-        """Count the slots in which something lives that could not be ended."""
-        return len(self._out_of_use)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether any slot can be used."""
-        return self.num_out_of_use < len(self.slots)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a further caller would be refused."""
-        return self._free.empty() and self.num_waiting >= self._max_queued
-
-    @asynccontextmanager
-    async def taken(self) -> AsyncIterator[Slot]:
-        """Wait for a slot, and give it back.
-
-        Raises:
-            Unavailable: too many wait already.
-            DeadlineExceeded: no slot became free in time.
-        """
-        if self.is_full:
-            raise Unavailable(f"{self.num_waiting} programs wait for their turn already; try again later")
-        self.num_waiting += 1
-        try:
-            async with asyncio.timeout(self._queue_seconds):
-                slot = await self._next_free()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no turn within {self._queue_seconds:g} s; try again later") from None
-        finally:
-            self.num_waiting -= 1
-        try:
-            yield slot
-        finally:
-            # A task of its own: a caller that is cancelled here still gives its slot back.
-            await asyncio.shield(self._start(self._return(slot)))
-
-    async def _next_free(self) -> Slot:
-        while True:
-            self._look_again()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    return await self._free.get()
-
-    def _look_again(self) -> None:
-        """Try the slots that are out of use."""
-        slots, self._out_of_use = self._out_of_use, []
-        for slot in slots:
-            self._start(self._return(slot))
-
-    def _start(self, returning: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(returning)
-        self._returning.add(task)
-        task.add_done_callback(self._returning.discard)
-        return task
-
-    async def _return(self, slot: Slot) -> None:
-        renewed = await self._renewed(slot)
-        if renewed is None:
-            self._out_of_use.append(slot)
-        else:
-            self._free.put_nowait(renewed)

@@ -15,10 +15,11 @@ from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory
 from services.sandbox.limits import Limits
 from services.sandbox.metrics import SandboxMetrics
+from services.sandbox.pool import SlotPool
 from services.sandbox.processors import ProcessorGroups
 from services.sandbox.sessions import Sessions
 from services.sandbox.settings import SandboxSettings
-from services.sandbox.slots import SlotPool, own_uids
+from services.sandbox.slots import own_uids
 from shared.errors import Unavailable
 from shared.schemas.sandbox import IsolationLevel
 
@@ -55,9 +56,11 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         InvalidRequest: the configured interpreter cannot be used.
     """
     python = find_python(settings.python)
+    num_programs = settings.concurrency + settings.spare
+    num_sessions = settings.sessions + settings.spare if settings.sessions else 0
     with (
         own_directory() as root,
-        own_uids(settings.concurrency + settings.sessions, settings.uid_base) as uids,
+        own_uids(num_programs + num_sessions, settings.uid_base) as uids,
     ):
         slots = _furnish(root, uids)
         processors = ProcessorGroups.find(
@@ -69,11 +72,12 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         pool, session_pool = (
             SlotPool(
                 part,
+                spare=settings.spare,
                 max_queued=settings.max_queued,
                 queue_seconds=settings.queue_seconds,
                 renewed=executor.renewed,
             )
-            for part in (slots[: settings.concurrency], slots[settings.concurrency :])
+            for part in (slots[:num_programs], slots[num_programs:])
         )
         metrics = SandboxMetrics()
         sessions = Sessions(executor, session_pool, settings, python, metrics)

@@ -15,6 +15,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from shared.described import Described
 
 MAX_TIMEOUT_SECONDS = 300.0
+EXPERIMENT_HEADER = "Flotilla-Experiment"
+"""Says for which experiment a call is: those of one wait behind each other, not before another's."""
+MAX_EXPERIMENT_LENGTH = 96
 
 
 class IsolationLevel(StrEnum):

@@ -27,7 +27,7 @@ from shared.config.reward import CodeConfig
 from shared.errors import GradingFailed
 from shared.retry import Backoff, retry
 from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.sandbox import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
+from shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 
 OPENING = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 ALIASES = {
@@ -139,6 +139,7 @@ class CodeVerifier:
         client: closed by this object.
         url: base URL of the sandbox service.
         token: the sandbox's bearer token; None for a server that takes none, such as SandboxFusion's.
+        experiment: id of the experiment; its programs wait for each other's turns.
         backoff_seconds: the first pause between attempts; it doubles.
     """
 
@@ -149,12 +150,15 @@ class CodeVerifier:
         url: str,
         token: str | None,
         *,
+        experiment: str = "",
         backoff_seconds: float = 0.5,
     ) -> None:
         self._config = config
         self._client = client
         self._url = url.rstrip("/") + "/run_code"
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {EXPERIMENT_HEADER: experiment} if experiment else {}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._backoff_seconds = backoff_seconds
         self._slots = asyncio.Semaphore(config.concurrency)
 

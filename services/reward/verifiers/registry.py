@@ -143,7 +143,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
 def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:
     if surroundings.sandbox_url is None:
         raise InvalidSpec("a reward component that runs code needs a sandbox service, and the fleet has none")
-    return CodeVerifier(config, new_client(), surroundings.sandbox_url, surroundings.sandbox_token)
+    url, token = surroundings.sandbox_url, surroundings.sandbox_token
+    return CodeVerifier(config, new_client(), url, token, experiment=surroundings.experiment)
 
 
 def _secret(name: str | None, key: str, surroundings: Surroundings) -> str | None:

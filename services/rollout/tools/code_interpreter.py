@@ -16,7 +16,14 @@ from pydantic import ValidationError
 from services.rollout.tools.base import Schema, ToolFailed
 from shared.config.episodes import CodeInterpreterConfig
 from shared.errors import EpisodeFailed, FlotillaError
-from shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
+from shared.schemas.sandbox import (
+    EXPERIMENT_HEADER,
+    CellRequest,
+    CellResponse,
+    RunStatus,
+    SessionRequest,
+    SessionView,
+)
 from shared.schemas.task import Task
 
 DESCRIPTION: Final = "Run Python code and return what it prints. Names that it defines are there for later calls."
@@ -37,10 +44,12 @@ class Sandboxes:
     Attributes:
         address: finds one that is there now; ``Unavailable`` where none is.
         token: that it lets in.
+        experiment: whose sessions these are; they wait for each other's turns.
     """
 
     address: Callable[[], Awaitable[str]]
     token: Callable[[], str]
+    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,8 @@ class InterpreterSession:
         except FlotillaError as error:
             raise EpisodeFailed(f"there is no sandbox for the code interpreter: {error.detail}") from error
         authorization = {"Authorization": f"Bearer {self._sandboxes.token()}"}
+        if self._sandboxes.experiment:
+            authorization[EXPERIMENT_HEADER] = self._sandboxes.experiment
         request = SessionRequest(
             memory_limit_MB=self._config.memory_megabytes or -1,
             cpu_seconds=self._config.cpu_seconds,

@@ -2,9 +2,11 @@
 
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 
 from services.sandbox.state import SandboxState
+from shared.schemas.sandbox import EXPERIMENT_HEADER, MAX_EXPERIMENT_LENGTH
+from shared.security import digest_of
 
 
 async def from_lifespan(request: Request) -> SandboxState:
@@ -13,4 +15,13 @@ async def from_lifespan(request: Request) -> SandboxState:
     return state
 
 
+async def caller_of(
+    request: Request,
+    experiment: Annotated[str, Header(alias=EXPERIMENT_HEADER, max_length=MAX_EXPERIMENT_LENGTH)] = "",
+) -> str:
+    """Say for whom a call is, as far as turns and processor time go: whose token, and for which experiment."""
+    return f"{digest_of(request.headers.get('authorization', ''))[:16]} {experiment}"
+
+
 Sandbox = Annotated[SandboxState, Depends(from_lifespan)]
+Caller = Annotated[str, Depends(caller_of)]

@@ -10,7 +10,7 @@ from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
-from services.sandbox.routes.dependencies import Sandbox
+from services.sandbox.routes.dependencies import Caller, Sandbox
 from services.sandbox.state import SandboxState
 from shared.errors import FlotillaError, InvalidRequest
 from shared.schemas.sandbox import (
@@ -26,7 +26,7 @@ router = APIRouter(tags=["sandbox"])
 
 
 @router.post("/run_code")
-async def run_code(request: RunCodeRequest, sandbox: Sandbox) -> RunCodeResponse:
+async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller) -> RunCodeResponse:
     """Run a program in isolation and return what it printed.
 
     Raises:
@@ -37,9 +37,9 @@ async def run_code(request: RunCodeRequest, sandbox: Sandbox) -> RunCodeResponse
     level = sandbox.executor.isolation.level
     language = choose(sandbox.languages, request.language)
     try:
-        async with sandbox.pool.taken() as slot:
+        async with sandbox.pool.taken(caller) as slot:
             directory = sandbox.executor.isolation.work_directory(slot)
-            program = make_program(request, language, directory, sandbox)
+            program = make_program(request, language, directory, sandbox, caller)
             try:
                 answer = make_response(await sandbox.executor.run(slot, program), level)
             except SandboxFailed as error:
@@ -52,7 +52,9 @@ async def run_code(request: RunCodeRequest, sandbox: Sandbox) -> RunCodeResponse
     return answer
 
 
-def make_program(request: RunCodeRequest, language: Language, directory: str, sandbox: SandboxState) -> Program:
+def make_program(
+    request: RunCodeRequest, language: Language, directory: str, sandbox: SandboxState, caller: str = ""
+) -> Program:
     """Make what the executor runs of a request.
 
     Raises:
@@ -68,7 +70,7 @@ def make_program(request: RunCodeRequest, language: Language, directory: str, sa
     check_files(files, limits)
     stdin = base64.b64encode((request.stdin or "").encode()).decode()
     phases = language.phases(directory, stdin, request.compile_timeout, request.run_timeout)
-    return Program(files, phases, request.fetch_files, limits)
+    return Program(files, phases, request.fetch_files, limits, caller)
 
 
 def check_files(files: Mapping[str, str], limits: Limits) -> None:

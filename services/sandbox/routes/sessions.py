@@ -6,7 +6,7 @@ from fastapi import APIRouter, Header
 
 from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import Cell
-from services.sandbox.routes.dependencies import Sandbox
+from services.sandbox.routes.dependencies import Caller, Sandbox
 from services.sandbox.routes.run_code import check_files, make_response
 from shared.errors import FlotillaError
 from shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
@@ -17,7 +17,7 @@ Token = Annotated[str, Header(alias="Session-Token", min_length=1, max_length=20
 
 
 @router.post("/sessions", status_code=201)
-async def open_session(request: SessionRequest, sandbox: Sandbox) -> SessionView:
+async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller) -> SessionView:
     """Start an interpreter that is kept; the answer's token is the only way to use it.
 
     Raises:
@@ -27,7 +27,7 @@ async def open_session(request: SessionRequest, sandbox: Sandbox) -> SessionView
     """
     check_files(request.files, sandbox.settings.limits)
     try:
-        session, token = await sandbox.sessions.open(request, dict(request.files))
+        session, token = await sandbox.sessions.open(request, dict(request.files), caller)
     except FlotillaError as error:
         sandbox.metrics.count_refused(error.code)
         raise

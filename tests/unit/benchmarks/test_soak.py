@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.soak_load import LABEL, NUMBERS, REPLIES, grader_answer
+from benchmarks.soak_load import LABEL, NUMBERS, grader_answer
 from benchmarks.soak_report import Report, Window, markdown, order_of
 from services.reward.verifiers.code import parse_cases
 from shared.schemas.grading import GradingResponse
@@ -64,11 +64,10 @@ def test_the_page_says_what_was_seen() -> None:
     assert "issued 4, trained 4, balanced True" in page
 
 
-def test_the_honest_grader_is_right_and_the_hostile_one_never() -> None:
+def test_the_honest_grader_is_right() -> None:
     request = json.dumps({"id": "r", "samples": [{"response": "abc"}]}).encode()
 
-    assert GradingResponse.model_validate_json(grader_answer("/honest", request)).grades[0].reward == 3.0
-    assert grader_answer("/hostile", request) in REPLIES
+    assert GradingResponse.model_validate_json(grader_answer("/", request)).grades[0].reward == 3.0
     assert [case.expected for case in parse_cases(LABEL, "python")] == [
         f"{sum(i * i for i in range(number))}\n" for number in NUMBERS
     ]

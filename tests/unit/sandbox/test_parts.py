@@ -1,6 +1,5 @@
 """The pure parts: limits, languages, job, isolation's command line, schema, queue."""
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -21,8 +20,8 @@ from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, ca
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
 from services.sandbox.routes.run_code import make_response
-from services.sandbox.slots import SlotPool, lock_uid
-from shared.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from services.sandbox.slots import lock_uid
+from shared.errors import InvalidRequest, Unavailable
 from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse, RunStatus, check_relative_path
 
 PLACE = Place("/usr/bin/python3", "/tmp/code", ("/opt/packages",))
@@ -215,27 +214,6 @@ def test_a_uid_is_locked_once(tmp_path: Path) -> None:
     os.close(third)
 
     assert second is None
-
-
-async def test_turns_are_taken_and_given_back() -> None:
-    pool = SlotPool([Slot(0, None, Path("/s"))], max_queued=1, queue_seconds=0.02)
-
-    async with pool.taken() as slot:
-        assert (slot.number, pool.num_running) == (0, 1)
-        with pytest.raises(DeadlineExceeded):
-            async with pool.taken():
-                pass
-        waiting = asyncio.create_task(pool.taken().__aenter__())
-        await asyncio.sleep(0)
-        assert pool.is_full
-        with pytest.raises(Unavailable):
-            async with pool.taken():
-                pass
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    assert (pool.num_running, pool.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Shares of the processors, on files as the kernel shows them."""
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from services.sandbox import processors
+from services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
 from services.sandbox.cgroups import Mounts
 from services.sandbox.processors import ProcessorGroups
 
@@ -25,7 +25,7 @@ def test_a_slot_has_a_weight_and_a_quota(tmp_path: Path) -> None:
     group = groups.create("slot")
     group.add(42)
 
-    assert (tmp_path / "cpu/slot/cpu.shares").read_text() == "128"
+    assert (tmp_path / "cpu/slot/cpu.shares").read_text() == "1024"
     assert (tmp_path / "cpu/slot/cpu.cfs_quota_us").read_text() == "150000"
     assert (tmp_path / "cpu/slot/cgroup.procs").read_text() == "42"
     assert (tmp_path / "cpuacct/slot/cgroup.procs").read_text() == "42"
@@ -35,26 +35,81 @@ def test_a_service_without_the_controller_makes_none(tmp_path: Path) -> None:
     assert ProcessorGroups.find(mounts_in(tmp_path, "memory"), shares=128, processors=1) is None
 
 
-@pytest.mark.parametrize(("used_seconds", "shares"), [(0.4, 128), (0.6, 16)])
-async def test_a_program_that_takes_long_gives_way_until_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_seconds: float, shares: int
-) -> None:
+class Clock:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_caller_has_a_part_of_the_machine_and_saves_some_of_it() -> None:
+    clock = Clock()
+    allowances = Allowances(2.0, clock)
+    most = 2.0 * PART * SAVED_SECONDS
+
+    allowances.use("flood", most + 0.3)
+    spent = allowances.left("flood")
+    clock.now += 2.0
+    later = allowances.left("flood")
+    clock.now += 3600.0
+
+    assert spent == pytest.approx(-0.3)
+    assert later == pytest.approx(-0.3 + 2.0 * 2.0 * PART)
+    assert allowances.left("flood") == allowances.left("another") == most
+
+
+class Cell:
+    """A group on files, and what its programs use."""
+
+    def __init__(self, root: Path) -> None:
+        groups = ProcessorGroups.find(mounts_in(root, "cpu", "cpuacct"), shares=64, processors=1)
+        assert groups is not None
+        self.usage = root / "cpuacct/slot/cpuacct.usage"
+        self.weight = root / "cpu/slot/cpu.shares"
+        self.group = groups.create("slot")
+        self.usage.write_text("7000000000")
+
+    async def use(self, seconds: float) -> int:
+        """Let a program use so much more; returns its weight when that was seen."""
+        self.usage.write_text(str(int(self.usage.read_text()) + int(seconds * 1e9)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return int(self.weight.read_text())
+
+
+@pytest.fixture
+def cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cell:
     monkeypatch.setattr(processors, "LOOK_SECONDS", 0.0)
-    groups = ProcessorGroups.find(mounts_in(tmp_path, "cpu", "cpuacct"), shares=128, processors=1)
-    assert groups is not None
-    group = groups.create("slot")
-    usage, weight = tmp_path / "cpuacct/slot/cpuacct.usage", tmp_path / "cpu/slot/cpu.shares"
-    usage.write_text("7000000000")
+    return Cell(tmp_path)
 
-    watch = asyncio.create_task(group.give_way())
-    await asyncio.sleep(0)
-    usage.write_text(str(7_000_000_000 + int(used_seconds * 1e9)))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    during = int(weight.read_text())
-    watch.cancel()
-    with suppress(asyncio.CancelledError):
-        await watch
 
-    assert during == shares
-    assert int(weight.read_text()) == 128
+@pytest.mark.parametrize(("used_seconds", "shares"), [(0.2, 512), (0.3, 16)])
+async def test_a_program_that_takes_long_gives_way_until_it_ends(cell: Cell, used_seconds: float, shares: int) -> None:
+    with cell.group.used_by("someone"):
+        assert await cell.use(0.0) == 512
+        assert await cell.use(used_seconds) == shares
+
+    assert int(cell.weight.read_text()) == 512
+
+
+async def test_who_has_used_much_gives_way_to_who_has_not(cell: Cell) -> None:
+    for _ in range(300):
+        with cell.group.used_by("flood"):
+            await cell.use(0.1)
+
+    with cell.group.used_by("flood"):
+        assert await cell.use(0.0) == 64
+    with cell.group.used_by("honest"):
+        assert await cell.use(0.1) == 512
+
+
+async def test_a_long_program_takes_nothing_from_the_short_ones_of_its_caller(cell: Cell) -> None:
+    with cell.group.used_by("someone"):
+        await cell.use(0.3)
+        assert await cell.use(1000.0) == 16
+
+    with cell.group.used_by("someone"):
+        assert await cell.use(0.0) == 512

@@ -7,6 +7,7 @@ from shared.checkpoints import CHECKPOINTS, MODEL, complete
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, ModelError
+from shared.model_files import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
 """Sections that say how problems are answered and graded, and how that is kept."""
@@ -34,18 +35,30 @@ def evaluation_of(spec: ExperimentSpec, *, model: Path | None = None, rows: Path
         evaluation |= {"path": str(rows.resolve()), "sets": None, "max_rows": None}
     columns = {key: value for key, value in document["data"].items() if key not in WHERE_ROWS_ARE}
     made = {section: document[section] for section in KEPT}
+    made["model"] = {**made["model"], "lora": None}
     if model is not None:
-        made["model"] = {**made["model"], "path": str(model_at(model)), "revision": None}
+        made["model"] |= {"path": str(model_at(model)), "revision": None}
     return validate_spec({**made, "job": {"kind": "evaluation"}, "data": columns, "evaluation": evaluation})
 
 
-def model_at(path: Path) -> Path:
+def model_at(path: Path, argument: str = "--model", *, may_be_adapter: bool = False) -> Path:
     """Find the model that a path means: its own directory, a checkpoint's, or that of the newest whole checkpoint of an
     experiment or of a run.
 
     Raises:
-        ModelError: there is none, or several experiments are there.
+        ModelError: there is none, or several experiments are there, or it is an adapter where that is not meant.
     """
+    found = _model_at(path, argument)
+    if not may_be_adapter and (found / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{argument}: {found} has an adapter without the weights that it is added to: write both as one model with "
+            f"flotilla export {path} DIRECTORY, and name that",
+            path=str(path),
+        )
+    return found
+
+
+def _model_at(path: Path, argument: str) -> Path:
     if (path / "config.json").is_file():
         return path.resolve()
     if (path / MODEL / "config.json").is_file():
@@ -53,8 +66,8 @@ def model_at(path: Path) -> Path:
     places = [each for each in (path, path / CHECKPOINTS, *sorted(path.glob(EVERY_EXPERIMENT))) if each.is_dir()]
     newest = [stored for stored in (next(complete(each), None) for each in places) if stored is not None]
     if not newest:
-        raise ModelError(f"--model: there is neither a model nor a checkpoint in {path}", path=str(path))
+        raise ModelError(f"{argument}: there is neither a model nor a checkpoint in {path}", path=str(path))
     if len(newest) > 1:
         several = ", ".join(str(stored.path) for stored in newest)
-        raise ModelError(f"--model: several experiments are in {path}, say which: {several}", path=str(path))
+        raise ModelError(f"{argument}: several experiments are in {path}, say which: {several}", path=str(path))
     return (newest[0].path / MODEL).resolve()

@@ -5,6 +5,10 @@ from pathlib import Path
 
 from shared.errors import ModelError
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
+"""The files of an adapter, as peft writes and reads them."""
+
 
 def check_directory(path: Path) -> None:
     """Look for the files of a model without loading it.
@@ -21,7 +25,13 @@ def check_directory(path: Path) -> None:
         json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{config} is not readable JSON: {error}") from None
-    if not any(path.glob("*.safetensors")):
+    weights = {each.name for each in path.glob("*.safetensors")}
+    if weights == {ADAPTER}:
+        raise ModelError(
+            f"model directory {path} has an adapter without the weights that it is added to: write both as one model "
+            f"with flotilla export {path} DIRECTORY, and name that"
+        )
+    if not weights:
         raise ModelError(f"model directory {path} has no *.safetensors weights (pickled weights are not loaded)")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise ModelError(f"model directory {path} has no tokenizer (tokenizer.json or tokenizer.model)")

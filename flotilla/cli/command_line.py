@@ -203,6 +203,11 @@ def _add_kept(commands: "Commands") -> None:
     for parser in (ls, delete, checkpoints):
         add_json(parser)
         add_gateway(parser)
+    text = "Write one whole model of a checkpoint that holds adapters (model.lora)."
+    export = add_command(commands, "export", text, "export:export")
+    export.add_argument("source", help="a checkpoint, an experiment's or a run's directory, or an adapter's")
+    export.add_argument("directory", help="to be made")
+    add_json(export)
     text = "Show what an experiment has come to, and plot it."
     report = add_command(commands, "report", text, "report:report")
     add_experiment(report, or_directory=True)

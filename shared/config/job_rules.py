@@ -78,6 +78,11 @@ def check_job(spec: Sections) -> None:
             f"optimisation.shuffle has no effect while job.kind is {kind}: remove it (data.shuffle orders the rows)"
         )
     _check_columns(job, spec.data)
+    if spec.model.lora is not None and spec.model.lora.dropout and not isinstance(job, SftConfig):
+        raise ValueError(
+            f"model.lora.dropout does not go with job.kind {kind}: a pair's loss takes two passes, which must compute "
+            "the same: remove it"
+        )
     if spec.evaluation is not None:
         if isinstance(job, RewardModelJobConfig):
             raise ValueError(
@@ -105,6 +110,7 @@ def _check_evaluation(spec: Sections) -> None:
     if spec.evaluation.every_versions is not None:
         raise ValueError("evaluation.every_versions has no effect while job.kind is evaluation, which has one version")
     for section, found, default in (
+        ("model", spec.model, spec.model.model_copy(update={"lora": None})),
         ("algorithm", spec.algorithm, AlgorithmConfig()),
         ("optimisation", spec.optimisation, OptimisationConfig(steps=1)),
         ("asynchrony", spec.asynchrony, AsynchronyConfig()),

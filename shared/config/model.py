@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from shared.config.base import Config
+from shared.config.lora import LoraConfig
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,6 +28,8 @@ class ModelConfig(Config):
     when the experiment is created."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the weights in training and sampling. On a CPU without AMX, bfloat16 is much slower."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
 
     @property
     def is_hub_name(self) -> bool:

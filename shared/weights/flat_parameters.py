@@ -4,13 +4,15 @@ Copying parameter by parameter at publication costs more than the transfer itsel
 flat buffers from the start; the parameter objects stay, so optimizers made before or after work alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shared.weights.image import WeightImage
-from shared.weights.named_weights import NamedWeights, distinct
+from shared.weights.increments import Increment
+from shared.weights.named_weights import NamedWeights
+from shared.weights.parts import index_of
 from shared.weights.tensors import TORCH_DTYPES, flat_view, on_wire
 
 
@@ -23,19 +25,29 @@ class FlatParameters:
     Args:
         module: on one device, its parameters plain tensors (``ShardedParameters`` is for sharded ones).
         wire_dtype: floating-point dtype that snapshots are cast to, such as bfloat16; None keeps each dtype.
+        names: paths of the parameters that are meant; None for all.
+        increment: what is added to weights in images, and only there; None for nothing.
 
     Raises:
         ValueError: no parameters, several devices, sharded or meta tensors, or a dtype that images do not hold.
     """
 
-    def __init__(self, module: nn.Module, *, wire_dtype: torch.dtype | None = None) -> None:
-        _check(distinct(module))
-        named = NamedWeights.of(module, wire_dtype)
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        names: Collection[str] | None = None,
+        increment: Increment | None = None,
+    ) -> None:
+        named = NamedWeights.of(module, wire_dtype, names)
+        _check(named.groups)
         self.buffers: dict[torch.dtype, Tensor] = {
             dtype: _flatten([named.groups[name] for name in names]) for dtype, names in named.by_dtype.items()
         }
         self._wire_dtype = wire_dtype
         self._first = named.first
+        self._named, self._increment = named, increment
         self.layout = named.layout
 
     @property
@@ -76,6 +88,8 @@ class FlatParameters:
             view[: len(self.layout.header)] = self.layout.header
             for buffer, segment in self._segments(image):
                 segment.copy_(buffer)
+                if self._increment is not None:
+                    self._add(buffer.dtype, segment, self._increment)
 
     @torch.no_grad()
     def load_from(self, image: WeightImage) -> None:
@@ -88,6 +102,16 @@ class FlatParameters:
             raise ValueError("the image holds other tensors than this module")
         for buffer, segment in self._segments(image):
             buffer.copy_(segment)
+
+    def _add(self, dtype: torch.dtype, segment: Tensor, increment: Increment) -> None:
+        """Add to a run of weights in an image, one weight at a time."""
+        start = 0
+        for name in self._named.by_dtype[dtype]:
+            weight = self._named.groups[name][0]
+            added = increment(name, index_of(weight))
+            if added is not None:
+                segment[start : start + weight.numel()].view(weight.shape).copy_(weight.float() + added)
+            start += weight.numel()
 
     def _segments(self, image: WeightImage) -> list[tuple[Tensor, Tensor]]:
         specs = {spec.name: spec for spec in self.layout.tensors}

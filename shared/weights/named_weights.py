@@ -1,7 +1,7 @@
 """What a module's weights are called in its checkpoint, and where each of them lies in an image."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -31,9 +31,15 @@ class NamedWeights:
     layout: ImageLayout
 
     @classmethod
-    def of(cls, module: nn.Module, wire_dtype: torch.dtype | None) -> Self:
-        """Find them, and lay out an image in ``wire_dtype`` (None keeps each dtype)."""
-        groups = distinct(module)
+    def of(cls, module: nn.Module, wire_dtype: torch.dtype | None, names: Collection[str] | None = None) -> Self:
+        """Find them, and lay out an image in ``wire_dtype`` (None keeps each dtype).
+
+        Args:
+            module: with at least one parameter.
+            wire_dtype: of floating-point weights in the image.
+            names: paths of the parameters that are meant; None for all.
+        """
+        groups = {name: tied for name, tied in distinct(module).items() if names is None or name in names}
         by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
         for name, tied in groups.items():
             by_dtype[tied[0].dtype].append(name)

@@ -4,15 +4,16 @@ Every rank writes its own elements straight into the image, at their places: no 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from shared.weights.increments import Increment
 from shared.weights.layout import ImageLayout
 from shared.weights.named_weights import NamedWeights
-from shared.weights.parts import Part, local_of, part_of
+from shared.weights.parts import Part, index_of, local_of, part_of
 from shared.weights.tensors import on_wire
 
 
@@ -23,11 +24,22 @@ class ShardedParameters:
         module: its parameters are DTensors, or whole and the same on every rank.
         is_leader: whether this rank writes what is not sharded.
         wire_dtype: floating-point dtype that images are cast to; None keeps each dtype.
+        names: paths of the parameters that are meant; None for all.
+        increment: what is added to weights in images, and only there; every rank asks alike. None for nothing.
     """
 
-    def __init__(self, module: nn.Module, *, is_leader: bool, wire_dtype: torch.dtype | None = None) -> None:
-        self._named = NamedWeights.of(module, wire_dtype)
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        is_leader: bool,
+        wire_dtype: torch.dtype | None = None,
+        names: Collection[str] | None = None,
+        increment: Increment | None = None,
+    ) -> None:
+        self._named = NamedWeights.of(module, wire_dtype, names)
         self._is_leader, self._wire_dtype = is_leader, wire_dtype
+        self._increment = increment
 
     @property
     def layout(self) -> ImageLayout:
@@ -58,9 +70,15 @@ class ShardedParameters:
         for name, parameter in self._parameters.items():
             local_of(parameter).copy_(copies[name])
 
-    def image_parts(self) -> list[Part]:
-        """Return this rank's parts of the image."""
-        return self._parts(self._parameters, self._named.first)
+    def image_parts(self) -> Iterator[Part]:
+        """Go through this rank's parts of the image; what an increment makes of them lasts until the next."""
+        for name, part in zip(self._ordered(), self._parts(self._parameters, self._named.first), strict=True):
+            parameter = self._parameters[name]
+            added = None if self._increment is None else self._increment(name, index_of(parameter))
+            if added is None or part.values.numel() == 0:
+                yield part
+            else:
+                yield replace(part, values=part.values.float() + added)
 
     def run_parts(self, copies: Mapping[str, Tensor], prefix: str) -> list[Part]:
         """Return this rank's parts of copies that lie as one run of elements per dtype, named by prefix and dtype."""
@@ -76,7 +94,8 @@ class ShardedParameters:
     def from_runs(self, runs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cut this rank's elements out of runs as ``run_parts`` lays them out."""
         found = {}
-        for name, part in zip(self._ordered(), self.image_parts(), strict=True):
+        parts = self._parts(self._parameters, self._named.first)
+        for name, part in zip(self._ordered(), parts, strict=True):
             run = runs[str(self._parameters[name].dtype).removeprefix("torch.")]
             region = run[part.start : part.start + math.prod(part.shape)].view(part.shape)
             found[name] = region[part.index].to(local_of(self._parameters[name]).device).clone()

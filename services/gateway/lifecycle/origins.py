@@ -34,7 +34,7 @@ UNFINISHED = "unfinished"
 """Marks the directory of an experiment whose record may not be stored yet."""
 FIELD = "checkpoint.resume_from"
 ATTEMPTS = 3
-FIXED_FIELDS = (("model", "path"), ("model", "dtype"))
+FIXED_FIELDS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
 """Settings that say what the tensors of a checkpoint are."""
 
 

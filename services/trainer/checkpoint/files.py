@@ -4,6 +4,7 @@ The leader makes them in their full size, headers included; then every rank writ
 So any number of ranks goes on from a checkpoint of any other.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from services.trainer.learning.learner import Learner
 from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS
+from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.weights.layout import ImageLayout
 from shared.weights.parts import Part, layout_of_tensors, part_of, reserve_file, write_into
 from shared.weights.sharded_parameters import ShardedParameters
 from shared.weights.tensors import safetensors_name
 
-WEIGHTS = f"{MODEL}/model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +37,7 @@ class SharedFile:
 def shared_files(learner: Learner) -> list[SharedFile]:
     """List the files with tensors of a checkpoint of this learner."""
     is_leader = learner.ranks.is_leader
-    weights = ShardedParameters(learner.loaded.model, is_leader=is_leader)
-    files = [
-        SharedFile(WEIGHTS, weights.layout, weights.image_parts()),
-        _of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader),
-    ]
+    files = [_weights(learner), _of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader)]
     if learner.versions is not None:
         shapes, parts = learner.versions.parts()
         layout = ImageLayout.of({name: (shape, safetensors_name(dtype)) for name, (shape, dtype) in shapes.items()})
@@ -47,6 +45,14 @@ def shared_files(learner: Learner) -> list[SharedFile]:
     if learner.critic is not None:
         files.append(_of_tensors(CRITIC, learner.critic.state(), is_leader=is_leader))
     return files
+
+
+def _weights(learner: Learner) -> SharedFile:
+    is_leader = learner.ranks.is_leader
+    if learner.adapters is not None:
+        return _of_tensors(f"{MODEL}/{ADAPTER}", learner.adapters.tensors(), is_leader=is_leader)
+    weights = ShardedParameters(learner.loaded.model, is_leader=is_leader)
+    return SharedFile(f"{MODEL}/{WEIGHTS}", weights.layout, list(weights.image_parts()))
 
 
 def reserve(directory: Path, files: list[SharedFile], source: Path, learner: Learner) -> None:
@@ -67,11 +73,20 @@ def reserve(directory: Path, files: list[SharedFile], source: Path, learner: Lea
             save_file({}, directory / file.name)
         else:
             reserve_file(directory / file.name, file.layout)
-    model = learner.loaded.model
-    model.config.save_pretrained(directory / MODEL)  # type: ignore[union-attr, operator]
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory / MODEL)  # type: ignore[union-attr, operator]
+    describe_model(directory / MODEL, learner)
     copy_companions(source, directory / MODEL)
+
+
+def describe_model(directory: Path, learner: Learner) -> None:
+    """Write a model's configuration, and that of adapters, beside its weights."""
+    model = learner.loaded.model
+    model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+    if learner.adapters is not None:
+        base = learner.spec.model
+        found = learner.adapters.peft_config(base.path, base.revision)
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
@@ -91,7 +106,7 @@ def copy_companions(source: Path, directory: Path) -> None:
 
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
-_WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json"})
+_WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json", ADAPTER_CONFIG})
 
 
 def _of_tensors(name: str, tensors: Mapping[str, Tensor], *, is_leader: bool) -> SharedFile:

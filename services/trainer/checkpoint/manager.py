@@ -1,7 +1,8 @@
 """What goes into a checkpoint, and how training goes on from one.
 
 step-00000040/
-    model/                 a Hugging Face directory: config, weights, tokenizer
+    model/                 a Hugging Face directory: config, weights, tokenizer; with ``model.lora`` the adapters alone,
+                           as peft writes them
     optimizer.safetensors  AdamW's moments and step counts; float32 masters of bfloat16 weights
     versions.safetensors   weights of earlier versions, if ``old_log_probs`` needs them
     critic.safetensors     weights and optimiser state of the critic, if there is one
@@ -19,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.trainer.checkpoint.files import copy_companions
+from services.trainer.checkpoint.files import copy_companions, describe_model
 from services.trainer.checkpoint.state import check_same_lineage, software_versions
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
@@ -32,6 +33,7 @@ from shared.config.job import RewardModelJobConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
+from shared.model_files import ADAPTER
 from shared.model_hub import model_directory
 from shared.streams.intervals import IntervalSet
 from shared.streams.plans import RECENT_STEPS, Plan
@@ -189,7 +191,12 @@ def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restor
 def fill_alone(learner: Learner, directory: Path) -> None:
     """Write all files of a learner whose weights one process has."""
     # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
-    learner.loaded.model.save_pretrained(directory / MODEL)  # type: ignore[operator]
+    if learner.adapters is None:
+        learner.loaded.model.save_pretrained(directory / MODEL)  # type: ignore[operator]
+    else:
+        (directory / MODEL).mkdir()
+        describe_model(directory / MODEL, learner)
+        save_file(_contiguous(learner.adapters.tensors()), directory / MODEL / ADAPTER)
     copy_companions(model_directory(learner.spec.model), directory / MODEL)
     save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
     if learner.versions is not None:
@@ -216,7 +223,7 @@ def _load(spec: ExperimentSpec, path: Path, device: torch.device) -> LoadedModel
 
 def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ranks: Ranks) -> Learner:
     reference = None
-    if spec.needs_reference:
+    if spec.needs_reference and spec.model.lora is None:
         reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
     return make_learner(spec, loaded, reference, ranks=ranks)
 
@@ -229,7 +236,8 @@ def restored_from(
     Raises:
         ModelError: it cannot be read.
     """
-    learner = _learner(spec, _load(spec, stored.path / MODEL, device), device, ranks)
+    source = stored.path / MODEL if spec.model.lora is None else model_directory(spec.model)
+    learner = _learner(spec, _load(spec, source, device), device, ranks)
     _load_tensors(learner, stored)
     state = stored.state
     totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})
@@ -246,6 +254,8 @@ def restored_from(
 
 def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
     try:
+        if learner.adapters is not None:
+            learner.adapters.load(load_file(stored.path / MODEL / ADAPTER))
         learner.optimizer.load(load_file(stored.path / OPTIMIZER), stored.state.updates)
         if learner.versions is not None:
             learner.versions.load(load_file(stored.path / VERSIONS))

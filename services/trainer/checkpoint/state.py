@@ -11,6 +11,7 @@ SOFTWARE = ("flotilla", "torch", "transformers", "safetensors", "numpy")
 FIXED_FIELDS = (
     ("model", "path"),
     ("model", "dtype"),
+    ("model", "lora"),
     ("asynchrony", "trigger_parameter_sync_step"),
     ("optimisation", "groups_per_mini_batch"),
     ("asynchrony", "require_batches"),

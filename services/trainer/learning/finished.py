@@ -31,16 +31,17 @@ class FinishedLearner(Learner):
     """Learns from groups that no policy sampled."""
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
-        """Train one step; see ``Learner.train``. Nothing is drawn, so the step's number does not matter."""
+        """Train one step; see ``Learner.train``."""
         batch = make_batch(groups).to(self.device)
         fixed = self._fixed(batch, self._cut(batch, range(batch.num_sequences)) if self._needs_fixed else [])
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
-        for _ in range(self.spec.optimisation.epochs_per_step):
-            for members in self._mini_batches(batch):
-                self.optimizer.add_zero()
-                tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
-                results.append(self.optimizer.update())
+        with self._dropping(self.spec.seed * 1_000_003 + step):
+            for _ in range(self.spec.optimisation.epochs_per_step):
+                for members in self._mini_batches(batch):
+                    self.optimizer.add_zero()
+                    tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
+                    results.append(self.optimizer.update())
         summary = summarise(self.ranks.combine(combine(tallies)))
         values = algorithm_names(mean_of_updates(summary, len(results)))
         return StepResult(tuple(results), values)
@@ -69,10 +70,8 @@ class FinishedLearner(Learner):
 
     def _fixed(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Compute what does not change with the weights: the reference's log-probs [S]."""
-        if self._reference is None:
-            return None
-        log_probs, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
-        return batch.sequences.sum(log_probs)
+        log_probs = self._reference_log_probs(batch, micro_batches)
+        return None if log_probs is None else batch.sequences.sum(log_probs)
 
     def _backward(self, loss: Tensor) -> None:
         # Sharded gradients are averaged over the ranks, and this is the share of a whole mini-batch's loss.

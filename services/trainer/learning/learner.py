@@ -6,6 +6,7 @@ groups of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithms.advantages import Advantages, compute_advantages
-from services.trainer.algorithms.aggregation import Denominators, count_sampled
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
@@ -22,9 +22,11 @@ from services.trainer.algorithms.resampling import redraw
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.learning.advantage_inputs import advantage_inputs
+from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from services.trainer.learning.prepared import Prepared, step_weights
 from services.trainer.learning.trace import TokenTrace, TracedStep
+from services.trainer.learning.trainable import Weights, image_weights, kept_weights, make_adapters
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
@@ -36,8 +38,6 @@ from services.trainer.parallel.sequence import SequenceParallel
 from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.sharded_parameters import ShardedParameters
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
 """Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
@@ -64,7 +64,8 @@ class Learner:
     Args:
         spec: the experiment.
         loaded: the policy.
-        reference: the policy that the KL is measured from; needed if the spec has a KL.
+        reference: the policy that the KL is measured from; needed if the spec has a KL and no adapters, without which
+            the policy is its own reference.
         ranks: that train together; each is given the same weights, calls the same methods and returns the same.
 
     Raises:
@@ -97,6 +98,8 @@ class Learner:
             for each in (self.policy, self._reference, self.critic):
                 if each is not None:
                     each.split_sequences(split)
+        # After the critic's copy, which trains whole.
+        self.adapters = make_adapters(loaded.model, spec)
         if spec.optimisation.activation_checkpointing:
             recompute_activations(loaded.model)
             if self.critic is not None:
@@ -107,19 +110,17 @@ class Learner:
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
-            self.versions = VersionedWeights(self.weights)
+            self.versions = VersionedWeights(kept_weights(loaded.model, self.adapters, ranks, self.weights))
             self.versions.keep(0, 0)
+        if self.adapters is not None and spec.needs_reference:
+            self._reference = self.policy
 
-    def _lay_out(self, wire_dtype: torch.dtype | None) -> FlatParameters | ShardedParameters:
-        model = self.loaded.model
-        if not self.ranks.is_several:
-            return FlatParameters(model, wire_dtype=wire_dtype)
-        self.policy.shard(self.ranks)
-        if self._reference is not None:
-            self._reference.shard(self.ranks)
-        if self.critic is not None:
-            self.critic.shard(self.ranks)
-        return ShardedParameters(model, is_leader=self.ranks.is_leader, wire_dtype=wire_dtype)
+    def _lay_out(self, wire_dtype: torch.dtype | None) -> Weights:
+        if self.ranks.is_several:
+            for each in (self.policy, self._reference, self.critic):
+                if each is not None:
+                    each.shard(self.ranks)
+        return image_weights(self.loaded.model, self.adapters, self.ranks, wire_dtype)
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step.
@@ -139,15 +140,16 @@ class Learner:
             prepared = prepared.take(redraw(self.spec.algorithm.resampling, batch.rewards, seed))
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
-        for ordered, mini_batches in self._passes(prepared, self._mini_batches(batch), seed):
-            for members, micro_batches in mini_batches:
-                denominators_at = slice(members.start, members.stop)
-                if self.critic is not None:
-                    tallies.append(_teach_critic(self.critic, ordered, micro_batches, self.ranks))
-                if self.critic is None or step > self.critic.config.warmup_steps:
-                    note = None if trace is None else partial(trace.note, ordered, update=len(results))
-                    tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
-                results.append(self.optimizer.update())
+        with self._dropping(seed):
+            for ordered, mini_batches in self._passes(prepared, self._mini_batches(batch), seed):
+                for members, micro_batches in mini_batches:
+                    denominators_at = slice(members.start, members.stop)
+                    if self.critic is not None:
+                        tallies.append(teach(self.critic, ordered, micro_batches, self.ranks))
+                    if self.critic is None or step > self.critic.config.warmup_steps:
+                        note = None if trace is None else partial(trace.note, ordered, update=len(results))
+                        tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
+                    results.append(self.optimizer.update())
         metrics = self.ranks.combine(combine(tallies))
         if trace is not None:
             trace.collect(self.ranks)
@@ -195,9 +197,7 @@ class Learner:
             old = current if config.old_log_probs == "recompute" else old
         if config.old_log_probs == "recompute_at_version":
             old = self._evaluate_at_versions(batch, micro_batches)
-        reference = None
-        if self._reference is not None:
-            reference, _ = self._evaluate(self._reference, batch, micro_batches, with_squares=False)
+        reference = self._reference_log_probs(batch, micro_batches)
         values = None
         if self.critic is not None:
             values = self.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, micro_batches))
@@ -287,6 +287,19 @@ class Learner:
                 squares[micro.tokens] = micro.spread(found.sum_pi_squared)
         return self.ranks.sum(log_probs), squares if squares is None else self.ranks.sum(squares)
 
+    def _reference_log_probs(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Compute log-probs [T] under the reference, if there is one."""
+        if self._reference is None:
+            return None
+        with nullcontext() if self.adapters is None else self.adapters.disabled():
+            return self._evaluate(self._reference, batch, micro_batches, with_squares=False)[0]
+
+    def _dropping(self, seed: int) -> AbstractContextManager[None]:
+        """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""
+        return (
+            nullcontext() if self.adapters is None else self.adapters.dropping(seed * self.ranks.size + self.ranks.rank)
+        )
+
     def _evaluate_at_versions(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute log-probs [T] of each token under the version that sampled it."""
         assert self.versions is not None
@@ -365,21 +378,6 @@ class Learner:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
             )
-
-
-def _teach_critic(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Metrics:
-    """Make the critic's update of one mini-batch."""
-    assert prepared.values is not None and prepared.returns is not None
-    if not micro_batches:
-        return {}
-    own = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
-    denominators = own if not ranks.is_several else Denominators.from_tensor(ranks.sum(own.as_tensor()))
-    tallies = [
-        critic.accumulate(micro, prepared.values, prepared.returns, denominators, num_ranks=ranks.data_size)
-        for micro in micro_batches
-    ]
-    critic.update()
-    return combine(tallies)
 
 
 def _selected(

@@ -1,0 +1,25 @@
+"""The critic's update of one mini-batch."""
+
+from collections.abc import Sequence
+
+from services.trainer.algorithms.aggregation import Denominators, count_sampled
+from services.trainer.algorithms.metrics import Metrics, combine
+from services.trainer.data.micro_batch import MicroBatch
+from services.trainer.learning.prepared import Prepared
+from services.trainer.models.critic import Critic
+from services.trainer.parallel.ranks import Ranks
+
+
+def teach(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Metrics:
+    """Make the critic's update of one mini-batch."""
+    assert prepared.values is not None and prepared.returns is not None
+    if not micro_batches:
+        return {}
+    own = Denominators.total(count_sampled(micro.sequences) for micro in micro_batches)
+    denominators = own if not ranks.is_several else Denominators.from_tensor(ranks.sum(own.as_tensor()))
+    tallies = [
+        critic.accumulate(micro, prepared.values, prepared.returns, denominators, num_ranks=ranks.data_size)
+        for micro in micro_batches
+    ]
+    critic.update()
+    return combine(tallies)

@@ -1,0 +1,102 @@
+"""Adapters on several ranks: what is learned, published and kept is what one rank has."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, load_file
+
+from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.learning.learner import Learner
+from services.trainer.models.loading import LoadedModel
+from services.trainer.parallel.ranks import Ranks
+from shared.checkpoints import MODEL, OPTIMIZER
+from shared.model_files import ADAPTER
+from shared.weights.flat_parameters import FlatParameters
+from shared.weights.image import WeightImage
+from shared.weights.parts import write_parts
+from shared.weights.sharded_parameters import ShardedParameters
+from tests.integration.trainer.architectures import ARCHITECTURES
+from tests.integration.trainer.ranks import run_ranks
+from tests.unit.trainer.builders import a_spec, uneven_groups
+
+NAMES = ("Qwen3", "GPT-2", "Qwen3-MoE")
+# A rank below the number of training ranks leaves one of them without rows of A.
+LORA = {"Qwen3": {"rank": 4}, "GPT-2": {"rank": 1}, "Qwen3-MoE": {"rank": 3}}
+
+
+def compared(ranks: Ranks, directory: str) -> dict[str, dict[str, float]]:
+    """Train each model on this job and alone; returns how far apart they end, and writes a checkpoint of the last."""
+    found = {}
+    for name in NAMES:
+        several, together = _trained(name, ranks)
+        one, alone = _trained(name, None)
+        image, expected = _image_of_ranks(several, ranks), _image_of_one(one)
+        assert image.keys() == expected.keys()
+        found[name] = {
+            "losses": max(abs(a - b) for a, b in zip(together, alone, strict=True)),
+            "image": max(float((image[key] - expected[key]).abs().max()) for key in image),
+        }
+    files = shared_files(several)
+    if ranks.is_leader:
+        reserve(Path(directory), files, Path(directory).parent, several)
+    ranks.gather(b"")
+    write_shared(Path(directory), files)
+    ranks.gather(b"")
+    found["continued"] = {"loss": several.train(uneven_groups(2, seed=9), 4).metrics["loss/total"]}
+    return found
+
+
+def _trained(name: str, ranks: Ranks | None) -> tuple[Learner, list[float]]:
+    arguments: dict[str, Any] = {} if ranks is None else {"ranks": ranks}
+    learner = Learner(_spec(name), LoadedModel(ARCHITECTURES[name](), Path()), **arguments)
+    return learner, [learner.train(uneven_groups(2, seed=step), step).metrics["loss/total"] for step in (1, 2, 3)]
+
+
+def _spec(name: str) -> Any:
+    return a_spec(
+        model={"path": "/nowhere", "lora": LORA[name]},
+        algorithm={"kl": {"placement": "loss"}, "old_log_probs": "recompute_at_version"},
+        optimisation={"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1e-6},
+    )
+
+
+def _image_of_one(learner: Learner) -> dict[str, torch.Tensor]:
+    weights = learner.weights
+    assert isinstance(weights, FlatParameters)
+    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
+        weights.snapshot_into(image)
+        return load(bytes(image.view))
+
+
+def _image_of_ranks(learner: Learner, ranks: Ranks) -> dict[str, torch.Tensor]:
+    weights = learner.weights
+    assert isinstance(weights, ShardedParameters)
+    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
+        image.view[: len(weights.layout.header)] = weights.layout.header
+        with torch.no_grad():
+            write_parts(image.mapped, weights.layout, weights.image_parts())
+        written = np.stack([np.frombuffer(each, np.uint8) for each in ranks.gather(bytes(image.view))])
+    # What a rank does not write stays 0.
+    return load(written.max(0).tobytes())
+
+
+def test_two_ranks_with_adapters_learn_publish_and_keep_what_one_does(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+
+    first, second = run_ranks(compared, str(folder))
+
+    for name in NAMES:
+        assert first[name]["losses"] < 1e-5, (name, first)
+        assert first[name]["image"] < 1e-5, (name, first)
+    name = NAMES[-1]
+    alone = Learner(_spec(name), LoadedModel(ARCHITECTURES[name](), Path()))
+    assert alone.adapters is not None
+    alone.adapters.load(load_file(folder / MODEL / ADAPTER))
+    alone.optimizer.load(load_file(folder / OPTIMIZER), updates=3)
+    loss = alone.train(uneven_groups(2, seed=9), 4).metrics["loss/total"]
+    assert abs(loss - first["continued"]["loss"]) < 1e-5
+    assert first["continued"] == second["continued"]

@@ -12,6 +12,7 @@ import httpx
 from shared.address_policy import AddressRefused, permitted_address
 from shared.bounded_reply import ReplyTooLong, at_most, is_packed
 from shared.settings import GRADER_NETWORKS, IPNetwork
+from shared.tls import tls_context
 
 PORTS = {"http": 80, "https": 443}
 MAX_ANSWER_BYTES: Final = 1024 * 1024
@@ -54,7 +55,7 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
         self._networks = networks
         self._library = library
         self._max_answer_bytes = max_answer_bytes
-        self._inner = library.AsyncHTTPTransport(trust_env=False, **options)
+        self._inner = library.AsyncHTTPTransport(trust_env=False, verify=tls_context(), **options)
 
     async def handle_async_request(self, request: Any) -> Any:
         """Send a request to the address that was checked, under the name that it was made with."""

@@ -22,6 +22,7 @@ from shared.errors import DeadlineExceeded, FlotillaError, TokenExpired, Unautho
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.retry import retry
+from shared.tls import tls_context
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,12 @@ class GatewayClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
         self._http = httpx.AsyncClient(
-            base_url=self.base_url, headers=headers, transport=transport, limits=limits, trust_env=False
+            base_url=self.base_url,
+            headers=headers,
+            transport=transport,
+            limits=limits,
+            trust_env=False,
+            verify=tls_context(),
         )
 
     async def __aenter__(self) -> Self:

@@ -16,6 +16,7 @@ from shared.daemon_threads import on_daemon_thread
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
 from shared.schemas.service import ServiceKind
+from shared.tls import tls_context
 from shared.weights.direct import DirectReceiver
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
@@ -59,7 +60,9 @@ class WeightPuller:
         token = self._credentials.for_peer(ServiceKind.TRAINER)
         headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-        client = httpx.AsyncClient(headers=headers, timeout=timeout, transport=self._transport, trust_env=False)
+        client = httpx.AsyncClient(
+            headers=headers, timeout=timeout, transport=self._transport, trust_env=False, verify=tls_context()
+        )
         # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
         pull = _Pull(directory, may_be_direct=self._transport is None and url.startswith("http://"))
         backoff = Backoff()

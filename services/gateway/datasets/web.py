@@ -13,6 +13,7 @@ import httpx
 from shared.address_policy import AddressRefused, permitted_address
 from shared.errors import DataError
 from shared.settings import GRADER_NETWORKS, IPNetwork
+from shared.tls import tls_context
 
 WEB: Final = frozenset({"http", "https"})
 PORTS: Final = {"http": 80, "https": 443}
@@ -37,7 +38,7 @@ def fetch_from_web(url: str, networks: Sequence[IPNetwork]) -> IO[bytes]:
         OSError, httpx.HTTPError: it cannot be reached, or broke off.
     """
     end = time.monotonic() + FETCH_SECONDS
-    with httpx.Client(follow_redirects=False, trust_env=False, timeout=SILENCE_SECONDS) as client:
+    with httpx.Client(follow_redirects=False, trust_env=False, timeout=SILENCE_SECONDS, verify=tls_context()) as client:
         at = url
         for _ in range(MAX_REDIRECTIONS + 1):
             answer = client.send(_request(client, at, url, networks), stream=True)

@@ -12,6 +12,7 @@ from services.gateway.registry.services import LiveService, Registry
 from shared.client import problem_to_error
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable
 from shared.schemas.service import ServiceKind, WorkState
+from shared.tls import tls_context
 
 CALL_SECONDS: Final = 10.0
 """For an answer that takes no sampling, beside what the caller is willing to wait."""
@@ -38,7 +39,7 @@ class Rollouts:
         # For what agents ask rarely; requests for completions have connections of their own.
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEPT_OPEN_SECONDS)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._http = httpx.AsyncClient(limits=limits, trust_env=False, timeout=timeout)
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False, timeout=timeout, verify=tls_context())
         self._connections = Connections()
 
     async def aclose(self) -> None:

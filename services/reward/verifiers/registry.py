@@ -51,6 +51,7 @@ from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.trajectory import GradeStatus
 from shared.settings import LOOPBACK, IPNetwork
 from shared.streams.mailbox import Mailbox
+from shared.tls import tls_context
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,12 @@ class Surroundings:
 
 def new_client() -> httpx.AsyncClient:
     """Make the client that verifiers use: no redirects, no proxies of the environment."""
-    return httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)  # noqa: S113  callers set deadlines
+    return httpx.AsyncClient(
+        follow_redirects=False,
+        trust_env=False,
+        timeout=None,  # noqa: S113  callers set deadlines
+        verify=tls_context(),
+    )
 
 
 def build_component(config: Component, surroundings: Surroundings) -> Verifier:

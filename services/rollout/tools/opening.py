@@ -24,6 +24,7 @@ from shared.config.episodes import (
 from shared.errors import InvalidSpec
 from shared.schemas.task import Task
 from shared.settings import LOOPBACK, IPNetwork
+from shared.tls import tls_context
 
 
 class EpisodeTools:
@@ -102,7 +103,7 @@ async def open_tools(
     """
     client: httpx.AsyncClient = checked_client(networks, config.step_seconds)
     # The sandbox is the fleet's own, wherever it is: no policy of addresses is between.
-    inside = httpx.AsyncClient(trust_env=False, timeout=config.step_seconds)
+    inside = httpx.AsyncClient(trust_env=False, timeout=config.step_seconds, verify=tls_context())
     clients = (client, inside)
     tools: list[Tool | EpisodeTool] = []
     servers: list[McpServer] = []

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from shared.errors import DeadlineExceeded, FlotillaError
+from shared.tls import tls_context
 
 Body = Mapping[str, Any]
 MAX_DETAIL = 400
@@ -45,7 +46,12 @@ class SglangClient:
     def __init__(self, url: str, key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, limits=LIMITS, transport=transport, trust_env=False
+            base_url=url,
+            headers=headers,
+            limits=LIMITS,
+            transport=transport,
+            trust_env=False,
+            verify=tls_context(),
         )
 
     async def close(self) -> None:

@@ -57,12 +57,7 @@ class WeightPuller:
             DeadlineExceeded: it was still sending at the deadline.
         """
         last: FlotillaError | None = None
-        token = self._credentials.for_peer(ServiceKind.TRAINER)
-        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
-        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
-        client = httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=self._transport, trust_env=False, verify=tls_context()
-        )
+        client = self._client()
         # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
         pull = _Pull(directory, may_be_direct=self._transport is None and url.startswith("http://"))
         backoff = Backoff()
@@ -102,6 +97,14 @@ class WeightPuller:
             raise DeadlineExceeded(f"pulling version {version} took more than {deadline_seconds} s") from None
         finally:
             await pull.close()
+
+    def _client(self) -> httpx.AsyncClient:
+        token = self._credentials.for_peer(ServiceKind.TRAINER)
+        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        return httpx.AsyncClient(
+            headers=headers, timeout=timeout, transport=self._transport, trust_env=False, verify=tls_context()
+        )
 
 
 class _Pull:

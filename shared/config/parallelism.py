@@ -10,12 +10,12 @@ from shared.config.base import Config, Device, Threads
 RANKS = frozenset(
     {
         "world_size", "nodes", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
-        "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "sequence_parallel_size",
-        "expert_parallel", "fsdp", "zero_stage",
+        "data_parallel", "tensor_parallel_size", "pipeline_parallel", "context_parallel", "sequence_parallel_size",
+        "expert_parallel_size", "fsdp", "zero_stage",
     }
 )  # fmt: skip
 """What asks for several training processes under other names, with or without ``_size``."""
-OF_SEVERAL = ("replicas", "sequence_parallel", "collective_timeout_seconds")
+OF_SEVERAL = ("replicas", "tensor_parallel", "expert_parallel", "sequence_parallel", "collective_timeout_seconds")
 
 
 class ParallelismConfig(Config):
@@ -32,6 +32,14 @@ class ParallelismConfig(Config):
     and computes a part of each mini-batch. 1 trains in one process that has all of them."""
     replicas: int = Field(1, ge=1)
     """Copies of the weights that the ranks keep together, each divided among ranks / replicas of them (HSDP)."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that compute each layer of the same sequences together, each some of its heads and columns; weights stay
+    divided that way while they compute. It divides the ranks, the model's heads and its layers' widths. Models that
+    transformers has a plan for."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that divide the experts of each layer of a mixture-of-experts model, each some of them, whole: tokens
+    travel to their experts. It divides ranks / replicas and the number of experts, and is a multiple of
+    tensor_parallel."""
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that compute the same sequences together, each a part of their positions (Ulysses): for long sequences. It
     divides the ranks and the model's attention heads."""
@@ -50,7 +58,8 @@ class ParallelismConfig(Config):
             raise ValueError(
                 f"parallelism.{asked[0]} asks for several training processes in a way that there is not: "
                 "parallelism.ranks processes share the weights (FSDP2) on the trainer's machine, in "
-                "parallelism.replicas copies (HSDP), and parallelism.sequence_parallel of them share each sequence "
+                "parallelism.replicas copies (HSDP); of these parallelism.tensor_parallel share each layer, "
+                "parallelism.expert_parallel the experts of a layer, or parallelism.sequence_parallel each sequence "
                 "(Ulysses); for more samples at a time raise resources.rollouts.min"
             )
         return values
@@ -63,19 +72,39 @@ class ParallelismConfig(Config):
                     raise ValueError(
                         f"parallelism.{name} has no effect while parallelism.ranks is 1: raise ranks, or leave it out"
                     )
-        if self.ranks % self.replicas or (self.ranks > 1 and self.ranks == self.replicas):
-            raise ValueError(
-                f"parallelism.replicas {self.replicas} does not divide {self.ranks} ranks into parts of two or more: "
-                "choose a smaller divisor of parallelism.ranks"
-            )
-        if self.sequence_parallel > 1 and (self.ranks % self.sequence_parallel or self.replicas > 1):
-            raise ValueError(
-                f"parallelism.sequence_parallel {self.sequence_parallel} must divide parallelism.ranks {self.ranks}, "
-                "and parallelism.replicas must be 1 beside it"
-            )
+        self._check_divisors()
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(
                 f"parallelism.device {self.device} is one device, and parallelism.ranks is {self.ranks}: write cuda, "
                 "and each rank takes the device with its number"
             )
         return self
+
+    def _check_divisors(self) -> None:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(
+                f"parallelism.tensor_parallel {self.tensor_parallel} must divide parallelism.ranks {self.ranks}"
+            )
+        shared = self.ranks // self.tensor_parallel
+        if shared % self.replicas or (shared > 1 and shared == self.replicas):
+            each = "" if self.tensor_parallel == 1 else f" / {self.tensor_parallel} (tensor_parallel)"
+            raise ValueError(
+                f"parallelism.replicas {self.replicas} does not divide {self.ranks} ranks{each} into parts of two or "
+                "more: choose a smaller divisor"
+            )
+        if self.sequence_parallel > 1 and (self.ranks % self.sequence_parallel or self.replicas > 1):
+            raise ValueError(
+                f"parallelism.sequence_parallel {self.sequence_parallel} must divide parallelism.ranks {self.ranks}, "
+                "and parallelism.replicas must be 1 beside it"
+            )
+        if self.sequence_parallel > 1 and max(self.tensor_parallel, self.expert_parallel) > 1:
+            raise ValueError(
+                "parallelism.sequence_parallel divides positions among ranks that tensor_parallel and expert_parallel "
+                "take to have all of them: use either it or these"
+            )
+        divides = not self.ranks // self.replicas % self.expert_parallel
+        if self.expert_parallel > 1 and not (divides and self.expert_parallel % self.tensor_parallel == 0):
+            raise ValueError(
+                f"parallelism.expert_parallel {self.expert_parallel} must divide ranks / replicas "
+                f"{self.ranks // self.replicas} and be a multiple of tensor_parallel {self.tensor_parallel}"
+            )

@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shared.weights.layout import ImageLayout
 from shared.weights.tensors import TORCH_DTYPES, flat_view, safetensors_name
 
-Index = tuple[slice, ...]
+Index = tuple[slice | Tensor, ...]
+"""Of each dim the elements; at most one dim has a tensor of positions, where they are no run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,34 @@ def index_of(tensor: Tensor) -> Index:
     """Return which elements of the whole tensor this rank's shard is."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    found = tuple(_owned(tensor, dim) for dim in range(tensor.dim()))
+    assert sum(isinstance(each, Tensor) for each in found) <= 1
+    return found
+
+
+def _owned(tensor: DTensor, dim: int) -> slice | Tensor:
+    """Find this rank's positions of one dim, which the mesh's axes divide in their order.
+
+    A strided axis divides each of some equal parts: the halves of a fused weight, or what a later axis divides further.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    owned = torch.arange(tensor.shape[dim])
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard | _StridedShard) or placement.dim % tensor.dim() != dim:
+            continue
+        count = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        size = int(tensor.device_mesh.size(axis))
+        owned = torch.cat([_chunk(part, size, coordinate[axis]) for part in owned.chunk(count)])
+    if not owned.numel():
+        return slice(0, 0)
+    first, last = int(owned[0]), int(owned[-1])
+    return slice(first, last + 1) if last - first + 1 == owned.numel() else owned
+
+
+def _chunk(positions: Tensor, count: int, number: int) -> Tensor:
+    chunks = positions.chunk(count)
+    return chunks[number] if number < len(chunks) else positions[:0]
 
 
 def is_writer(tensor: Tensor, *, is_leader: bool) -> bool:
@@ -88,7 +116,7 @@ def write_parts(mapped: mmap.mmap, layout: ImageLayout, parts: Iterable[Part]) -
         dtype, start = places[part.tensor]
         first = start + part.start * TORCH_DTYPES[dtype].itemsize
         region = flat_view(mapped, dtype, first, math.prod(part.shape)).view(part.shape)
-        region[part.index].copy_(part.values)
+        region[part.index] = part.values.to(region)
 
 
 def reserve_file(path: Path, layout: ImageLayout) -> None:

@@ -75,7 +75,7 @@ class FinishedLearner(Learner):
 
     def _backward(self, loss: Tensor) -> None:
         # Sharded gradients are averaged over the ranks, and this is the share of a whole mini-batch's loss.
-        torch.autograd.backward(loss * self.ranks.size if self.ranks.is_several else loss)
+        torch.autograd.backward(loss * self.ranks.data_size if self.ranks.is_several else loss)
         self.optimizer.collect()
 
     @abstractmethod

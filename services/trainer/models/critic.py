@@ -22,6 +22,7 @@ from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sequence import SequenceParallel
+from services.trainer.parallel.tensor import divide_layers
 from shared.config.algorithm import ValueLossConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
@@ -73,6 +74,7 @@ class Critic:
 
     def shard(self, ranks: Ranks) -> None:
         """Divide weights and gradients among ranks; before anything is trained or loaded."""
+        divide_layers(self._body, ranks)
         shard(self._body, ranks)
         shard(self._head, ranks)
         self.optimizer = PolicyOptimizer(self._named_parameters(), self._optimisation, self._total_updates)

@@ -18,6 +18,7 @@ from services.trainer.data.packing import MicroLayout, ModelInput, Packing, buil
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sequence import SequenceParallel
+from services.trainer.parallel.tensor import divide_layers
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,22 @@ class Policy:
         self._split = split
 
     def shard(self, ranks: Ranks) -> None:
-        """Divide the weights among ranks. What computes with them from here on gathers them first."""
+        """Divide the weights among ranks. What computes with them from here on gathers them first.
+
+        Raises:
+            ModelError: the model's layers cannot be divided as the job says.
+        """
+        ids = self._probe(3)
+        with torch.no_grad():
+            expected = self._hidden(input_ids=ids)
+            divide_layers(self.model, ranks)
+            if (ranks.tensor_size > 1 or ranks.expert_mesh is not None) and not self._agree(
+                self._hidden(input_ids=ids), expected
+            ):
+                raise ModelError(
+                    f"{type(self.model).__name__} computes something else when its layers are divided among ranks: "
+                    "leave parallelism.tensor_parallel and parallelism.expert_parallel out"
+                )
         shard(self.model, ranks)
         # Only the model's own ``forward`` would gather what belongs to no layer: embedding, last norm, head.
         self.model.token_figures = self._figures

@@ -6,16 +6,18 @@ trained and rounded into the model after every update, and gradients of micro-ba
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
-from shared.weights.parts import localized
+from shared.weights.parts import local_of, localized
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ class PolicyOptimizer:
         self._config = config
         self._total_updates = total_updates
         self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
-        decayed = [master for master in self._masters.values() if master.dim() >= 2]
-        plain = [master for master in self._masters.values() if master.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._alike = _alike(self._masters.values())
+        decayed = [[master for master in alike if master.dim() >= 2] for alike in self._alike]
+        plain = [[master for master in alike if master.dim() < 2] for alike in self._alike]
+        groups = [{"params": each, "weight_decay": config.weight_decay} for each in decayed]
+        groups += [{"params": each, "weight_decay": 0.0} for each in plain]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.learning_rate,
@@ -100,8 +104,7 @@ class PolicyOptimizer:
         """Clip, step, and clear the gradients. A gradient that is not finite is thrown away; the schedule goes on."""
         rate = learning_rate_at(self.updates, self._total_updates, self._config)
         limit = self._config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self._masters.values(), math.inf if limit is None else limit)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = _clip(self._alike, math.inf if limit is None else limit)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             for group in self._adam.param_groups:
@@ -155,6 +158,35 @@ class PolicyOptimizer:
 
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _alike(masters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by how ranks divide them: operations on several tensors at once take those of one kind only."""
+    found: dict[object, list[nn.Parameter]] = defaultdict(list)
+    for master in masters:
+        found[(master.device_mesh, master.placements) if isinstance(master, DTensor) else None].append(master)
+    return list(found.values())
+
+
+def _clip(groups: Sequence[list[nn.Parameter]], limit: float) -> float:
+    """Scale all gradients so that their common norm is at most ``limit``; returns the norm before."""
+    norms = [_norm_of([each.grad for each in alike if each.grad is not None]) for alike in groups]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for alike in groups:
+        nn.utils.clip_grads_with_norm_(alike, limit, total)
+    return float(total)
+
+
+def _norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Compute the norm of gradients that are all divided alike, over all ranks; every rank gets the same bits."""
+    norm = nn.utils.get_total_norm([local_of(each) for each in gradients])
+    if not gradients or not isinstance(gradients[0], DTensor):
+        return norm
+    squared = norm.square()
+    for axis, placement in enumerate(gradients[0].placements):
+        if not isinstance(placement, Replicate):
+            dist.all_reduce(squared, group=gradients[0].device_mesh.get_group(axis))
+    return squared.sqrt()
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,12 +1,17 @@
-"""FSDP2: each rank keeps a part of every weight, and gathers a layer while it computes it."""
+"""FSDP2: each rank keeps a part of every weight, and gathers a layer while it computes it.
+
+What tensor and expert parallelism divided before is divided further here, and gathered as far as that.
+"""
 
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from services.trainer.parallel.layers import layers_of
-from services.trainer.parallel.ranks import REPLICATE, SHARD, Ranks
+from services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
+from services.trainer.parallel.tensor import is_divided_by_expert
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
@@ -17,9 +22,37 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
         ranks: more than one.
     """
     assert ranks.mesh is not None
-    mesh = ranks.mesh if ranks.mesh[REPLICATE].size() > 1 else ranks.mesh[SHARD]
+    num_copies, num_parts = ranks.mesh[REPLICATE].size(), ranks.mesh[SHARD].size()
+    if num_copies * num_parts == 1:
+        return
     # Not kept after the forward pass, the root's neither: without a backward pass they would outlive the next update.
-    arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+    arguments: dict[str, Any] = {
+        "mesh": ranks.mesh[REPLICATE, SHARD] if num_copies > 1 else ranks.mesh[SHARD],
+        "reshard_after_forward": True,
+    }
+    if ranks.expert_mesh is not None:
+        _shard_experts(module, ranks.expert_mesh, num_batches=num_copies * num_parts)
     for layer in layers_of(module):
         fully_shard(layer, **arguments)
     fully_shard(module, **arguments)
+
+
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int) -> None:
+    """Shard the experts of every layer among the ranks that have the same ones.
+
+    Args:
+        module: a model whose experts are divided.
+        mesh: of the experts.
+        num_batches: ranks that compute other sequences than one another. All of them send tokens to each expert, so
+            its gradient is the sum over them, of which FSDP is to make the mean.
+    """
+    num_copies, num_parts = mesh[REPLICATE].size(), mesh[EXPERT_SHARD].size()
+    for experts in module.modules():
+        if not is_divided_by_expert(experts):
+            continue
+        fully_shard(experts, mesh=mesh[REPLICATE, EXPERT_SHARD] if num_copies > 1 else mesh[EXPERT_SHARD])
+        assert isinstance(experts, FSDPModule)
+        experts.set_gradient_divide_factor(float(num_batches))
+        if num_parts > 1:
+            # gloo has no collective that divides by another number than its ranks.
+            experts.set_force_sum_reduction_for_comms(True)

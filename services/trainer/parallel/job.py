@@ -68,7 +68,11 @@ def entered(
         on_silence: told on another thread which rank is silent.
     """
     shape = MeshShape(
-        shard=config.ranks // config.replicas, replicate=config.replicas, sequence=config.sequence_parallel
+        shard=config.ranks // (config.replicas * config.tensor_parallel),
+        replicate=config.replicas,
+        sequence=config.sequence_parallel,
+        tensor=config.tensor_parallel,
+        expert=config.expert_parallel,
     )
     device = device_of(config, place)
     if device.type == "cuda":

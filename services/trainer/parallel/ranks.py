@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from services.trainer.algorithms.metrics import Metrics, Tally, combine
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,9 @@ class Ranks:
 
     Attributes:
         rank, size: of this process, and of the job.
-        mesh: axes ``replicate`` and ``shard``, whose product is the job; None for one rank.
+        mesh: axes ``replicate``, ``shard`` and ``tensor``, whose product is the job; None for one rank.
+        expert_mesh: the same ranks as experts are divided among them, axes ``replicate``, ``expert_shard`` and
+            ``expert``; None where every rank computes all experts.
         device: where collectives take their tensors.
         data_group: those that compute other sequences than this one, itself included; None for one rank.
         sequence_group: those that compute the same sequences together; None where each computes its own.
@@ -36,6 +39,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     data_group: ProcessGroup | None = None
     sequence_group: ProcessGroup | None = None
@@ -44,12 +48,22 @@ class Ranks:
     @property
     def data_rank(self) -> int:
         """Number of the share of sequences that this rank computes."""
-        return self.rank // self.sequence_size
+        return self.rank // self.share_size
 
     @property
     def data_size(self) -> int:
         """Shares that sequences are divided into."""
-        return self.size // self.sequence_size
+        return self.size // self.share_size
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that compute each layer together."""
+        return 1 if self.mesh is None else self.mesh[TENSOR].size()
+
+    @property
+    def share_size(self) -> int:
+        """Ranks that compute the same sequences together."""
+        return self.sequence_size * self.tensor_size
 
     @property
     def is_leader(self) -> bool:
@@ -58,7 +72,7 @@ class Ranks:
 
     @property
     def is_several(self) -> bool:
-        """Whether the weights are sharded."""
+        """Whether this job has other ranks than this one."""
         return self.mesh is not None
 
     def sum(self, values: Tensor) -> Tensor:
@@ -79,7 +93,7 @@ class Ranks:
         if self.mesh is None:
             return metrics
         mine = json.dumps({name: [float(tally.total), float(tally.count)] for name, tally in metrics.items()})
-        told = self.gather(mine.encode())[:: self.sequence_size]
+        told = self.gather(mine.encode())[:: self.share_size]
         return combine(_tallies(json.loads(each)) for each in told)
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -116,18 +130,22 @@ class MeshShape:
 
     Attributes:
         replicate: copies of the sharded weights (HSDP); 1 for plain FSDP.
-        shard: ranks that a copy is divided among.
+        shard: parts that each rank's share of a copy is divided into (FSDP).
         sequence: of those, how many compute the same sequences together.
+        tensor: ranks that compute each layer together.
+        expert: ranks that divide the experts of a layer; of the ranks of one copy.
     """
 
     shard: int
     replicate: int = 1
     sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
 
     @property
     def size(self) -> int:
         """Ranks of the job."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.tensor
 
 
 @contextmanager
@@ -146,14 +164,19 @@ def joined(
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=shape.size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (shape.replicate, shape.shard), mesh_dim_names=(REPLICATE, SHARD))
-    data = sequence = None
+    dense = (shape.replicate, shape.shard, shape.tensor)
+    mesh = init_device_mesh(device.type, dense, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    data = sequence = experts = None
+    numbers, together = list(range(shape.size)), shape.sequence * shape.tensor
+    if shape.expert > 1:
+        divided = (shape.replicate, shape.shard * shape.tensor // shape.expert, shape.expert)
+        experts = init_device_mesh(device.type, divided, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT))
     if shape.sequence > 1:
-        numbers = list(range(shape.size))
         shares = [numbers[start : start + shape.sequence] for start in numbers[:: shape.sequence]]
         sequence = _own_group(shares, rank, timeout)
-        data = _own_group([numbers[start :: shape.sequence] for start in range(shape.sequence)], rank, timeout)
-    yield Ranks(rank, shape.size, mesh, device, data or dist.group.WORLD, sequence, shape.sequence)
+    if together > 1:
+        data = _own_group([numbers[start::together] for start in range(together)], rank, timeout)
+    yield Ranks(rank, shape.size, mesh, experts, device, data or dist.group.WORLD, sequence, shape.sequence)
     # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
     dist.destroy_process_group()
 

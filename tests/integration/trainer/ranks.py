@@ -15,11 +15,11 @@ from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 
 Work = Callable[[Ranks, Any], Any]
 DEADLINE_SECONDS = 800.0
+TWO_RANKS = MeshShape(2)
 
 
-def run_ranks(work: Work, argument: Any, *, shard: int = 2, replicate: int = 1, sequence: int = 1) -> list[Any]:
+def run_ranks(work: Work, argument: Any, shape: MeshShape = TWO_RANKS) -> list[Any]:
     """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback."""
-    shape = MeshShape(shard=shard, replicate=replicate, sequence=sequence)
     context = multiprocessing.get_context("forkserver")
     # Imported once, by a process that runs nothing of it: each rank of each test is a fork.
     context.set_forkserver_preload([work.__module__])

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from services.trainer.checkpoint.files import reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
+from services.trainer.learning.opening import make_learner
 from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from shared.checkpoints import CRITIC, MODEL, OPTIMIZER
 from shared.config.spec import ExperimentSpec
 from shared.weights.flat_parameters import FlatParameters
@@ -25,6 +27,7 @@ from shared.weights.sharded_parameters import ShardedParameters
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import run_ranks
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
+from tests.unit.trainer.test_finished_learner import a_classifier, demonstrations, pairs, spec_of
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -47,6 +50,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss": {"kind": "clip_cov"}},
     "versions": {"old_log_probs": "recompute_at_version"},
     "critic": {"advantage": {"kind": "gae"}},
+}
+
+
+FINISHED: dict[str, dict[str, Any]] = {
+    "sft": {"response_column": "answer"},
+    "preference": {"loss": {"kind": "dpo"}, "supervised_coefficient": 0.5},
+    "reward_model": {},
 }
 
 
@@ -84,6 +94,38 @@ def architectures(ranks: Ranks, names: list[str]) -> dict[str, Any]:
             "is_image_exact": _is_image_exact(several[0].loaded.model, ranks, make()),
         }
     return found
+
+
+def finished(ranks: Ranks, kinds: list[str]) -> dict[str, tuple[float, float]]:
+    """Train on finished answers on this job and alone; how far apart losses and norms, and parameters, end."""
+    found = {}
+    for kind in kinds:
+        job = {"kind": kind} | FINISHED[kind]
+        one, several = (_taught(job, each) for each in (ONE_RANK, ranks))
+        figures = [abs(first - second) for first, second in zip(one[1], several[1], strict=True)]
+        found[kind] = (max(figures), _furthest(one[0], several[0]))
+    return found
+
+
+def _taught(job: dict[str, Any], ranks: Ranks) -> tuple[Learner, list[float]]:
+    make = a_classifier if job["kind"] == "reward_model" else a_model
+    spec = spec_of(job, packing="packed", micro_batch_tokens=64)
+    learner = make_learner(spec, LoadedModel(make(), Path()), LoadedModel(make(), Path()), ranks=ranks)
+    figures = []
+    for step in (1, 2):
+        result = learner.train(demonstrations() if job["kind"] == "sft" else pairs(), step)
+        figures += [result.metrics["loss/total"], result.updates[-1].grad_norm]
+    return learner, figures
+
+
+def layers(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compare what layers that ranks share learn with one rank, from samples and from finished answers."""
+    return equality(ranks, algorithms), finished(ranks, list(FINISHED))
+
+
+def sequences(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compare what ranks that share sequences learn with one rank."""
+    return equality(ranks, algorithms), finished(ranks, ["sft"])
 
 
 def written(ranks: Ranks, directory: str) -> list[float]:
@@ -149,18 +191,22 @@ def _trained(
 
 
 def _furthest(one: Learner | None, several: Learner) -> float:
-    whole = [parameter.full_tensor() for parameter in several.loaded.model.parameters()]
+    whole = [_whole(parameter) for parameter in several.loaded.model.parameters()]
     if one is None:
         return 0.0
     pairs = zip(one.loaded.model.parameters(), whole, strict=True)
     return max(float((first - second).abs().max().detach()) for first, second in pairs)
 
 
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def _is_image_exact(sharded: nn.Module, ranks: Ranks, whole: nn.Module) -> bool:
     """Compare what the ranks write together with what one rank writes of the same weights; ``whole`` is overwritten."""
     with torch.no_grad():
         for plain, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
-            plain.copy_(parameter.full_tensor())  # type: ignore[operator]
+            plain.copy_(_whole(parameter))
     flat, weights = FlatParameters(whole), ShardedParameters(sharded, is_leader=ranks.is_leader)
     with WeightImage.create(flat.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
         flat.snapshot_into(image)
@@ -184,6 +230,19 @@ def _check_equality(all_found: list[dict[str, Any]]) -> None:
         assert figures["is_image_exact"], (name, figures)
 
 
+def _check_finished(found: dict[str, tuple[float, float]]) -> None:
+    for kind, (figures, parameters) in found.items():
+        assert figures < 1e-5, (kind, found)
+        assert parameters < MARGIN, (kind, found)
+
+
+def _check_architectures(all_found: dict[str, Any]) -> None:
+    for name, found in all_found.items():
+        assert found["loss"] < 1e-5, (name, found)
+        assert found["parameters"] < MARGIN, (name, found)
+        assert found["is_image_exact"], (name, found)
+
+
 def test_two_ranks_learn_what_one_learns() -> None:
     found = run_ranks(equality, ALGORITHMS)
 
@@ -193,21 +252,63 @@ def test_two_ranks_learn_what_one_learns() -> None:
 def test_ranks_that_share_sequences_learn_what_one_rank_learns() -> None:
     packed = {name: ALGORITHMS[name] for name in ("recomputed, kl in the loss, entropy", "critic")}
 
-    found = run_ranks(equality, packed, sequence=2)
+    found = run_ranks(sequences, packed, MeshShape(2, sequence=2))
 
-    _check_equality(found)
+    _check_equality([equal for equal, _ in found])
+    _check_finished(found[0][1])
+
+
+def test_ranks_that_share_layers_learn_what_one_rank_learns() -> None:
+    chosen = {name: ALGORITHMS[name] for name in ("recomputed, kl in the loss, entropy", "critic")}
+
+    found = run_ranks(layers, chosen, MeshShape(1, tensor=2))
+
+    _check_equality([equal for equal, _ in found])
+    _check_finished(found[0][1])
+
+
+@pytest.mark.long
+def test_divided_layers_that_are_sharded_learn_what_one_rank_learns() -> None:
+    found = run_ranks(layers, ALGORITHMS, MeshShape(2, tensor=2))
+
+    _check_equality([equal for equal, _ in found])
+    _check_finished(found[0][1])
+
+
+def test_ranks_that_divide_experts_learn_what_one_rank_learns() -> None:
+    first, _ = run_ranks(architectures, ["Qwen3-MoE"], MeshShape(2, expert=2))
+
+    _check_architectures(first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(4, expert=2),
+        MeshShape(2, replicate=2, expert=2),
+        MeshShape(1, tensor=2),
+        MeshShape(1, tensor=2, expert=2),
+        MeshShape(2, tensor=2, expert=4),
+    ],
+    ids=str,
+)
+def test_experts_and_layers_may_be_divided_together(shape: MeshShape) -> None:
+    first, *_ = run_ranks(architectures, ["Qwen3-MoE", "Mixtral"], shape)
+
+    _check_architectures(first)
 
 
 @pytest.mark.long
 def test_shares_of_two_ranks_learn_what_one_rank_learns() -> None:
-    found = run_ranks(equality, ALGORITHMS, shard=4, sequence=2)
+    found = run_ranks(equality, ALGORITHMS, MeshShape(4, sequence=2))
 
     _check_equality(found)
 
 
 @pytest.mark.long
 def test_copies_of_sharded_weights_learn_what_one_rank_learns() -> None:
-    found = run_ranks(equality, ALGORITHMS, shard=2, replicate=2)
+    found = run_ranks(equality, ALGORITHMS, MeshShape(2, replicate=2))
 
     _check_equality(found)
 
@@ -216,16 +317,49 @@ def test_copies_of_sharded_weights_learn_what_one_rank_learns() -> None:
 def test_every_architecture_has_the_names_and_values_of_one_rank() -> None:
     first, _ = run_ranks(architectures, list(ARCHITECTURES))
 
-    for name, found in first.items():
-        assert found["loss"] < 1e-5, (name, found)
-        assert found["parameters"] < MARGIN, (name, found)
-        assert found["is_image_exact"], (name, found)
+    _check_architectures(first)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_a_checkpoint_of_two_ranks_goes_on_under_another_number(tmp_path: Path, size: int) -> None:
-    expected, _ = run_ranks(written, str(tmp_path))
+@pytest.mark.long
+def test_every_architecture_with_a_plan_can_be_divided() -> None:
+    first, _ = run_ranks(architectures, [name for name in ARCHITECTURES if name != "GPT-2"], MeshShape(1, tensor=2))
 
-    found = read(ONE_RANK, str(tmp_path)) if size == 1 else run_ranks(read, str(tmp_path), shard=size)[0]
+    _check_architectures(first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("GPT-2", MeshShape(1, tensor=2), "tensor_parallel does not work with GPT2LMHeadModel"),
+        ("Llama", MeshShape(2, expert=2), "expert_parallel does not work with LlamaForCausalLM"),
+        ("Llama", MeshShape(1, tensor=4), "tensor_parallel 4 does not divide the model's 2 heads"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(name: str, shape: MeshShape, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(architectures, [name], shape)
+
+
+ONE, TWO, FOUR = MeshShape(1), MeshShape(2), MeshShape(4)
+DIVIDED = MeshShape(1, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (DIVIDED, ONE),
+        pytest.param(TWO, ONE, marks=pytest.mark.long),
+        pytest.param(TWO, FOUR, marks=pytest.mark.long),
+        pytest.param(DIVIDED, TWO, marks=pytest.mark.long),
+        pytest.param(TWO, MeshShape(2, tensor=2), marks=pytest.mark.long),
+        pytest.param(MeshShape(2, tensor=2), DIVIDED, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_under_ranks_of_another_shape(tmp_path: Path, before: MeshShape, after: MeshShape) -> None:
+    expected, *_ = run_ranks(written, str(tmp_path), before)
+
+    found = read(ONE_RANK, str(tmp_path)) if after == ONE else run_ranks(read, str(tmp_path), after)[0]
 
     assert found == pytest.approx(expected, abs=1e-6)

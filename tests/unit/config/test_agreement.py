@@ -36,6 +36,12 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"sequence_parallel": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
         ({"parallelism": {"ranks": 4, "sequence_parallel": 3}}, "parallelism", "must divide parallelism.ranks 4"),
         ({"parallelism": {"ranks": 4, "replicas": 2, "sequence_parallel": 2}}, "parallelism", "must be 1 beside it"),
+        ({"parallelism": {"tensor_parallel": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
+        ({"parallelism": {"ranks": 4, "tensor_parallel": 3}}, "parallelism", "must divide parallelism.ranks 4"),
+        ({"parallelism": {"ranks": 4, "replicas": 2, "tensor_parallel": 2}}, "parallelism", "4 ranks / 2"),
+        ({"parallelism": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2}}, "parallelism", "use either it"),
+        ({"parallelism": {"ranks": 4, "expert_parallel": 3}}, "parallelism", "must divide ranks / replicas 4"),
+        ({"parallelism": {"ranks": 6, "expert_parallel": 3, "tensor_parallel": 2}}, "parallelism", "be a multiple of"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str, words: str) -> None:
@@ -58,6 +64,8 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str,
         {"parallelism": {"threads": 2, "device": "cuda:0"}},
         {"parallelism": {"ranks": 4, "replicas": 2, "device": "cuda"}},
         {"parallelism": {"ranks": 4, "sequence_parallel": 2}},
+        {"parallelism": {"ranks": 2, "tensor_parallel": 2}},
+        {"parallelism": {"ranks": 8, "replicas": 2, "tensor_parallel": 2, "expert_parallel": 4}},
     ],
 )
 def test_what_goes_together_is_valid(sections: dict[str, Any]) -> None:

@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=256, help="width of the model that is trained (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of each page and command (%(default)s)")
     parser.add_argument("--megabytes", type=int, default=16, help="bound that is kept to (%(default)s)")
-    parser.add_argument("--directory", help="where files are made (default: a temporary directory)")
+    parser.add_argument("--directory", type=Path, help="where files are made (default: a temporary directory)")
     parser.add_argument("--json", help="write the figures to this file")
     arguments = parser.parse_args(argv)
     if arguments.directory:

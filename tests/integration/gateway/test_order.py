@@ -20,7 +20,7 @@ from shared.schemas.service import ServiceKind
 from shared.serving import bind, config_of
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, until
 
-SERVICES = 200
+SERVICES = 600
 OTHER = b"GET /other HTTP/1.1\r\nhost: h\r\n\r\n"
 BODY = b'{"acknowledged": "%s", "experiment_id": "tiny-1", "state": "running", "policy_version": 0}'
 

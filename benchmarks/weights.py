@@ -281,7 +281,7 @@ async def pull(
     """HTTP over loopback into a new file each time, from this process."""
     images = PublishedImages()
     stack.enter_context(images.served_directly("127.0.0.1"))
-    images.publish(1, source.path, manifest.checksum)
+    images.publish(1, source, manifest.checksum)
     token = secrets.token_urlsafe()
     app = FastAPI()
     app.include_router(weights_router(images, Credentials(token)))

@@ -5,9 +5,6 @@ reader is refused while bytes change, a writer is refused while a reader still m
 with their process, however it dies.
 """
 
-import contextlib
-import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -25,17 +22,14 @@ import psutil
 import xxhash
 
 from shared.errors import Conflict, WeightTransferFailed
-from shared.faults.armed import armed
-from shared.faults.sites import Site
 from shared.schemas.publication import Manifest
 from shared.weights.layout import ImageLayout
+from shared.weights.loopback import is_loopback, send_on_loopback
+from shared.weights.pages import populate, reserve_range
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (files there are created with O_EXCL and mode 0600)
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
-
-_MADV_POPULATE_READ = 22
-"""Of Linux since 5.14."""
 
 _PREFIX = "flotilla-weights-"
 _SUFFIX = ".safetensors"
@@ -48,22 +42,24 @@ class WeightImage:
     The mapping lives until the last view of it is gone, also after :meth:`close`: a tensor made of it stays valid.
     """
 
-    def __init__(self, path: Path, file: FileIO, *, is_owner: bool) -> None:
+    def __init__(self, path: Path, file: FileIO, *, is_owner: bool, mapped: mmap.mmap | None = None) -> None:
         self.path = path
         self.is_owner = is_owner
         self._file = file
         # The mapping duplicates the descriptor, so the lock taken through the file ends with the last view.
-        self._mapped: mmap.mmap | None = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED)
-        _populate(self._mapped)
+        self._mapped: mmap.mmap | None = mapped or mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED)
 
     @classmethod
-    def create(cls, image_bytes: int, *, directory: Path | None = None, is_partial: bool = False) -> Self:
+    def create(
+        cls, image_bytes: int, *, directory: Path | None = None, is_partial: bool = False, is_reserved: bool = True
+    ) -> Self:
         """Reserve a new image of this size, zeroed, in shared memory or in the given directory.
 
         Args:
             image_bytes: its size, header included.
             directory: where the file goes; None chooses shared memory where there is room.
             is_partial: whether it has another name until :meth:`hand_over`.
+            is_reserved: False leaves it to :meth:`reserve`, range by range.
 
         Raises:
             WeightTransferFailed: no directory has room for it.
@@ -78,45 +74,67 @@ class WeightImage:
         try:
             os.fchmod(file.fileno(), 0o600)
             fcntl.flock(file, fcntl.LOCK_SH)
-            _reserve(file, path, image_bytes)
-            return cls(path, file, is_owner=True)
+            if is_reserved:
+                reserve_range(file, path, range(image_bytes))
+            else:
+                file.truncate(image_bytes)
+            image = cls(path, file, is_owner=True)
+            if is_reserved:
+                populate(image.mapped)
+            return image
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
             raise
 
     @classmethod
-    def attach(cls, path: Path) -> Self:
+    def attach(cls, path: Path, *, is_read_whole: bool = True) -> Self:
         """Map an image that another process owns. What is written through this mapping, the owner sees.
+
+        Args:
+            path: of the image.
+            is_read_whole: False finds its pages as they are read, which is dearer for each.
 
         Raises:
             WeightTransferFailed: there is no such file, it is empty, withdrawn, or being written.
         """
         file = open_shared(path)
         try:
-            return cls(path, file, is_owner=False)
+            image = cls(path, file, is_owner=False)
+            if is_read_whole:
+                populate(image.mapped)
+            return image
         except BaseException:
             file.close()
             raise
 
     def again(self) -> Self:
-        """Map it once more, under a lock of its own. Its file may be gone: as long as this one is open, its bytes stay.
+        """Open it once more, under a lock of its own; the mapping is shared. Its file may be gone, its bytes stay.
 
         Raises:
             WeightTransferFailed: it is being written, or the file is gone and the system offers no other way to it; or
                 somebody let go of it meanwhile.
         """
         try:
-            descriptor = Path(f"/proc/self/fd/{self._file.fileno()}")
+            mapped, descriptor = self._open(), Path(f"/proc/self/fd/{self._file.fileno()}")
         except ValueError:
             raise WeightTransferFailed(f"the weight image {self.path.name} was let go of") from None
         path = descriptor if descriptor.exists() else self.path
         file = open_shared(path, may_be_withdrawn=True)
         try:
-            return type(self)(self.path, file, is_owner=False)
+            return type(self)(self.path, file, is_owner=False, mapped=mapped)
         except BaseException:
             file.close()
             raise
+
+    def reserve(self, span: range) -> None:
+        """Take the room of a range now, where :meth:`create` did not.
+
+        Raises:
+            WeightTransferFailed: there is none.
+        """
+        reserve_range(self._file, self.path, span)
+        populate(self._open(), span)
 
     @property
     def image_bytes(self) -> int:
@@ -134,12 +152,16 @@ class WeightImage:
         return memoryview(self._open())
 
     def send(self, connection: socket.socket, span: range) -> None:
-        """Send a range of the image; the kernel takes the bytes from the file itself.
+        """Send a range of the image; the kernel takes the bytes from the file itself, or out of a cache on loopback.
 
         Raises:
             OSError: the other side is gone, or took nothing for as long as the connection's time-out.
         """
-        connection.sendfile(self._file, span.start, len(span))
+        if is_loopback(connection):
+            with self.view[span.start : span.stop] as sent:
+                send_on_loopback(connection, sent)
+        else:
+            connection.sendfile(self._file, span.start, len(span))
 
     @contextmanager
     def writing(self) -> Iterator[memoryview]:
@@ -255,18 +277,6 @@ class WeightImage:
         return self._mapped
 
 
-def _populate(mapped: mmap.mmap) -> None:
-    """Make the process know all pages at once, which is cheaper than one fault after the other.
-
-    Not by MAP_POPULATE: CPython keeps its lock while it maps, up to 0.7 s per GiB, and no other thread gets on.
-    """
-    start = ctypes.c_char.from_buffer(mapped)
-    # Where the system does not know the advice, pages are found one by one. ``mmap.madvise`` would keep the lock too.
-    with contextlib.suppress(AttributeError):
-        advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), _MADV_POPULATE_READ)
-
-
 def layout_of(mapped: mmap.mmap) -> ImageLayout:
     """Read the layout of a whole image, and hold it against the image's size.
 
@@ -370,20 +380,3 @@ def _remove_free(path: Path) -> bool:
     except OSError:  # somebody holds it, removed it first, or owns it under another user
         return False
     return True
-
-
-def _reserve(file: FileIO, path: Path, image_bytes: int) -> None:
-    """Take the room now: a page that is missing later would be a bus error in the middle of a copy."""
-    try:
-        if (faults := armed()) is not None:
-            faults.hit(Site.WEIGHTS_IMAGE)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, image_bytes)
-        else:
-            file.truncate(image_bytes)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise WeightTransferFailed(
-            f"{path.parent} ran out of room for a weight image of {image_bytes} bytes"
-        ) from error

@@ -11,14 +11,20 @@ from pathlib import Path
 from shared.weights.image import WeightImage
 
 
-async def create_image(image_bytes: int, *, directory: Path | None = None, is_partial: bool = False) -> WeightImage:
+async def create_image(
+    image_bytes: int, *, directory: Path | None = None, is_partial: bool = False, is_reserved: bool = True
+) -> WeightImage:
     """Reserve an image; see ``WeightImage.create``. A caller that is cancelled leaves none behind."""
-    return await _made(lambda: WeightImage.create(image_bytes, directory=directory, is_partial=is_partial))
+
+    def create() -> WeightImage:
+        return WeightImage.create(image_bytes, directory=directory, is_partial=is_partial, is_reserved=is_reserved)
+
+    return await _made(create)
 
 
-async def attach_image(path: Path) -> WeightImage:
+async def attach_image(path: Path, *, is_read_whole: bool = True) -> WeightImage:
     """Map an image that another process owns; see ``WeightImage.attach``."""
-    return await _made(lambda: WeightImage.attach(path))
+    return await _made(lambda: WeightImage.attach(path, is_read_whole=is_read_whole))
 
 
 async def map_again(image: WeightImage) -> WeightImage:

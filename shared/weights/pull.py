@@ -26,7 +26,7 @@ SERVE_SECONDS = 600.0
 
 WANTS_TICKET = "flotilla-direct"
 """Header of a caller that can take the range over a plain connection."""
-TICKET, PORT, NUM_BYTES = "flotilla-ticket", "flotilla-port", "flotilla-bytes"
+TICKET, PORT = "flotilla-ticket", "flotilla-port"
 """Headers of the answer that has such a ticket, and no body."""
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
@@ -93,7 +93,7 @@ class PublishedImages:
         if offered_image is not None:
             with contextlib.suppress(WeightTransferFailed):
                 if isinstance(offered_image, Path):
-                    image = await attach_image(offered_image)
+                    image = await attach_image(offered_image, is_read_whole=False)
                 else:
                     image = await map_again(offered_image)
         if image is None:
@@ -187,7 +187,7 @@ def _sent(
 ) -> Response:
     if direct is None or WANTS_TICKET not in request.headers:
         return ImageResponse(image, span, status, headers)
-    ticket = {TICKET: direct.issue(image, span).hex(), PORT: str(direct.port), NUM_BYTES: str(len(span))}
+    ticket = {TICKET: direct.issue(image, span).hex(), PORT: str(direct.port)}
     return Response(status_code=status, headers=headers | ticket)
 
 

@@ -1,217 +1,219 @@
-"""Weights over HTTP, the client's side: a pull that breaks off goes on where it stopped, within one deadline.
+"""Weights over HTTP, the client's side: an image in ranges, from several sources at once, within one deadline.
 
-The bytes come over a plain connection where the server offers one and it can be reached, else as the answer's body.
-What arrives is written to a temporary file, checked, and only then renamed: a file with an image's name is complete.
+Sources are the trainer and rollouts that have the image. Each range comes over a plain connection where the source
+offers one and it can be reached, else as the answer's body. What arrives is written to a temporary file, checked, and
+only then renamed: a file with an image's name is complete.
+
+Who ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
+``SILENCE_SECONDS``, or by ``STALL_SECONDS`` as soon as another source has nothing else to do; all by the caller's
+deadline. A source that offers another image, or whose bytes turn out wrong, is not asked again.
 """
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
-from shared.client import problem_to_error
 from shared.credentials import Credentials
-from shared.daemon_threads import on_daemon_thread
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
 from shared.schemas.service import ServiceKind
 from shared.tls import tls_context
-from shared.weights.direct import DirectReceiver
-from shared.weights.image import WeightImage
-from shared.weights.off_loop import close_images, create_image
-from shared.weights.pull import NUM_BYTES, PORT, TICKET, WANTS_TICKET
+from shared.weights.off_loop import close_images
+from shared.weights.source import CONNECT_SECONDS, SILENCE_SECONDS, ArrivingImage, Source
 
-CONNECT_SECONDS = 5.0
-SILENCE_SECONDS = 10.0
-"""A server that sends nothing for so long is given up, and asked again."""
-CHUNK_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 2
+"""To each source: while one range is asked for, another one comes."""
+STALL_SECONDS = 2.0
+LOOK_SECONDS = 0.25
+MAX_STRIKES = 2
+"""A source that fails so often in a row, without a byte in between, is left for the others."""
 
 
 class WeightPuller:
-    """Fetches images from a trainer's ``weights_router``.
+    """Fetches images from ``weights_router``s.
 
     Args:
-        credentials: what the trainer is shown.
-        transport: how to reach it; None for real connections.
+        credentials: what the sources are shown.
+        transport: how to reach them; None for real connections.
     """
 
     def __init__(self, credentials: Credentials, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._credentials = credentials
         self._transport = transport
 
-    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+    async def __call__(
+        self,
+        url: str,
+        version: int,
+        directory: Path | None,
+        deadline_seconds: float,
+        *,
+        checksum: str | None = None,
+        peers: Sequence[str] = (),
+    ) -> Path:
         """Fetch a version into a new file, which is the caller's to remove; it is named so that ``sweep`` knows it.
 
         Args:
-            url: of this version, such as ``http://host:port/v1/weights/3``.
+            url: of this version at the trainer, such as ``http://host:port/v1/weights/3``.
             version: what the url names, for messages.
             directory: where the file goes; None chooses shared memory where there is room.
             deadline_seconds: for all attempts together.
+            checksum: of the image; None believes the trainer, and asks nobody else.
+            peers: urls of this version at rollouts.
 
         Raises:
-            NotFound: the server does not offer the version.
+            NotFound: no source offers the version.
             Unauthorized: the token is wrong.
-            WeightTransferFailed: what arrived is not what the server said, or there is no room for it.
-            Unavailable: the server could not be reached, or broke off, until the deadline.
-            DeadlineExceeded: it was still sending at the deadline.
+            WeightTransferFailed: what arrived is not what it should be, or there is no room for it.
+            Unavailable: no source could be reached, or all broke off, until the deadline.
+            DeadlineExceeded: they were still sending at the deadline.
         """
-        last: FlotillaError | None = None
         client = self._client()
-        # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
-        pull = _Pull(directory, may_be_direct=self._transport is None and url.startswith("http://"))
-        backoff = Backoff()
-
-        async def attempt() -> Path:
-            nonlocal last
-            before = pull.num_received
-            try:
-                await pull.go_on(client, url)
-            except Unavailable as error:
-                last = error
-                if pull.num_received > before:
-                    backoff.reset()
-                raise
-            finishing = asyncio.ensure_future(asyncio.to_thread(pull.finish))
-            try:
-                return await asyncio.shield(finishing)
-            except asyncio.CancelledError:
-                # The thread goes on: whoever takes the file away has to come after it.
-                await asyncio.gather(finishing, return_exceptions=True)
-                raise
-
+        trainer = self._source(client, url, ServiceKind.TRAINER)
+        rollouts = [] if checksum is None else [self._source(client, each, ServiceKind.ROLLOUT) for each in peers]
+        pull = _Pull([*rollouts, trainer], directory, checksum)
         try:
             async with asyncio.timeout(deadline_seconds), client:
-                path = await retry(
-                    attempt,
-                    waiting_for=f"weights of version {version}",
-                    backoff=backoff,
-                    is_retryable=lambda error: isinstance(error, Unavailable),
-                    level=logging.DEBUG,
-                )
-            pull.finished = None
-            return path
+                return await pull.run(version)
         except TimeoutError:
-            if last is not None:
-                raise last from None
+            if pull.last is not None:
+                raise pull.last from None
             raise DeadlineExceeded(f"pulling version {version} took more than {deadline_seconds} s") from None
         finally:
             await pull.close()
 
     def _client(self) -> httpx.AsyncClient:
-        token = self._credentials.for_peer(ServiceKind.TRAINER)
-        headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=None)
         return httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=self._transport, trust_env=False, verify=tls_context()
+            timeout=timeout, limits=limits, transport=self._transport, trust_env=False, verify=tls_context()
         )
+
+    def _source(self, client: httpx.AsyncClient, url: str, kind: ServiceKind) -> Source:
+        token = self._credentials.for_peer(kind)
+        # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
+        return Source(client, url, token, may_be_direct=self._transport is None and url.startswith("http://"))
 
 
 class _Pull:
-    """One image on its way: the temporary file, how far it is, and what it shall become."""
+    """One version on its way from several sources."""
 
-    def __init__(self, directory: Path | None, *, may_be_direct: bool) -> None:
+    def __init__(self, sources: list[Source], directory: Path | None, checksum: str | None) -> None:
+        self._sources = sources
         self._directory = directory
-        self._may_be_direct = may_be_direct
-        self._image: WeightImage | None = None
-        self._tag = ""
-        self.finished: Path | None = None
-        """The file, from when it has its name until the caller has it."""
-        self.num_received = 0
+        self._checksum = checksum
+        self._image: ArrivingImage | None = None
+        self._finished: Path | None = None
+        self.last: Unavailable | None = None
 
-    async def go_on(self, client: httpx.AsyncClient, url: str) -> None:
-        """Ask for what is missing, and write it down as it comes.
-
-        Raises:
-            Unavailable: the server cannot be reached, failed, or broke off.
-            FlotillaError: what its problem says.
-        """
-        headers = {"Range": f"bytes={self.num_received}-", "If-Range": self._tag} if self._image else {}
-        if self._may_be_direct:
-            headers[WANTS_TICKET] = "1"
+    async def run(self, version: int) -> Path:
+        """Fetch it from all sources at once; if what came is wrong, from one after the other, to find who lies."""
         try:
-            async with client.stream("GET", url, headers=headers) as answer:
-                if not answer.is_success:
-                    problem = problem_to_error(answer.status_code, await answer.aread())
-                    # What went wrong within the server may go well the next time.
-                    raise Unavailable(problem.detail) if answer.is_server_error else problem
-                image = await self._expect(answer)
-                if TICKET in answer.headers:
-                    await self._take_directly(image, answer)
-                async for chunk in answer.aiter_raw(CHUNK_BYTES):
-                    self._write(image, chunk)
-        except httpx.HTTPError as error:
-            raise Unavailable(f"pulling {url} broke off: {error or type(error).__name__}") from error
-        if self.num_received < image.image_bytes:
-            raise Unavailable(f"pulling {url} broke off after {self.num_received} of {image.image_bytes} bytes")
-
-    def finish(self) -> Path:
-        """Check the whole file and give it its name; blocks.
-
-        Raises:
-            WeightTransferFailed: the checksum is not the server's, or it is no image.
-        """
-        assert self._image is not None
-        checksum = self._image.checksum()
-        if f'"{checksum}"' != self._tag:
-            raise WeightTransferFailed(f"the pulled image has checksum {checksum}, the server said {self._tag}")
-        self._image.layout()
-        self.finished = self._image.hand_over()
-        self._image = None
-        return self.finished
+            path = await self._from(self._sources, version)
+        except WeightTransferFailed:
+            if len(self._sources) == 1:
+                raise
+            path = await self._one_by_one(version)
+        self._finished = None
+        return path
 
     async def close(self) -> None:
         """Remove what the caller does not have."""
-        if self._image is not None:
-            await close_images(self._image)
-        if self.finished is not None:
-            self.finished.unlink(missing_ok=True)
+        await self._drop()
+        if self._finished is not None:
+            self._finished.unlink(missing_ok=True)
 
-    async def _take_directly(self, image: WeightImage, answer: httpx.Response) -> None:
-        """Fetch what a ticket is good for; it is written where it belongs, on a thread.
+    async def _one_by_one(self, version: int) -> Path:
+        failure: FlotillaError | None = None
+        for source in reversed(self._sources):  # the trainer first
+            await self._drop()
+            try:
+                return await self._from([source], version, is_patient=False)
+            except FlotillaError as error:
+                log.warning("source of weights is left", extra={"source": source.url, "error": error.detail})
+                failure = error
+        assert failure is not None
+        raise failure
+
+    async def _from(self, sources: list[Source], version: int, *, is_patient: bool = True) -> Path:
+        backoff = Backoff()
+
+        async def attempt() -> Path:
+            before = 0 if self._image is None else self._image.num_received
+            try:
+                await self._go_on(sources)
+            except Unavailable as error:
+                self.last = error
+                if self._image is not None and self._image.num_received > before:
+                    backoff.reset()
+                raise
+            return await self._finish()
+
+        return await retry(
+            attempt,
+            waiting_for=f"weights of version {version}",
+            backoff=backoff,
+            is_retryable=lambda error: is_patient and isinstance(error, Unavailable),
+            level=logging.DEBUG,
+        )
+
+    async def _go_on(self, sources: list[Source]) -> None:
+        """Fetch what is missing, until it is there or every source was left.
 
         Raises:
-            Unavailable: the port cannot be reached, which is not tried again, or the server broke off.
+            FlotillaError: of the last source that was left; ``Unavailable`` if any may be asked again.
         """
-        host, port = answer.url.host, int(answer.headers[PORT])
-        times = {"connect_seconds": CONNECT_SECONDS, "silence_seconds": SILENCE_SECONDS}
-        receiver = DirectReceiver(host, port, **times)
-        before = self.num_received
-        target = image.view[before : before + int(answer.headers[NUM_BYTES])]
-        receiving = on_daemon_thread(
-            lambda: receiver.receive(bytes.fromhex(answer.headers[TICKET]), target), "direct weights"
-        )
-        try:
-            await asyncio.shield(receiving)
-        except OSError as error:
-            self._may_be_direct = receiver.is_connected
-            raise Unavailable(f"pulling from {host}:{port} broke off: {error}") from error
-        finally:
-            if not receiving.done():
-                # Nobody may take the memory away while the thread writes into it.
-                receiver.stop()
-                await asyncio.wait([receiving])
-            self.num_received = before + receiver.num_received
-            target.release()
+        if self._image is None:
+            self._image = ArrivingImage(self._directory, self._checksum)
+        image = self._image
+        for source in sources:
+            if isinstance(source.failure, Unavailable):
+                source.strikes, source.failure = 0, None
+        # Not one failure ends the others: they share what is missing.
+        async with asyncio.TaskGroup() as tasks:
+            for source in sources:
+                for _ in range(CONNECTIONS):
+                    tasks.create_task(_fetch(image, source))
+        if not image.missing.is_whole:
+            if image.is_replaced:
+                await self._drop()
+            failures = [source.failure for source in sources if source.failure is not None]
+            raise next((each for each in failures if isinstance(each, Unavailable)), failures[-1])
 
-    async def _expect(self, answer: httpx.Response) -> WeightImage:
-        """Read from the answer's head what comes: the rest of the image, or all of it because it is another one."""
+    async def _finish(self) -> Path:
+        assert self._image is not None
+        finishing = asyncio.ensure_future(asyncio.to_thread(self._image.finish))
         try:
-            num_bytes = int(answer.headers.get(NUM_BYTES) or answer.headers["content-length"])
-            tag = answer.headers["etag"]
-        except (KeyError, ValueError) as error:
-            raise WeightTransferFailed(f"the server does not say what it sends: {error!r}") from error
-        if answer.status_code == httpx.codes.PARTIAL_CONTENT and self._image is not None and tag == self._tag:
-            return self._image
-        await self.close()
-        self._image = await create_image(num_bytes, directory=self._directory, is_partial=True)
-        self._tag = tag
-        self.num_received = 0
-        return self._image
+            self._finished = await asyncio.shield(finishing)
+        except asyncio.CancelledError:
+            # The thread goes on: whoever takes the file away has to come after it.
+            [result] = await asyncio.gather(finishing, return_exceptions=True)
+            self._finished = result if isinstance(result, Path) else None
+            raise
+        self._image = None
+        return self._finished
 
-    def _write(self, image: WeightImage, chunk: bytes) -> None:
-        end = self.num_received + len(chunk)
-        if end > image.image_bytes:
-            raise WeightTransferFailed(f"the server sent more than the {image.image_bytes} bytes that it announced")
-        image.view[self.num_received : end] = chunk
-        self.num_received = end
+    async def _drop(self) -> None:
+        if self._image is not None and self._image.image is not None:
+            await close_images(self._image.image)
+        self._image = None
+
+
+async def _fetch(image: ArrivingImage, source: Source) -> None:
+    """Fetch ranges from a source, one connection each, until nothing is missing or the source is left."""
+    while (span := await image.next_range(source, LOOK_SECONDS, STALL_SECONDS)) is not None:
+        try:
+            await image.take(source, span)
+        except Unavailable as error:
+            source.strikes += 1
+            if source.strikes >= MAX_STRIKES or image.is_replaced:
+                source.failure = source.failure or error
+        except FlotillaError as error:
+            log.info("source of weights is left", extra={"source": source.url, "error": error.detail})
+            source.failure = error
+        image.notify()

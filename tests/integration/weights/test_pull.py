@@ -114,9 +114,9 @@ async def test_a_pull_that_breaks_off_goes_on_where_it_stopped(image: WeightImag
         path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
         assert path.read_bytes() == image.view
-        assert server.faults.ranges[0] is None
+        assert server.faults.ranges[0] == "bytes=0-33554431"
         assert len(server.faults.ranges) == 4
-        starts = [int(each.removeprefix("bytes=").removesuffix("-")) for each in server.faults.ranges[1:]]
+        starts = [int(each.removeprefix("bytes=").partition("-")[0]) for each in server.faults.ranges[1:]]
         assert 0 < starts[0] == starts[1] < starts[2] < image.image_bytes
 
 
@@ -130,8 +130,7 @@ async def test_a_version_published_anew_is_pulled_from_its_beginning(image: Weig
             path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
             assert path.read_bytes() == other.view
-        assert len(server.faults.ranges) == 2
-        assert server.faults.ranges[1] is not None
+        assert server.faults.ranges[-1] == "bytes=0-33554431"
     assert list(tmp_path.iterdir()) == [path]
 
 

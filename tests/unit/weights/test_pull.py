@@ -43,12 +43,12 @@ async def test_a_pull_that_is_cancelled_at_its_end_leaves_no_file(
     image = WeightImage.create(4096, directory=tmp_path)
     content, tag = bytes(image.view), image.checksum()
     image.close()
-    headers = {"etag": f'"{tag}"', "content-length": str(len(content))}
+    headers = {"etag": f'"{tag}"', "content-range": "bytes 0-4095/4096"}
 
     async def chunks() -> AsyncIterator[bytes]:
         yield content
 
-    answer = httpx.MockTransport(lambda _: httpx.Response(200, content=chunks(), headers=headers))
+    answer = httpx.MockTransport(lambda _: httpx.Response(206, content=chunks(), headers=headers))
     pull = WeightPuller(Credentials("token"), transport=answer)
     has_begun, may_end = threading.Event(), threading.Event()
 

@@ -1,0 +1,45 @@
+"""What is missing of an image is fetched once, in order, and what a source left of a range comes first."""
+
+import pytest
+
+from shared.weights import missing as missing_module
+from shared.weights.missing import MissingRanges
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing_module, "RANGE_BYTES", 10)
+
+
+def test_only_the_beginning_is_fetched_until_the_size_is_known() -> None:
+    missing = MissingRanges()
+
+    assert missing.take() == range(10)
+    assert missing.take() is None
+    missing.learn(25)
+
+    assert [missing.take(), missing.take(), missing.take()] == [range(10, 20), range(20, 25), None]
+
+
+def test_the_rest_of_a_range_comes_before_all_others() -> None:
+    missing = MissingRanges()
+    beginning = missing.take()
+    assert beginning is not None
+    missing.learn(25)
+
+    missing.settle(beginning, 4)
+
+    assert missing.take() == range(4, 10)
+
+
+def test_it_is_whole_when_the_last_range_has_come() -> None:
+    missing = MissingRanges()
+    beginning = missing.take()
+    assert beginning is not None
+    assert not missing.is_whole
+    missing.learn(8)
+    assert not missing.is_whole
+
+    missing.settle(beginning, 8)
+
+    assert missing.is_whole

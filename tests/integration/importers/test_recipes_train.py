@@ -124,9 +124,9 @@ def test_an_imported_recipe_trains_two_steps(
     assert list(Path(view.directory).glob("tensorboard/events.out.tfevents.*"))
 
 
-async def trained(fleet: RunningFleet, spec: Path) -> ExperimentView:
+async def trained(fleet: RunningFleet, spec: Path, *, seconds: float = SECONDS) -> ExperimentView:
     """Start the experiment and follow it to its end."""
-    async with asyncio.timeout(SECONDS), fleet.client() as client:
+    async with asyncio.timeout(seconds), fleet.client() as client:
         document = read_launch_file(spec).document
         made = ExperimentView.model_validate(await client.call("POST", "/v1/experiments", body=document))
         await client.call("POST", f"/v1/experiments/{made.id}/start")

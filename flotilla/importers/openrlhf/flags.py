@@ -7,8 +7,8 @@ from flotilla.importers.values import count, flag, integer, number, numbers, pie
 
 PLACEMENT = "each service has devices of its own: this changes speed, not what is computed"
 SHARDING = (
-    "how the model is sharded is said by parallelism.ranks and parallelism.replicas, and nothing is offloaded: this "
-    "changes speed and memory, not what is computed"
+    "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
+    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
 )
 ENGINE = (
     "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "

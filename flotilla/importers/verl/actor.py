@@ -18,8 +18,8 @@ REF = "actor_rollout_ref.ref"
 OPTIM = f"{ACTOR}.optim"
 
 SHARDING = (
-    "how the model is sharded is said by parallelism.ranks and parallelism.replicas, and nothing is offloaded: this "
-    "changes speed and memory, not what is computed"
+    "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
+    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
@@ -61,6 +61,7 @@ MODEL_ROWS: tuple[Parameter, ...] = (
              "actor_rollout_ref.hybrid_engine"),
 )  # fmt: skip
 
+ON_FOUR_GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}
 COMPUTED_IN = (
     f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.megatron.dtype",
 )  # fmt: skip
@@ -148,6 +149,13 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
                "is cuda): with fewer than these there are several copies (HSDP)",
                example=2, default=-1, harmless=(1, -1),
                context={"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
+    translated(f"{ACTOR}.megatron.tensor_model_parallel_size", "parallelism.tensor_parallel", count,
+               "ranks that compute a layer together, where it divides the trainer's GPUs and these are ranks (cuda)",
+               example=2, default=1, harmless=(1,), unread=Verdict.UNSUPPORTED, context=ON_FOUR_GPUS),
+    translated(f"{ACTOR}.megatron.expert_model_parallel_size", "parallelism.expert_parallel", count,
+               "ranks that divide the experts, where the trainer's GPUs are ranks (trainer.device is cuda) that it "
+               "divides, as a multiple of tensor_model_parallel_size", example=2, default=1, harmless=(1,),
+               unread=Verdict.UNSUPPORTED, context=ON_FOUR_GPUS),
     refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
             "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
     *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",

@@ -15,8 +15,8 @@ Fields = dict[str, Any]
 
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 SHARDING = (
-    "how the model is sharded is said by parallelism.ranks and parallelism.replicas, and nothing is offloaded: this "
-    "changes speed and memory, not what is computed"
+    "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
+    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
 )
 ADAPTERS = "every weight is trained, there are no adapters"
 

@@ -12,6 +12,7 @@ from flotilla.importers.verl.algorithm import OVERLONG, RM
 from flotilla.importers.verl.data import ROLLOUT_NAME
 from flotilla.importers.verl.datasets import held_out_rows
 from flotilla.importers.verl.launch import ASYNC_ONLY, ENGINES, MODULE, TRAINERS, Kind
+from flotilla.importers.verl.ranks import ranks_of
 from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
 from shared.config.publication import MAX_SLICE_MEGABYTES
 
@@ -253,33 +254,11 @@ def placement(source: Source) -> Fields:
         if device is not None:
             fields |= {"parallelism.device": device, "rollout.engine.device": device}
         if device == "cuda:0":
-            fields |= _ranks(source)
+            fields |= ranks_of(source)
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)
-    return fields
-
-
-def _ranks(source: Source) -> Fields:
-    """Make the training processes, one for each GPU of the trainer's machine, where their number is written."""
-    if not source.has("trainer.n_gpus_per_node") or source.value("trainer.nnodes") not in {None, UNSET, 1}:
-        return {}
-    ranks = int(source.required("trainer.n_gpus_per_node"))
-    if ranks == 1:
-        return {}
-    fields: Fields = {"parallelism.device": "cuda", "parallelism.ranks": ranks}
-    size = source.value(f"{ACTOR}.fsdp_config.fsdp_size")
-    split = int(source.required(f"{ACTOR}.ulysses_sequence_parallel_size"))
-    if split > 1 and ranks % split:
-        source.refuse(f"{ACTOR}.ulysses_sequence_parallel_size", f"it does not divide the {ranks} GPUs")
-    elif split > 1:
-        return fields | {"parallelism.sequence_parallel": split}
-    if isinstance(size, int) and 1 < size < ranks:
-        if ranks % size:
-            source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", f"it does not divide the {ranks} GPUs")
-        else:
-            fields["parallelism.replicas"] = ranks // size
     return fields
 
 

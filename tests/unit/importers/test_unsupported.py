@@ -25,6 +25,8 @@ LISTS = Path(__file__).parent / "parameters"
         ("verl", f"{ACTOR}.fsdp_config.optimizer_offload", "True"),
         ("verl", f"{ACTOR}.fsdp_config.fsdp_size", 8),
         ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", 4),
+        ("verl", f"{ACTOR}.megatron.expert_model_parallel_size", 4),
+        ("verl", f"{ACTOR}.megatron.pipeline_model_parallel_size", 4),
         ("verl", f"{ACTOR}.megatron.param_offload", True),
         ("verl", f"{ACTOR}.megatron.param_offload", "True"),
         ("verl", f"{ACTOR}.fsdp_config.use_orig_params", True),
@@ -93,6 +95,28 @@ def test_a_way_to_run_that_is_the_fleets_own_is_not(system: str, name: str, valu
     report = import_flat(system, {**BASES[system], name: value}).report
 
     assert report.unsupported == [] and report.refused == []
+
+
+GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 8}
+TENSOR, EXPERT = (f"{ACTOR}.megatron.{kind}_model_parallel_size" for kind in ("tensor", "expert"))
+
+
+def test_megatrons_tensor_and_expert_parallelism_become_ours() -> None:
+    found = import_flat("verl", {**BASES["verl"], **GPUS, TENSOR: 2, EXPERT: 4})
+
+    assert found.spec is not None and found.report.unsupported == []
+    parallelism = found.spec.parallelism
+    assert (parallelism.ranks, parallelism.tensor_parallel, parallelism.expert_parallel) == (8, 2, 4)
+
+
+@pytest.mark.parametrize("sizes", [{TENSOR: 3}, {EXPERT: 3}, {TENSOR: 4, EXPERT: 2}], ids=str)
+def test_what_does_not_divide_the_gpus_is_unsupported_by_name(sizes: dict[str, int]) -> None:
+    found = import_flat("verl", {**BASES["verl"], **GPUS, **sizes})
+
+    assert found.spec is not None
+    assert [(entry.name, "GPUs of the trainer" in entry.detail) for entry in found.report.unsupported] == [
+        (list(sizes)[-1], True)
+    ]
 
 
 @pytest.mark.parametrize(

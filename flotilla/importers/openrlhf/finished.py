@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.datasets import file_or_hub, takes_split, training
@@ -15,8 +16,8 @@ from shared.config.data import PLACE
 Fields = dict[str, Any]
 
 SHARED: Final = (
-    "--pretrain", "--critic_pretrain", "--param_dtype", "--load_in_4bit", "--lora_rank", "--lora_alpha",
-    "--lora_dropout", "--target_modules", "--max_samples", "--input_template", "--apply_chat_template",
+    "--pretrain", "--critic_pretrain", "--param_dtype", "--load_in_4bit",
+    "--max_samples", "--input_template", "--apply_chat_template",
     "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
     "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
     "--save_hf_ckpt", "--disable_ds_ckpt", "--logging_steps", "--use_wandb", "--wandb_project", "--wandb_org",
@@ -25,8 +26,15 @@ SHARED: Final = (
 )  # fmt: skip
 """Flags that mean what they mean to the trainer by reinforcement."""
 
+LORA = {
+    name: replace(OPENRLHF.parameters[name], context={} if name == "--lora_rank" else {"--lora_rank": 8})
+    for name in ("--lora_rank", "--lora_alpha", "--target_modules", "--lora_dropout")
+}
+"""There is no critic here that would have adapters, too."""
+
 COMMON: tuple[Parameter, ...] = (
     *(OPENRLHF.parameters[name] for name in SHARED),
+    *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules")),
     *ignored("the program is the job: job.kind", "python -m"),
     *unsupported("how the model is sharded is said by parallelism.ranks, and nothing is offloaded: this changes speed "
                  "and memory, not what is computed", "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
@@ -61,6 +69,7 @@ COMMON: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 SFT_ROWS: tuple[Parameter, ...] = (
+    LORA["--lora_dropout"],
     translated("--input_key", "data.prompt_column", text, "column with the prompt, or with conversations",
                example="question", default="input", aliases=("--data.input_key",)),
     translated("--output_key", "job.response_column", text, "column with the answer; null: input_key holds all of it",
@@ -71,6 +80,8 @@ SFT_ROWS: tuple[Parameter, ...] = (
             default=False),
 )  # fmt: skip
 PAIR_ROWS: tuple[Parameter, ...] = (
+    refused("--lora_dropout", "a pair's loss takes two passes, which must compute the same: leave it out", default=0,
+            aliases=("--ds.lora.dropout",)),
     translated("--prompt_key", "data.prompt_column", text, "column with the prompt; without it the answers' columns "
                "hold whole conversations", example="question", default=None, aliases=("--data.prompt_key",)),
     translated("--chosen_key", "job.chosen_column", text, "column with the preferred answer", example="better",

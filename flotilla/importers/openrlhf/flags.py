@@ -1,10 +1,14 @@
 """Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
 
+from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
 
+LOW_RANK = LowRank("--lora_rank", "--lora_alpha", "--target_modules", dropout="--lora_dropout")
+WITHOUT_CRITIC = {"--advantage_estimator": "reinforce"}
+WITH_LORA = WITHOUT_CRITIC | {"--lora_rank": 8}
 PLACEMENT = "each service has devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
@@ -32,11 +36,15 @@ MODELS: tuple[Parameter, ...] = (
     translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",
                default="bf16", aliases=("--ds.param_dtype",)),
     refused("--load_in_4bit", "weights are not quantised", default=False, aliases=("--ds.load_in_4bit",)),
-    refused("--lora_rank", "every weight is trained, there are no adapters", default=0, aliases=("--ds.lora.rank",)),
-    *(refused(name, "every weight is trained, there are no adapters", default=default, aliases=(alias,))
-      for name, default, alias in (
-          ("--lora_alpha", 16, "--ds.lora.alpha"), ("--lora_dropout", 0, "--ds.lora.dropout"),
-          ("--target_modules", "all-linear", "--ds.lora.target_modules"))),
+    translated("--lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 trains the "
+               "weights", example=8, default=0, context=WITHOUT_CRITIC, aliases=("--ds.lora.rank",)),
+    translated("--lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank", example=32,
+               default=16, context=WITH_LORA, aliases=("--ds.lora.alpha",)),
+    translated("--lora_dropout", "model.lora.dropout", number, "share of an adapter's inputs that it does not see",
+               example=0.1, default=0, context=WITH_LORA, aliases=("--ds.lora.dropout",)),
+    translated("--target_modules", "model.lora.targets", layers, "all-linear, or names of layers; a pattern is "
+               "refused", example=["q_proj"], default="all-linear", context=WITH_LORA,
+               aliases=("--ds.lora.target_modules",)),
     refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
     refused("--enable_ema", "no moving average of the weights is kept", default=False),
     *unsupported(KERNELS,

@@ -5,6 +5,7 @@ from typing import Any
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
+from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
@@ -124,7 +125,15 @@ def model(source: Source) -> Fields:
     critic = source.value("--critic_pretrain")
     if critic is not None and critic != path:
         source.refuse("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out")
-    return fields
+    return fields | low_rank(source, flags.LOW_RANK)
+
+
+def critic(source: Source) -> Fields:
+    """Refuse adapters beside a critic, which has some there and trains whole here."""
+    if source.value("--lora_rank") and source.value("--advantage_estimator") == "gae":
+        source.refuse("--lora_rank", "it gives the critic adapters, too, which trains whole here: use an estimator "
+                      "without a critic, or set model.lora in the spec")  # fmt: skip
+    return {}
 
 
 def data(source: Source) -> Fields:
@@ -301,7 +310,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, data, batches, asynchrony, publication, schedule, lengths, learning.advantage, learning.policy_loss,
-        learning.kl, rewards, evaluation, tracking,
+        model, critic, data, batches, asynchrony, publication, schedule, lengths, learning.advantage,
+        learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
+from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
@@ -23,6 +24,7 @@ AT_A_TIME = (
 TRAIN = "actor_train"
 INFER = "actor_infer"
 VALIDATION = "validation.generating_args"
+WITH_LORA = {f"{TRAIN}.model_args.lora_target": "all-linear"}
 INTERLEAVE = f"{TRAIN}.data_args.domain_interleave_probs"
 VALIDATED = {"validation.data_args.file_name": "heldout.jsonl"}
 
@@ -107,7 +109,19 @@ WORKERS: tuple[Parameter, ...] = (
     translated(f"{TRAIN}.model_args.dtype", "model.dtype", text,
                "bf16 is bfloat16, fp32 is float32; fp16 is refused", example="fp32", default="bf16",
                aliases=("model_args.dtype",)),
-    refused(f"{TRAIN}.model_args.lora_rank", "every weight is trained, there are no adapters", default=None),
+    translated(f"{TRAIN}.model_args.lora_target", "model.lora.targets", layers, "all, or names of layers: adapters are "
+               "trained in place of the weights; a pattern is refused", example="q_proj,v_proj", default=None,
+               aliases=("model_args.lora_target",)),
+    applied(f"{TRAIN}.model_args.lora_rank", "model.lora.rank", count, "rank of the adapters", example=16, default=8,
+            context=WITH_LORA, aliases=("model_args.lora_rank",)),
+    translated(f"{TRAIN}.model_args.lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank; "
+               "twice the rank where it is silent", example=32, default=None, context=WITH_LORA,
+               aliases=("model_args.lora_alpha",)),
+    applied(f"{TRAIN}.model_args.lora_dropout", "model.lora.dropout", number, "share of an adapter's inputs that it "
+            "does not see", example=0.1, default=0.0, context=WITH_LORA, aliases=("model_args.lora_dropout",)),
+    refused(f"{TRAIN}.model_args.adapter_name_or_path", "adapters begin at 0: merge this one (flotilla export), and "
+            "name the merged model as pretrain", default=None),
+    refused(f"{TRAIN}.model_args.additional_target", "beside the adapters nothing trains", default=None),
     applied(f"{TRAIN}.training_args.learning_rate", "optimisation.learning_rate", number, "peak learning rate",
             example=3e-6, default=5e-5, aliases=("training_args.learning_rate",)),
     applied(f"{TRAIN}.training_args.weight_decay", "optimisation.weight_decay", number, "decoupled weight decay",

@@ -9,6 +9,7 @@ from typing import Any
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
+from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.roll import environments, launch, learning, rows
 from flotilla.importers.roll.filtering import group_filter
@@ -136,6 +137,21 @@ def batches(source: Source) -> Fields:
             "asynchrony.on_weight_update": "interrupt",
         }
     return fields
+
+
+def adapters(source: Source) -> Fields:
+    """Make the adapters, where their layers are named."""
+    prefix = f"{TRAIN}.model_args.lora"
+    targets = named_layers(source, f"{prefix}_target")
+    if not targets:
+        return {}
+    rank = source.required(f"{prefix}_rank")
+    return {
+        "model.lora.targets": targets,
+        "model.lora.rank": rank,
+        "model.lora.alpha": source.value(f"{prefix}_alpha") or 2.0 * rank,
+        "model.lora.dropout": source.required(f"{prefix}_dropout"),
+    }
 
 
 def run(source: Source) -> Fields:
@@ -340,8 +356,8 @@ ROLL: System = make_system(
         learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
-        data, batches, run, lengths, learning.advantage, learning.policy_loss, learning.kl, learning.normalisation,
-        learning.masks, rewards, tracking, environments.environments,
+        data, batches, run, adapters, lengths, learning.advantage, learning.policy_loss, learning.kl,
+        learning.normalisation, learning.masks, rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

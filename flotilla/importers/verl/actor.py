@@ -1,5 +1,6 @@
 """Rows of verl's model, actor, reference and critic sections."""
 
+from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import (
     Inherit,
     Parameter,
@@ -32,6 +33,8 @@ DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 CLIP_COV = {f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}
 KL_COV = {f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}
 SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
+WITH_LORA = {f"{MODEL}.lora_rank": 8}
+LOW_RANK = LowRank(f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
 WITH_KL = {f"{ACTOR}.use_kl_loss": True}
 
 MODEL_ROWS: tuple[Parameter, ...] = (
@@ -46,10 +49,18 @@ MODEL_ROWS: tuple[Parameter, ...] = (
             is_tree=True),
     refused(f"{MODEL}.trust_remote_code", "code from a model directory is never run: use a model that transformers has",
             default=False),
-    refused(f"{MODEL}.lora_rank", "every weight is trained, there are no adapters", default=0),
+    translated(f"{MODEL}.lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 "
+               "trains the weights", example=8, default=0),
+    translated(f"{MODEL}.lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank",
+               example=32, default=16, context=WITH_LORA),
+    translated(f"{MODEL}.target_modules", "model.lora.targets", layers, "all-linear, or names of layers; a pattern is "
+               "refused", example=["q_proj"], default="all-linear", context=WITH_LORA),
+    translated(f"{MODEL}.exclude_modules", "model.lora.exclude", layers, "names of layers; a pattern is refused",
+               example=["down_proj"], default=None, context=WITH_LORA),
+    refused(f"{MODEL}.lora_adapter_path", "adapters begin at 0: merge this one (flotilla export), and name the merged "
+            "model as path", default=None),
     refused(f"{MODEL}.custom_chat_template", "the chat template is the tokenizer's: put it into the model's directory",
             default=None),
-    *ignored("only read with lora_rank, which is refused", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"),
     applied(f"{MODEL}.enable_gradient_checkpointing", "optimisation.activation_checkpointing", flag,
             "activations are computed again in the backward pass; where it is silent, ours, false", example=True),
     *unsupported(KERNELS, f"{MODEL}.override_config.attn_implementation",
@@ -204,6 +215,8 @@ CRITIC_ROWS: tuple[Parameter, ...] = (
     *unsupported(SHARDING, "critic.strategy"),
     *unsupported(SHARDING, "critic.ulysses_sequence_parallel_size", default=1),
     *ignored(PACKING, "critic.model.use_remove_padding"),
+    refused("critic.model.lora_rank", "the critic trains whole", default=0),
+    *ignored("only read with lora_rank", "critic.model.lora_alpha", "critic.model.target_modules"),
     *unsupported(KERNELS, "critic.model.enable_gradient_checkpointing"),
     *unsupported(SHARDING, "critic.model.fsdp_config", "critic.megatron", is_tree=True, harmless=(1, -1)),
 )  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from flotilla.importers.datasets import FILES, training
+from flotilla.importers.low_rank import LowRank, layers, low_rank
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import experiment_name
@@ -18,7 +19,6 @@ SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
     "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
 )
-ADAPTERS = "every weight is trained, there are no adapters"
 
 
 ROWS: tuple[Parameter, ...] = (
@@ -37,8 +37,13 @@ ROWS: tuple[Parameter, ...] = (
             aliases=("sft.model.external_lib",)),
     refused("model.trust_remote_code", "a model's own code is never run", default=False,
             aliases=("sft.model.trust_remote_code",)),
-    *(refused(f"model.{name}", ADAPTERS, default=default, aliases=(f"sft.model.{name}",))
-      for name, default in (("lora_rank", 0), ("lora_alpha", 16), ("target_modules", "all-linear"))),
+    translated("model.lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 trains "
+               "the weights", example=8, default=0, aliases=("sft.model.lora_rank",)),
+    translated("model.lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank", example=32,
+               default=16, context={"model.lora_rank": 8}, aliases=("sft.model.lora_alpha",)),
+    translated("model.target_modules", "model.lora.targets", layers, "all-linear, or names of layers; a pattern is "
+               "refused", example=["q_proj"], default="all-linear", context={"model.lora_rank": 8},
+               aliases=("sft.model.target_modules",)),
     refused("optim.optimizer", "the optimiser is AdamW", default="AdamW", aliases=("sft.optim.optimizer",)),
     *(Parameter(name=f"optim.{name}", verdict=row.verdict, reason=row.reason, harmless=("torch.optim", None),
                 aliases=(f"sft.optim.{name}",))
@@ -177,4 +182,9 @@ def sizes(source: Source) -> Fields:
     }
 
 
-VERL_SFT: System = make_system("verl sft", (ROWS,), rules=(rows, sizes))
+def adapters(source: Source) -> Fields:
+    """Make the adapters."""
+    return low_rank(source, LowRank("model.lora_rank", "model.lora_alpha", "model.target_modules"))
+
+
+VERL_SFT: System = make_system("verl sft", (ROWS,), rules=(rows, sizes, adapters))

@@ -32,8 +32,8 @@ VERL: System = make_system(
     ),
     rules=(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
-        learning.kl, learning.old_policy, learning.critic, learning.resampling, rules.rewards, rules.evaluation,
-        rules.checkpoints, rules.beginning, rules.placement, rules.publication, rules.tracking,
+        learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling, rules.rewards,
+        rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, rules.publication, rules.tracking,
         tools.episodes,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},

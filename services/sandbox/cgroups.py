@@ -18,7 +18,7 @@ from services.sandbox.limits import MEBIBYTE, Limits
 from shared.errors import Unavailable
 
 REMOVE_SECONDS = 2.0
-OWN_PROCESSES = 4
+OWN_PROCESSES = 5
 OWN_BYTES = 32 * MEBIBYTE
 """What the isolation's own processes may use beyond the program's limits."""
 

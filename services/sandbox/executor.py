@@ -54,6 +54,7 @@ class Executor:
         self._groups = groups
         self._servers: dict[int, ForkServer] = {}
         self._spoiled: dict[int, str] = {}
+        self._is_closed = False
         self.num_spoiled = 0
         """How often something was left behind in a slot."""
         self.num_servers_lost = 0
@@ -118,6 +119,7 @@ class Executor:
 
     async def close(self) -> None:
         """End all fork servers."""
+        self._is_closed = True
         servers, self._servers = self._servers, {}
         for server in servers.values():
             await server.end()
@@ -129,9 +131,10 @@ class Executor:
             None as long as processes of the slot live: another program would share their uid.
         """
         if slot.number not in self._spoiled:
+            await self._warm(slot)
             return slot
         try:
-            await self._end_server(slot)  # its next guard has the slot's uid: swept, it would only be forked again
+            await self._end_server(slot)
             if slot.uid is not None:
                 await sweep(slot.uid, self.isolation.place.python)
             fresh = Slot(slot.number, slot.uid, _sibling(slot.directory))
@@ -144,6 +147,15 @@ class Executor:
         with suppress(OSError):
             await asyncio.to_thread(remove_tree, slot.directory)
         return fresh
+
+    async def _warm(self, slot: Slot) -> None:
+        """Replace a server that is gone or has run enough: not the next caller is to wait for that, but this one."""
+        server = self._servers.get(slot.number)
+        if self._is_closed or (server is not None and server.is_usable):
+            return
+        with suppress(SandboxFailed, OSError, TimeoutError, Unavailable):
+            async with self._directory(slot):
+                await self._server(slot, self.isolation.limits)
 
     @contextmanager
     def _cleaning(self, slot: Slot) -> Iterator[None]:
@@ -168,6 +180,7 @@ class Executor:
             answer = await server.run(
                 json.dumps(self._job(slot, program).to_wire()).encode(),
                 caller=program.caller,
+                phases=len(program.phases),
                 max_bytes=answer_bytes(program.limits),
                 seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
             )

@@ -7,13 +7,13 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
-from services.sandbox.guard.job import DONE, READY, Orders
+from services.sandbox.guard.job import DONE, PHASE_OVER, READY, Orders
 from services.sandbox.guard.messages import framed
 from services.sandbox.guard.watch import descendants
 from services.sandbox.isolation import Isolation, Slot
@@ -73,12 +73,13 @@ class ForkServer:
         """Whether it may run one more program."""
         return self.process.returncode is None and self.num_runs < MAX_RUNS
 
-    async def run(self, job: bytes, *, caller: str, max_bytes: int, seconds: float) -> bytes:
+    async def run(self, job: bytes, *, caller: str, phases: int, max_bytes: int, seconds: float) -> bytes:
         """Run one job in a sandbox of its own, until all of it is gone.
 
         Args:
             job: see ``Job``.
             caller: whose it is.
+            phases: how many it has, at most.
             max_bytes: longest answer.
             seconds: latest end.
 
@@ -90,17 +91,21 @@ class ForkServer:
             OSError: the server is gone.
             TimeoutError: it took longer than ``seconds``.
         """
-        with self.used_by(caller):
+        with self.used_by(caller) as over:
             async with asyncio.timeout(seconds), self.asked(job) as (reader, _):
-                answer = await read_at_most(reader, max_bytes + 1)
+                for _ in range(phases):
+                    if (first := await reader.read(1)) != PHASE_OVER:
+                        break
+                over()
+                answer = first.strip() + await read_at_most(reader, max_bytes + 1)
                 if len(answer) > max_bytes:
                     raise SandboxFailed("the guard's answer is too long")
                 await self.done()
         return answer
 
-    def used_by(self, caller: str) -> AbstractContextManager[None]:
-        """Weigh a program of a caller against what else wants the processors, while it runs."""
-        return nullcontext() if self.share is None else self.share.used_by(caller)
+    def used_by(self, caller: str) -> AbstractContextManager[Callable[[], None]]:
+        """Weigh a program of a caller against what else wants the processors; see ``ProcessorGroup.used_by``."""
+        return nullcontext(lambda: None) if self.share is None else self.share.used_by(caller)
 
     @asynccontextmanager
     async def asked(self, job: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

@@ -1,19 +1,23 @@
-"""The service's directory, and those that services which were killed have left."""
+"""The service's directory; and the directories and control groups that services which were killed have left."""
 
 import fcntl
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.sandbox.cgroups import Mounts
 from services.sandbox.trees import remove_tree
 
 log = logging.getLogger(__name__)
 
 PREFIX = "flotilla-sandbox-"
 LOCK = "in-use"
+GROUP = re.compile(rf"{PREFIX}(\d+)-(?:\d+-)?[0-9a-f]{{8}}")
+"""Name of a control group of a slot: the service's pid is in it."""
 
 
 @contextmanager
@@ -49,3 +53,21 @@ def sweep_leftovers(parent: Path) -> None:
             continue
         finally:
             os.close(lock)
+
+
+def sweep_groups(mounts: Mounts) -> None:
+    """Remove control groups of this user's services that live no more, where this service makes its own.
+
+    Only empty ones: the kernel removes no group with a process in it.
+    """
+    parents = {*mounts.controllers.values(), *([] if mounts.unified is None else [mounts.unified])}
+    for directory in (found for parent in parents for found in parent.glob(f"{PREFIX}*")):
+        named = GROUP.fullmatch(directory.name)
+        if named is None or Path(f"/proc/{named[1]}").exists():
+            continue
+        try:
+            if directory.lstat().st_uid == os.getuid():
+                directory.rmdir()
+                log.info("removed a control group that an earlier service left", extra={"group": str(directory)})
+        except OSError:
+            continue

@@ -12,7 +12,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,14 @@ from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
 LONG_PART = 4
-"""A program that takes long has the weight of a slot divided by this."""
+"""A program that takes long is idle, which a process that wants to run interrupts at once: without that it may wait
+until the program's turn is over, which is some milliseconds for each message between processes of the fleet. An older
+kernel gives it the weight of a slot divided by this."""
 LONG_SECONDS = 0.25
 """Processor time after which a program takes long."""
 LOOK_SECONDS = 0.1
+LOW_SECONDS, RAISED_SECONDS = 1.0, 0.05
+"""For how long a program that takes long has little weight, and then the weight of a slot."""
 PERIOD_MICROSECONDS = 100_000
 LEAST_SHARES, MOST_SHARES = 2, 262_144
 
@@ -47,6 +51,7 @@ class ProcessorGroup:
     shares: int
     allowances: Allowances
     _weight: int = field(default=0, init=False)
+    _is_idle: bool = field(default=False, init=False)
     _caller: str | None = field(default=None, init=False)
     _counted: float = field(default=0.0, init=False)
 
@@ -60,47 +65,69 @@ class ProcessorGroup:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def weigh(self, weight: int) -> None:
-        """Set the weight.
+        """Set the weight, where the kernel does not have the group as idle.
 
         Raises:
             OSError: the kernel refused.
         """
         weight = min(max(weight, LEAST_SHARES), MOST_SHARES)
         if weight != self._weight:
-            (self.cpu / "cpu.shares").write_text(str(weight))
+            self._set_idle(is_idle=weight < self.shares)
+            if weight >= self.shares or not self._is_idle:
+                (self.cpu / "cpu.shares").write_text(str(weight))
             self._weight = weight
 
+    def _set_idle(self, *, is_idle: bool) -> None:
+        """Let the group run only where nothing else wants to, if the kernel knows that (Linux 5.15)."""
+        if is_idle != self._is_idle and (self.cpu / "cpu.idle").exists():
+            (self.cpu / "cpu.idle").write_text(str(int(is_idle)))
+            self._is_idle = is_idle
+
     @contextmanager
-    def used_by(self, caller: str) -> Iterator[None]:
+    def used_by(self, caller: str) -> Iterator[Callable[[], None]]:
         """Weigh a program of a caller while it runs: by what the caller has left at first, less once it takes long.
+
+        Gives what is to be called when the program is over: to end it must not take long on a busy machine.
 
         Raises:
             OSError: the group cannot be read or written.
         """
         if self.usage is None:
-            yield
+            yield _nothing
             return
         self._count()  # what came after the last program was for that one
         self._caller = caller
         self._weigh_for(caller)
         watch = asyncio.create_task(self._watch(caller, self._counted))
-        try:
-            yield
-        finally:
+
+        def over() -> None:
             watch.cancel()
             with suppress(OSError):
                 self._count()
-                # Between programs the server makes the next one's place: nobody's program is to delay that.
                 self.weigh(self.shares * FIRST_FACTOR)
 
+        try:
+            yield over
+        finally:
+            over()  # between programs the server makes the next one's place: nobody's program is to delay that
+
     async def _watch(self, caller: str, before: float) -> None:
-        """Lower a program's weight when its caller has nothing left, and for good when it takes long."""
+        """Lower a program's weight when its caller has nothing left; when it takes long, lower it but for moments.
+
+        Its guard is weighed with it, and would not see a limit exceeded if it never ran.
+        """
         with suppress(OSError):  # the group was removed: what ran there has ended
             while self._counted - before < LONG_SECONDS:
                 await asyncio.sleep(LOOK_SECONDS)
                 self._count()
                 self._weigh_for(caller)
-            self.weigh(self.shares // LONG_PART)
+            while True:
+                self.weigh(self.shares // LONG_PART)
+                await asyncio.sleep(LOW_SECONDS)
+                self._count()
+                self.weigh(self.shares)
+                await asyncio.sleep(RAISED_SECONDS)
+                self._count()
 
     def _weigh_for(self, caller: str) -> None:
         self.weigh(self.shares * FIRST_FACTOR if self.allowances.left(caller) > 0 else self.shares)
@@ -168,6 +195,10 @@ class ProcessorGroups:
             group.remove()
             raise
         return group
+
+
+def _nothing() -> None:
+    """Where nothing is weighed."""
 
 
 def _distinct(cpu: Path, usage: Path | None) -> list[Path]:

@@ -12,7 +12,7 @@ from services.sandbox.guard import landlock
 from services.sandbox.install import compile_guard, find_mounts, install_guard, try_level
 from services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
-from services.sandbox.leftovers import own_directory
+from services.sandbox.leftovers import own_directory, sweep_groups
 from services.sandbox.limits import Limits
 from services.sandbox.metrics import SandboxMetrics
 from services.sandbox.pool import SlotPool
@@ -63,9 +63,9 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         own_uids(num_programs + num_sessions, settings.uid_base) as uids,
     ):
         slots = _furnish(root, uids)
-        processors = ProcessorGroups.find(
-            find_mounts(), shares=settings.processor_shares, processors=settings.processors
-        )
+        mounts = find_mounts()
+        sweep_groups(mounts)
+        processors = ProcessorGroups.find(mounts, shares=settings.processor_shares, processors=settings.processors)
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)
         executor, unavailable = await _choose(settings, place, slots[0], root / "marker", processors)

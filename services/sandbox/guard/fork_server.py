@@ -3,8 +3,8 @@
 It is ``python -s -B main.py``, held up where the interpreter imports ``sitecustomize``, which is ours: everything of
 the interpreter and of the guard is loaded, and nothing of any program. The server forks a guard into the namespaces or
 the uid of one run. The guard makes the place of the run, waits for one message with a stream of the service, reads the
-job from it, and forks the program; when all of the run is gone, the server forks the next guard. A Python program
-leaves this module: its interpreter is up already, and runs ``main.py``.
+job from it, and forks the program; meanwhile the server forks the guard of the next run, which makes its place and
+waits. A Python program leaves this module: its interpreter is up already, and runs ``main.py``.
 
 Nothing leads back from a run to the server: what a run changes is its own copy of the memory, its descriptors of the
 server are closed before the program begins, and the server is not in its process namespace, or has another uid.
@@ -20,15 +20,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from services.sandbox.guard import kernel, main, namespaces, seccomp
-from services.sandbox.guard.job import DONE, KILL_NAMESPACE, READY, Orders
+from services.sandbox.guard.job import DONE, KILL_NAMESPACE, KILL_UID, READY, Orders
 from services.sandbox.guard.process import IsProgram
 
 MESSAGE_BYTES = 65536
-NOBODY_ASKED = 3
-"""Exit code of a guard that got no job: the service is gone."""
 
 
 def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
@@ -49,9 +47,7 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
     message = control.recv(MESSAGE_BYTES)
     try:
         if message:
-            orders = Orders.from_wire(json.loads(message))
-            while _run_one(control, orders):
-                pass
+            _run_all(control, Orders.from_wire(json.loads(message)))
     except IsProgram as program:
         is_session = program.is_session
         _forget(set(paths), known)
@@ -59,50 +55,105 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
     os._exit(0)
 
 
-def _run_one(control: socket.socket, orders: Orders) -> bool:
-    """Fork the guard of the next run, and wait for the guard's end.
+def _run_all(control: socket.socket, orders: Orders) -> None:
+    """Fork the guards of all runs, each while the run before goes on; returns when the service is gone.
 
-    Returns:
-        False: the service is gone.
+    A program can keep the next guard from being forked or from making its place, by using up what both share. Such a
+    guard is forked again when the program is gone, so that nothing of it is left to the next one.
 
     Raises:
         IsProgram: in the child that is the program.
     """
-    pid = namespaces.fork() if orders.confinement.kill_scope == KILL_NAMESPACE else os.fork()
-    if pid == 0:
-        _guard(control, orders)
-    _, status = os.waitpid(pid, 0)
-    if status == NOBODY_ASKED << 8:
-        return False
+    guard = _fork_guard(control, orders, is_ahead=False)
+    while True:
+        is_asked = bool(os.read(guard.asked, 1))
+        os.close(guard.asked)
+        following = _fork_ahead(control, orders) if is_asked else None
+        _, status = os.waitpid(guard.pid, 0)
+        if is_asked:
+            try:
+                control.send(DONE)
+            except ConnectionError:
+                return
+        elif status == 0 or not guard.is_ahead:
+            return
+        guard = following or _fork_guard(control, orders, is_ahead=False)
+
+
+class _Guard(NamedTuple):
+    """A guard that waits for its run, or attends to it.
+
+    Attributes:
+        asked: a descriptor on which it says that it has been asked; it ends with the guard.
+        is_ahead: whether another run went on when it was forked.
+    """
+
+    pid: int
+    asked: int
+    is_ahead: bool
+
+
+def _fork_ahead(control: socket.socket, orders: Orders) -> "_Guard | None":
     try:
-        control.send(DONE)
-    except ConnectionError:
-        return False
-    return True
+        return _fork_guard(control, orders, is_ahead=True)
+    except OSError:
+        return None
 
 
-def _guard(control: socket.socket, orders: Orders) -> NoReturn:
+def _fork_guard(control: socket.socket, orders: Orders, *, is_ahead: bool) -> _Guard:
+    """Fork a guard.
+
+    Raises:
+        OSError: the kernel refused.
+        IsProgram: in the child that is the program.
+    """
+    asked, child_asked = os.pipe()
+    try:
+        pid = namespaces.fork() if orders.confinement.kill_scope == KILL_NAMESPACE else os.fork()
+    except OSError:
+        os.close(asked)
+        os.close(child_asked)
+        raise
+    if pid == 0:
+        os.close(asked)
+        _guard(control, orders, child_asked, is_ahead=is_ahead)
+    os.close(child_asked)
+    return _Guard(pid, asked, is_ahead)
+
+
+def _guard(control: socket.socket, orders: Orders, asked: int, *, is_ahead: bool) -> NoReturn:
     """Be the guard of one run, then end.
 
     Raises:
         IsProgram: in the child that is the program.
     """
     try:
-        place: int | Exception
-        try:
-            place = main.furnish(orders)
-        except Exception as error:  # the service learns it when it asks
-            place = error
+        place: int | Exception = 0
+        # Where a run is ended by its uid, a guard that had the uid already would be ended with the run before.
+        has_place = orders.confinement.kill_scope != KILL_UID
+        if has_place:
+            place = _place(orders)
+            if is_ahead and isinstance(place, Exception):
+                os._exit(1)
         message, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         if not message:
-            os._exit(NOBODY_ASKED)
+            os._exit(0)  # the service is gone
         control.close()
-        main.attend(int.from_bytes(ancillary[0][2], sys.byteorder), place)
+        os.write(asked, b"a")
+        os.close(asked)
+        main.attend(int.from_bytes(ancillary[0][2], sys.byteorder), place if has_place else _place(orders))
     except IsProgram:
         raise
     except BaseException:  # this is a copy of the server and must not go on as one
         os._exit(1)
     os._exit(0)
+
+
+def _place(orders: Orders) -> "int | Exception":
+    try:
+        return main.furnish(orders)
+    except Exception as error:  # the service learns it when it asks
+        return error
 
 
 def _warm_up() -> None:

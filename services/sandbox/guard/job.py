@@ -15,6 +15,9 @@ READY = b"ready"
 DONE = b"done"
 """What it says when all of a run is gone."""
 
+PHASE_OVER = b" "
+"""What the guard writes before the answer, for each command that is over and is ended now with all it has left."""
+
 KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
 
 EXITED, TIMED_OUT, NOT_STARTED = "exited", "timed_out", "not_started"

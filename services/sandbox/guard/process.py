@@ -25,6 +25,7 @@ from services.sandbox.guard.job import (
     KILL_DESCENDANTS,
     NOT_STARTED,
     OVER_LIMIT,
+    PHASE_OVER,
     STARVED,
     Confinement,
     Job,
@@ -38,7 +39,7 @@ POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 PIPE_BYTES = 1 << 20
 KILL_SECONDS = 20.0
-OWN_PROCESSES = 4
+OWN_PROCESSES = 5
 """The isolation's own processes, which count for the uid too."""
 NICENESS = 10
 MOST_DESCRIPTORS = 1 << 20
@@ -122,6 +123,8 @@ def run_phase(phase: Phase, job: Job, surroundings: Surroundings) -> PhaseResult
     else:
         given = binascii.a2b_base64(phase.stdin)
         outcome, detail = _attend(command.pid, phase, job, surroundings.caller, command.stdin, given, drains)
+    with suppress(OSError):  # nobody waits any more
+        os.write(surroundings.caller, PHASE_OVER)
     status = end_all(command.pid, job.confinement)
     for drain in drains:
         drain.read_rest()

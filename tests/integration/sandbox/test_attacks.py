@@ -142,6 +142,22 @@ async def test_a_slot_whose_processes_live_waits_until_they_end(monkeypatch: pyt
         assert state.pool.is_usable
 
 
+async def test_who_comes_next_does_not_wait_for_a_server_that_a_program_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def is_not_empty(self: ForkServer) -> bool:
+        return False
+
+    async with a_sandbox("C", concurrency=1) as state:
+        (before,) = state.executor.servers()
+        with monkeypatch.context() as patched:
+            patched.setattr(ForkServer, "is_empty", is_not_empty)
+            await run(state, "print('first')")
+        (after,) = state.executor.servers()
+
+        assert before is not after
+        assert (before.is_usable, after.is_usable, after.num_runs) == (False, True, 0)
+    assert not after.is_usable
+
+
 async def test_time_that_others_take_does_not_count() -> None:
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
     code = "import time\nwhile time.process_time() < 0.6: pass\nprint('done')"

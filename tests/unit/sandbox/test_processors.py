@@ -113,3 +113,14 @@ async def test_a_long_program_takes_nothing_from_the_short_ones_of_its_caller(ce
 
     with cell.group.used_by("someone"):
         assert await cell.use(0.0) == 512
+
+
+async def test_a_long_program_is_idle_where_the_kernel_knows_that(cell: Cell) -> None:
+    idle = cell.weight.with_name("cpu.idle")
+    idle.write_text("0")
+
+    with cell.group.used_by("someone"):
+        await cell.use(0.3)
+        during = idle.read_text()
+
+    assert (during, idle.read_text(), cell.weight.read_text()) == ("1", "0", "512")

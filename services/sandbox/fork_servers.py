@@ -208,7 +208,12 @@ class ForkServer:
         server = cls(slot, process, control, limits)
         try:
             await server._greet()
-            server._join(groups, limits)
+            with nullcontext() if groups.processors is None else groups.processors.raised():
+                joining = asyncio.ensure_future(asyncio.to_thread(server._join, groups, limits))
+                try:
+                    await asyncio.shield(joining)
+                finally:
+                    await asyncio.wait([joining])  # what it makes is removed with the server, also if nobody waits
             orders = Orders(isolation.confinement(slot), isolation.limits)
             await asyncio.get_running_loop().sock_sendall(control, json.dumps(orders.to_wire()).encode())
         except BaseException:
@@ -225,8 +230,12 @@ class ForkServer:
             self.share = groups.processors.create(name)
         for group in (self.group, self.share):
             if group is not None:
-                for member in (self.process.pid, *descendants(self.process.pid)):
-                    group.add(member)
+                group.add(self._pid())
+
+    def _pid(self) -> int:
+        """Find the interpreter: bwrap has processes of its own above it, which need no bounds."""
+        below = descendants(self.process.pid)
+        return next(iter(below.keys() - {status.parent for status in below.values()}), self.process.pid)
 
     async def _greet(self) -> None:
         assert self.process.stderr is not None

@@ -35,7 +35,7 @@ PERIOD_MICROSECONDS = 100_000
 LEAST_SHARES, MOST_SHARES = 2, 262_144
 
 
-@dataclass
+@dataclass(eq=False)
 class ProcessorGroup:
     """A group of one fork server and its programs, one after the other.
 
@@ -44,12 +44,15 @@ class ProcessorGroup:
         usage: what it has used; None where that is not counted.
         shares: its weight.
         allowances: what callers have left.
+        all_groups: this one and the others.
     """
 
     cpu: Path
     usage: Path | None
     shares: int
     allowances: Allowances
+    all_groups: "ProcessorGroups"
+    _wanted: int = field(default=0, init=False)
     _weight: int = field(default=0, init=False)
     _is_idle: bool = field(default=False, init=False)
     _caller: str | None = field(default=None, init=False)
@@ -65,15 +68,25 @@ class ProcessorGroup:
             (directory / "cgroup.procs").write_text(str(pid))
 
     def weigh(self, weight: int) -> None:
-        """Set the weight, where the kernel does not have the group as idle.
+        """Set the weight: from the next moment on in which all are not raised.
 
         Raises:
             OSError: the kernel refused.
         """
-        weight = min(max(weight, LEAST_SHARES), MOST_SHARES)
+        self._wanted = weight
+        self.apply()
+
+    def apply(self) -> None:
+        """Tell the kernel the weight, or that the group is idle.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        wanted = self.shares * FIRST_FACTOR if self.all_groups.num_raising else self._wanted
+        weight = min(max(wanted, LEAST_SHARES), MOST_SHARES)
         if weight != self._weight:
             self._set_idle(is_idle=weight < self.shares)
-            if weight >= self.shares or not self._is_idle:
+            if not self._is_idle:
                 (self.cpu / "cpu.shares").write_text(str(weight))
             self._weight = weight
 
@@ -146,6 +159,7 @@ class ProcessorGroup:
         Raises:
             OSError: one does not end.
         """
+        self.all_groups.forget(self)
         for directory in _distinct(self.cpu, self.usage):
             _remove(directory)
 
@@ -165,6 +179,8 @@ class ProcessorGroups:
         self._usage = usage
         self._shares = shares
         self._allowances = Allowances(os.cpu_count() or 1, time.monotonic)
+        self._groups: set[ProcessorGroup] = set()
+        self.num_raising = 0
         self._quota = max(1000, int(processors * PERIOD_MICROSECONDS))
 
     @classmethod
@@ -183,7 +199,7 @@ class ProcessorGroups:
             OSError: the kernel refused.
         """
         usage = None if self._usage is None else self._usage / name
-        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances)
+        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances, self)
         for directory in _distinct(group.cpu, group.usage):
             directory.mkdir()
         try:
@@ -194,7 +210,32 @@ class ProcessorGroups:
         except OSError:
             group.remove()
             raise
+        self._groups.add(group)
         return group
+
+    def forget(self, group: ProcessorGroup) -> None:
+        """Raise a group no more, which is about to be removed."""
+        self._groups.discard(group)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Give all groups weight while a process is put into a group.
+
+        The kernel then waits for every fork and every end of a process that has begun, and each that is to begin waits
+        for it: a program without weight in the midst of a fork would stop all others, of the whole machine.
+        """
+        self.num_raising += 1
+        self._apply_all()
+        try:
+            yield
+        finally:
+            self.num_raising -= 1
+            self._apply_all()
+
+    def _apply_all(self) -> None:
+        for group in list(self._groups):
+            with suppress(OSError):
+                group.apply()
 
 
 def _nothing() -> None:

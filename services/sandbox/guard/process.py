@@ -32,7 +32,7 @@ from services.sandbox.guard.job import (
     Phase,
     PhaseResult,
 )
-from services.sandbox.guard.watch import Baseline, descendants, find_excess, time_verdict
+from services.sandbox.guard.watch import Baseline, Blockage, descendants, find_excess, time_verdict
 from services.sandbox.limits import apply_rlimits, longest_seconds
 
 POLL_SECONDS = 0.05
@@ -254,7 +254,7 @@ def _attend(
     pid: int, phase: Phase, job: Job, caller: int, stdin: int, given: bytes, drains: "list[Drain]"
 ) -> "tuple[str, str]":
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
-    started, before = time.monotonic(), Baseline.of({})
+    started, before, blockage = time.monotonic(), Baseline.of({}), Blockage()
     deadline = started + phase.timeout_seconds
     next_look = started + POLL_SECONDS
     unsent = memoryview(given)
@@ -273,11 +273,13 @@ def _attend(
             if has_ended(pid):
                 return EXITED, ""
             if now >= deadline:
-                verdict = time_verdict(descendants(os.getpid()), now - started, phase.timeout_seconds, before)
+                tree = descendants(os.getpid())
+                verdict = time_verdict(tree, now - started, phase.timeout_seconds, before, blockage.seconds)
                 if verdict is not None:
                     return verdict, why_ended(verdict, phase.timeout_seconds)
                 deadline = now + POLL_SECONDS
             if now >= next_look:
+                blockage.look(descendants(os.getpid()), now)
                 counts_held = job.confinement.counts_held
                 excess = find_excess(os.getpid(), job.directory, job.limits, counts_held=counts_held)
                 if excess is not None:

@@ -28,6 +28,7 @@ class ProcessStatus:
 
     Attributes:
         reader: a thread of it that lives: what a process holds is not seen through a first thread that has ended.
+        is_blocked: whether it waits in the kernel for something that no process of its own can end.
     """
 
     parent: int
@@ -35,6 +36,7 @@ class ProcessStatus:
     resident_bytes: int
     cpu_seconds: float
     reader: int = 0
+    is_blocked: bool = False
 
 
 def read_status(pid: int) -> "ProcessStatus | None":
@@ -49,7 +51,7 @@ def read_status(pid: int) -> "ProcessStatus | None":
     if fields[0] == b"Z" and threads > 1 and (found := _living_thread(pid)) is not None:
         pid, fields = found
     cpu_seconds = sum(map(int, fields[11:15])) / TICKS_PER_SECOND
-    return ProcessStatus(int(fields[1]), threads, int(fields[21]) * PAGE_BYTES, cpu_seconds, pid)
+    return ProcessStatus(int(fields[1]), threads, int(fields[21]) * PAGE_BYTES, cpu_seconds, pid, fields[0] == b"D")
 
 
 def _living_thread(pid: int) -> "tuple[int, list[bytes]] | None":
@@ -209,8 +211,30 @@ def queued_seconds(pid: int) -> float:
         return 0.0
 
 
+class Blockage:
+    """Counts, by looks, how long all of a tree has been blocked in the kernel: others hold what it waits for.
+
+    A process that starts another by ``vfork`` looks blocked too; what it started does not.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def look(self, tree: "dict[int, ProcessStatus]", now: float) -> None:
+        """Look at a tree; it was blocked between two looks if it is at both."""
+        is_blocked = bool(tree) and all(status.is_blocked for status in tree.values())
+        if is_blocked and self._since is not None:
+            self.seconds += now - self._since
+        self._since = now if is_blocked else None
+
+
 def time_verdict(
-    tree: "dict[int, ProcessStatus]", elapsed_seconds: float, limit_seconds: float, before: Baseline
+    tree: "dict[int, ProcessStatus]",
+    elapsed_seconds: float,
+    limit_seconds: float,
+    before: Baseline,
+    blocked_seconds: float = 0.0,
 ) -> "str | None":
     """Tell whether a program has had its time: time that it waited for a processor in use by others does not count.
 
@@ -222,6 +246,7 @@ def time_verdict(
         elapsed_seconds: by the wall clock.
         limit_seconds: how long they may take.
         before: what they and the guard, which is this process, had used when the clock was started.
+        blocked_seconds: how long they were blocked; see ``Blockage``.
 
     Returns:
         ``TIMED_OUT``: it has; ``STARVED``: it has not, and will not wait for longer; None: it may go on.
@@ -232,7 +257,7 @@ def time_verdict(
         return TIMED_OUT
     queued = max((queued_seconds(pid) - before.queued_seconds.get(pid, 0.0) for pid in tree), default=0.0)
     waited_for_guard = queued_seconds(os.getpid()) - before.guard_seconds
-    if elapsed_seconds - queued - waited_for_guard >= limit_seconds:
+    if elapsed_seconds - queued - waited_for_guard - blocked_seconds >= limit_seconds:
         return TIMED_OUT
     return STARVED if elapsed_seconds >= longest_seconds(limit_seconds) else None
 

@@ -48,7 +48,7 @@ def test_version_2_is_bounded_by_its_files(tmp_path: Path) -> None:
 
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +pids"
     assert (tmp_path / "program" / "memory.max").read_text() == str(132 * MEBIBYTE)
-    assert (tmp_path / "program" / "pids.max").read_text() == "14"
+    assert (tmp_path / "program" / "pids.max").read_text() == "15"
     assert (tmp_path / "program" / "cgroup.procs").read_text() == "4242"
 
 

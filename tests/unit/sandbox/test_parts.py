@@ -266,6 +266,24 @@ def test_a_program_may_wait_for_a_guard_that_waits_for_a_processor(monkeypatch: 
     assert watch.time_verdict(a_tree(0.1), 5.0, 2.0, watch.Baseline(guard_seconds=1.5)) == TIMED_OUT
 
 
+def test_time_in_which_all_of_a_program_is_blocked_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "queued_seconds", lambda pid: 0.0)
+    blocked = ProcessStatus(parent=1, threads=1, resident_bytes=0, cpu_seconds=0.1, is_blocked=True)
+    asleep = ProcessStatus(parent=1, threads=1, resident_bytes=0, cpu_seconds=0.1)
+    blockage, of_a_parent = watch.Blockage(), watch.Blockage()
+
+    for now in (0.0, 1.0, 2.0):
+        blockage.look({7: blocked}, now)
+        of_a_parent.look({7: blocked, 8: asleep}, now)
+    blockage.look({7: asleep}, 2.5)
+    blockage.look({7: blocked}, 9.0)
+
+    assert (blockage.seconds, of_a_parent.seconds) == (2.0, 0.0)
+    assert watch.time_verdict(a_tree(0.1), 3.9, 2.0, watch.Baseline(), blockage.seconds) is None
+    assert watch.time_verdict(a_tree(0.1), 4.0, 2.0, watch.Baseline(), blockage.seconds) == TIMED_OUT
+    assert watch.time_verdict(a_tree(0.1), 20.0, 2.0, watch.Baseline(), 19.9) == watch.STARVED
+
+
 def test_what_was_used_before_a_cell_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "queued_seconds", lambda pid: 9.0 if pid == 7 else 0.0)
 

@@ -26,9 +26,9 @@ from services.rollout.weights.version import VersionGate
 from shared import reconciling
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
-from shared.reconciling import STOP_SECONDS, SessionFollower
+from shared.reconciling import STARTABLE, STOP_SECONDS, SessionFollower
 from shared.restarts import Restarts
-from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
+from shared.schemas.service import Assignment, DesiredState, DeviceReport, Failure, ObservedState, WorkState
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,9 @@ class RolloutService(SessionFollower[Session]):
         self._restarts = Restarts(MAX_DEATHS, first_pause_seconds=FIRST_PAUSE_SECONDS)
         self._load: dict[str, float] = {}
         self._shutdown = GracefulShutdown()
+        self._is_opening = False
+        self._sleeping: Session | None = None
+        """The session whose engine was put to sleep."""
 
     def observe(self) -> ObservedState:
         """Report state, version, the part taken in a publication, and load."""
@@ -78,13 +81,32 @@ class RolloutService(SessionFollower[Session]):
         return ObservedState(
             experiment_id=self._assignment.experiment_id if self._assignment else None,
             state=self._state,
-            policy_version=session.gate.version if session else None,
+            policy_version=session.receiver.version if session else None,
             publication=session.receiver.report if session else None,
             held_image=session.receiver.held_image if session else None,
             load=self._load | session.worker.busy.to_load() if session else self._load,
             failure=self._failure,
             sampling=session.worker.tally.report() if session else None,
+            device=self._device(),
         )
+
+    def _device(self) -> DeviceReport | None:
+        """Report what the engine has on devices that are shared in turns."""
+        order = self._desired.device if self._desired is not None else None
+        if order is None:
+            return None
+        is_held = self._is_opening or (self._session is not None and not self._is_asleep)
+        return DeviceReport(shift=order.shift, is_held=is_held)
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether the engine may have the device, by the newest order: an earlier one may have been overtaken."""
+        order = self._desired.device if self._desired is not None else None
+        return order is None or order.may_hold
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self._session is not None and self._session is self._sleeping
 
     def agents(self, experiment_id: str) -> AgentEpisodes | None:
         """Find the episodes of an experiment that agents drive; None where there are none here."""
@@ -137,17 +159,55 @@ class RolloutService(SessionFollower[Session]):
                 # Drained and released, never to be assigned again.
                 self._shutdown.has_left.set()
             return
-        session = await self._ensure_session(desired.assignment, desired.state)
-        if session is not None:
-            session.receiver.take(desired)
+        session = await self._session_for(desired.assignment, desired.state)
+        if session is None:
+            return
+        session.receiver.take(desired)
+        if await self._follow_shift(session):
             await self._direct(session, desired.state)
+
+    async def _session_for(self, assignment: Assignment, wanted: WorkState) -> Session | None:
+        """Open the session if there is none and its engine may have the device; return what there is."""
+        if self._session is None and not self._may_hold:
+            if wanted in STARTABLE and self._state is not WorkState.FAILED:
+                self._assignment = assignment
+                self._enter(WorkState.STARTING)
+            return None
+        self._is_opening = self._session is None
+        try:
+            return await self._ensure_session(assignment, wanted)
+        finally:
+            self._is_opening = False
+
+    async def _follow_shift(self, session: Session) -> bool:
+        """Put the engine to sleep, or wake it; False if it had to be given up.
+
+        An engine that does not go to sleep is ended: others wait for its memory.
+        """
+        if self._may_hold:
+            if self._is_asleep:
+                self._sleeping = None
+                session.receiver.wake()
+                self.notify()
+            return True
+        if not self._is_asleep:
+            await hand_over(session.worker)
+            try:
+                await session.receiver.sleep()
+            except FlotillaError as error:
+                await self._after_engine_death(WorkerDied(f"the engine did not go to sleep: {error.detail}"))
+                return False
+            self._sleeping = session
+            self.notify()
+        return True
 
     async def _direct(self, session: Session, wanted: WorkState) -> None:
         """Have a session do what is wanted now."""
         if self._shutdown.is_for_good or wanted is WorkState.DRAINING:
             await self._drain(session)
         elif wanted is WorkState.RUNNING:
-            session.worker.resume()
+            if not self._is_asleep:
+                session.worker.resume()
             self._enter(WorkState.RUNNING)
         elif wanted is WorkState.PAUSED:
             session.worker.pause()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.schemas.service import Assignment, Failure, WorkState
+from shared.schemas.service import Assignment, DeviceOrder, DeviceReport, Failure, WorkState
 from shared.schemas.wire import Wire
 from shared.telemetry.logging import LogFormat
 
@@ -46,6 +46,8 @@ class Order(Line):
 
     kind: Literal["order"] = "order"
     state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING, WorkState.IDLE]
+    device: DeviceOrder | None = None
+    """Where the device is shared in turns: whether the worker may hold it."""
 
 
 class Offered(Line):
@@ -74,6 +76,8 @@ class Status(Line):
     load: Mapping[str, float] = Field(default_factory=dict)
     failure: Failure | None = None
     """What it could not do and tries again, such as a checkpoint on a full disk."""
+    device: DeviceReport | None = None
+    """None before the worker follows orders about the device: it is loading."""
 
 
 class ImageReady(Line):

@@ -66,6 +66,8 @@ class Sections(Protocol):
     @property
     def is_on_gpus(self) -> bool: ...
     @property
+    def shares_devices(self) -> bool: ...
+    @property
     def room_for_a_prompt(self) -> int: ...
 
 
@@ -77,6 +79,7 @@ def check_sections(spec: Sections) -> None:
     """
     _weights(spec)
     _held_out_sets(spec)
+    _sharing(spec)
     if not spec.samples_answers:
         return
     _engine(spec)
@@ -112,6 +115,32 @@ def _engine(spec: Sections) -> None:
         raise ValueError(
             f"asynchrony.publication.overlap_load needs an engine with a spare copy of its weights, which "
             f"rollout.engine.kind {engine.kind} has not: leave it out, or set it to false"
+        )
+
+
+def _sharing(spec: Sections) -> None:
+    if not spec.shares_devices:
+        return
+    engine = spec.rollout.engine
+    if not spec.trains or spec.finished_job is not None:
+        raise ValueError(
+            f"resources.sharing time lets trainer and rollouts take turns, and in a job of this kind "
+            f"{'there is no trainer' if not spec.trains else 'training needs no rollouts'}: leave it out"
+        )
+    if EngineCapability.SLEEP not in engine.CAPABILITIES:
+        raise ValueError(
+            f"resources.sharing time needs an engine that can sleep, which rollout.engine.kind {engine.kind} cannot: "
+            "use torch, or leave sharing out"
+        )
+    if spec.rollout.agents is not None:
+        raise ValueError(
+            "resources.sharing time puts the engine to sleep between two shifts, and rollout.agents lets agents ask it "
+            "at any time: remove one of the two"
+        )
+    if spec.asynchrony.publication.overlap_load:
+        raise ValueError(
+            "asynchrony.publication.overlap_load has no effect while resources.sharing is time, since the engine is "
+            "asleep when new weights come: leave it out"
         )
 
 

@@ -55,6 +55,7 @@ class TorchEngineConfig(Config):
             EngineCapability.EXACT_RESUMPTION,
             EngineCapability.SPARE_COPY,
             EngineCapability.EXACT_SPANS,
+            EngineCapability.SLEEP,
         }
     )
 

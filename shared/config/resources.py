@@ -1,5 +1,6 @@
 """What an experiment may take of a fleet that it shares with others."""
 
+from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -30,6 +31,13 @@ class QuotaConfig(Config):
         return self.max == self.min
 
 
+class Sharing(StrEnum):
+    """Whether trainer and rollouts have devices of their own."""
+
+    NONE = "none"
+    TIME = "time"
+
+
 class ResourcesConfig(Config):
     """Quotas. The trainer is always one, and always stays.
 
@@ -43,6 +51,10 @@ class ResourcesConfig(Config):
     """Reward services."""
     sandboxes: QuotaConfig | None = None
     """Sandbox services. Null: exactly one where a reward component runs code, else none."""
+    sharing: Sharing = Sharing.NONE
+    """none: trainer and rollouts compute side by side, and each has its memory all the time. time: they take turns on
+    the same devices. While rollouts sample, the trainer's weights and optimiser are in the host's memory (on a CPU: in
+    a file); while it trains, the engines have no weights and no KV cache. For an engine that can sleep."""
     weight: float = Field(1.0, gt=0, le=1000)
     """Share of the surplus: an experiment of weight 2 gets twice as much of it as one of weight 1."""
     priority: int = Field(0, ge=-100, le=100)

@@ -19,7 +19,7 @@ from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
 from shared.config.publication import TransportChoice
-from shared.config.resources import ResourcesConfig
+from shared.config.resources import ResourcesConfig, Sharing
 from shared.config.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
 from shared.config.samples import SamplesConfig
@@ -119,6 +119,11 @@ class ExperimentSpec(Config):
         if self.finished_job is not None:
             return STEPS_AHEAD * self.groups_per_step
         return self.asynchrony.budget(self.groups_per_step)
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether trainer and rollouts take turns on the same devices."""
+        return self.resources.sharing is Sharing.TIME
 
     @property
     def is_on_gpus(self) -> bool:

@@ -96,6 +96,27 @@ class Failure(Wire):
     """False if the service recovers by itself and only reports what happened."""
 
 
+class DeviceOrder(Wire):
+    """Whether a service may use the devices that the trainer and the rollouts of its experiment share in turns."""
+
+    shift: int
+    """Number of the shift: it grows whenever the devices change hands."""
+    may_hold: bool
+    """Whether it may load its weights: the shift is its own, and everybody else has released the devices. Otherwise it
+    finishes or hands over what it is at, releases them and says so."""
+
+
+class DeviceReport(Wire):
+    """What a service has on the shared devices."""
+
+    shift: int
+    """The order that it follows; a report of an earlier shift says nothing about this one."""
+    is_held: bool
+    """Whether its memory is there, or on its way there or away."""
+    is_wanted: bool = False
+    """Whether it cannot go on without the devices (trainer)."""
+
+
 class ObservedState(Wire):
     """All that a service says about itself at one instant."""
 
@@ -117,6 +138,8 @@ class ObservedState(Wire):
     """What it has graded in training (reward)."""
     sampling: SamplingReport | None = None
     """What it has sampled in training (rollout)."""
+    device: DeviceReport | None = None
+    """Where devices are shared in turns: what it has there. None before it has had an order."""
 
 
 class Assignment(Wire):
@@ -152,6 +175,8 @@ class DesiredState(Wire):
     hold_version: int | None = None
     """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
     publication: PublicationOrder | None = None
+    device: DeviceOrder | None = None
+    """Where devices are shared in turns. None: it may use them all the time."""
 
 
 class DrainRequest(Wire):

@@ -7,6 +7,7 @@ acknowledged. Whoever changes something that matters to a service fires its sign
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from services.gateway.access.tokens import Tokens
@@ -20,6 +21,7 @@ from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
+from services.gateway.registry.shifts import SHARERS, holder_of, is_clear
 from services.gateway.signals import Signal, fire_in_turn, wait_for_any
 from services.gateway.store.base import Store
 from services.gateway.store.transaction import Transaction
@@ -172,7 +174,17 @@ class Fleet:
             weights_address=trainer.record.address if trainer else None,
             hold_version=experiment.hold_version,
             policy_checksum=self._publications.checksum_of(record.id, record.policy_version),
+            device_shift=record.device_shift if experiment.spec.shares_devices else None,
+            may_hold=self._may_hold(experiment) if experiment.spec.shares_devices else None,
         )
+
+    def _may_hold(self, experiment: Experiment) -> ServiceKind | None:
+        """Find who may have the shared devices now: whose shift it is, once all others have released them."""
+        shift = experiment.record.device_shift
+        holder = holder_of(shift)
+        others = [kind for kind in SHARERS if kind is not holder]
+        reports = [self._registry.device_reports(experiment.id, kind) for kind in others]
+        return holder if all(is_clear(shift, each.values()) for each in reports) else None
 
     async def _observe(self, service: LiveService, observed: ObservedState) -> None:
         before, service.observed = service.observed, observed
@@ -181,6 +193,8 @@ class Fleet:
         if experiment is not None:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
+            if observed.device != before.device:
+                self.wake(experiment.id)
             if observed.experiment_id == experiment.id:
                 self.measurements.of(experiment).add_reports(observed)
                 await self._compare(service, before, experiment)
@@ -303,6 +317,9 @@ class Fleet:
 
     def _stage_departure(self, change: Transaction, service: LiveService, experiment_id: str, reason: str) -> None:
         self._publications.stage_gone(change, experiment_id, service, reason)
+        if service.observed.device is not None:
+            # Who waits for its memory need not wait any longer.
+            change.then(partial(self.wake, experiment_id))
         experiment = self._repository.find(experiment_id)
         if experiment is not None:
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.digest import digest
+from services.gateway.registry.shifts import SHARERS
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationOrder
-from shared.schemas.service import Assignment, DesiredState, ServiceKind, WorkState
+from shared.schemas.service import Assignment, DesiredState, DeviceOrder, ServiceKind, WorkState
 
 MOST_BODIES = 64
 """How many encoded answers are kept: a few kilobytes each."""
@@ -48,6 +49,8 @@ class ExperimentFacts:
         weights_address: base URL of the trainer service that serves the current version; None without a trainer.
         hold_version: version that an evaluation is pinned to.
         policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
+        device_shift: where trainer and rollouts share devices: the number of the shift.
+        may_hold: who may load its weights in it; None while others have not released theirs.
     """
 
     experiment_id: str
@@ -61,6 +64,8 @@ class ExperimentFacts:
     weights_address: str | None
     hold_version: int | None
     policy_checksum: str | None = None
+    device_shift: int | None = None
+    may_hold: ServiceKind | None = None
 
 
 def desired(
@@ -96,11 +101,18 @@ def desired(
         weights_url=weights_url(experiment) if is_rollout else None,
         hold_version=experiment.hold_version if is_rollout else None,
         publication=order if is_rollout else None,
+        device=_device_order(service.kind, experiment),
     )
     # Exclude the remaining seconds of a notice, which change all the time; include its end.
     content = answer.model_dump(mode="json", exclude={"tag": True, "notice_seconds": True, "assignment": {"spec"}})
     ends = [] if service.notice_ends is None else [service.notice_ends]
     return answer.model_copy(update={"tag": digest([content, experiment.spec_digest, *ends])})
+
+
+def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder | None:
+    if experiment.device_shift is None or kind not in SHARERS:
+        return None
+    return DeviceOrder(shift=experiment.device_shift, may_hold=kind is experiment.may_hold)
 
 
 class DesiredStates:

@@ -22,6 +22,7 @@ from shared.errors import NotFound
 from shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     Capabilities,
+    DeviceReport,
     ObservedState,
     Registration,
     ServiceKind,
@@ -164,6 +165,18 @@ class Registry:
         """List the services that are assigned to an experiment, in the order of assignment."""
         services = self._assigned.get(experiment_id, {}).values()
         return [service for service in services if kind is None or service.kind is kind]
+
+    def device_reports(self, experiment_id: str, kind: ServiceKind) -> dict[str, DeviceReport | None]:
+        """Return what the services of a kind have on the experiment's shared devices, by service id.
+
+        Those that were released and have not yet let go are among them.
+        """
+        reports = {each.id: each.observed.device for each in self.of(experiment_id, kind)}
+        for each in self:
+            held = each.observed.device
+            if each.kind is kind and held is not None and held.is_held and each.observed.experiment_id == experiment_id:
+                reports[each.id] = held
+        return reports
 
     def trainer_of(self, experiment_id: str) -> LiveService | None:
         """Find the trainer service of an experiment."""

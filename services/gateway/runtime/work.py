@@ -18,6 +18,7 @@ from services.gateway.preflight import checks
 from services.gateway.records.repository import Experiment
 from services.gateway.runtime.orphaned_claims import OrphanedClaims
 from services.gateway.runtime.parts import GatewayParts
+from services.gateway.runtime.shifts import Shifts
 from services.gateway.runtime.teardown import Teardown
 from services.gateway.tracking.tracking import Tracking
 
@@ -71,6 +72,9 @@ class ExperimentWork:
         ]
         if dataset is not None:
             lanes.append(Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run())
+        if experiment.spec.shares_devices:
+            parts_of_it = parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
+            lanes.append(Shifts(experiment, *parts_of_it).run())
         if held_out is not None:
             lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
         await signals.run_together(*map(asyncio.create_task, lanes))

@@ -33,6 +33,7 @@ class ExperimentRecord:
         origin: the checkpoint that it began from, an ``Origin`` as JSON; None if it began with the model's weights.
         number, start_number: grow with each experiment that is created, or started, whatever the clock says;
             0 in rows of before there was one.
+        device_shift: whose shift it is on devices that trainer and rollouts share; see ``registry/shifts.py``.
     """
 
     id: str
@@ -58,6 +59,7 @@ class ExperimentRecord:
     health: Sequence[Mapping[str, Any]] | None = None
     number: int = 0
     start_number: int = 0
+    device_shift: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ experiments = Table(
     Column("health", Document),
     Column("number", Integer, nullable=False, server_default="0"),
     Column("start_number", Integer, nullable=False, server_default="0"),
+    Column("device_shift", Integer, nullable=False, server_default="1"),
 )
 
 services = Table(

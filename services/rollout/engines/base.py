@@ -191,5 +191,19 @@ class Engine(Protocol):
             WeightTransferFailed: names, shapes or dtypes do not fit the model; the old version goes on serving.
         """
 
+    async def sleep(self) -> None:
+        """Free weights and KV cache, so that others can have the device; an engine with ``SLEEP`` alone can.
+
+        What is in flight ends as aborted, an update that waits with ``Unavailable``. Until weights are there again
+        (``wake``, or ``load_weights``) ``generate`` raises ``Unavailable``, and transfers are not read.
+        """
+
+    async def wake(self) -> None:
+        """Read the initial weights again; nothing happens while the engine is awake.
+
+        Raises:
+            WeightTransferFailed: the model's files are not what they were.
+        """
+
     async def load(self) -> EngineLoad:
         """Take a snapshot of the load."""

@@ -17,7 +17,7 @@ from services.rollout.engines.requests import check_request, unstarted_completio
 from services.rollout.engines.stop_text import StopText
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import TorchEngineConfig
-from shared.errors import FlotillaError, RequestInFlight, WeightTransferFailed, WorkerDied
+from shared.errors import FlotillaError, RequestInFlight, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.trajectory import FinishReason
 
 NextToken = Callable[[Sequence[int], int, int, int], int]
@@ -158,6 +158,8 @@ class ScriptedEngine:
         self._work = asyncio.Event()
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self.is_asleep = False
+        self._initial_version = version
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -189,6 +191,8 @@ class ScriptedEngine:
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Sample one completion per seed; see ``Engine.generate``."""
         self._check_running()
+        if self.is_asleep:
+            raise Unavailable("the engine is asleep")
         check_request(request, self._context_tokens, self._vocab_size)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
@@ -223,6 +227,23 @@ class ScriptedEngine:
             await update.done
         finally:
             self._updates = [other for other in self._updates if other is not update]
+
+    async def sleep(self) -> None:
+        """Abort what is in flight, and sample nothing until it has weights again; see ``Engine.sleep``."""
+        self._check_running()
+        for request_id in list(self._requests):
+            await self.abort(request_id)
+        for update in self._updates:
+            if not update.done.done():
+                update.done.set_exception(Unavailable("the engine was put to sleep"))
+        self._updates.clear()
+        self.is_asleep = True
+
+    async def wake(self) -> None:
+        """Serve the first version again, if it is asleep; see ``Engine.wake``."""
+        self._check_running()
+        if self.is_asleep:
+            self.version, self.is_asleep = self._initial_version, False
 
     async def load(self) -> EngineLoad:
         """Take a snapshot of the load; see ``Engine.load``."""
@@ -264,7 +285,7 @@ class ScriptedEngine:
     def _apply(self, update: _Update) -> None:
         if update.done.done():
             return
-        self.version = update.version
+        self.version, self.is_asleep = update.version, False
         if update.mode is OnWeightUpdate.INTERRUPT:
             lengths = [(a, s) for a in self._requests.values() for s in a.running()]
             self._prefilled_tokens += sum(len(a.request.prompt_ids) + len(s.tokens) for a, s in lengths)

@@ -111,6 +111,24 @@ class WeightReceiver:
         """How many versions were switched to."""
         return self._switcher.switches
 
+    @property
+    def version(self) -> int | None:
+        """The version that serves, or that did before the engine was put to sleep."""
+        return self._switcher.version
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine was put to sleep."""
+        return self._switcher.is_asleep
+
+    async def sleep(self) -> None:
+        """Put the engine to sleep; publications are received all the same. Errors as of ``VersionSwitcher.sleep``."""
+        await self._switcher.sleep()
+
+    def wake(self) -> None:
+        """Give the engine weights again."""
+        self._switcher.wake()
+
     def take(self, desired: DesiredState) -> None:
         """Record the desired state."""
         self._desired = desired

@@ -69,7 +69,38 @@ class VersionSwitcher:
         self._desired: DesiredState | None = None
         self._pulling: tuple[str, asyncio.Future[Path]] | None = None
         self._due = asyncio.Event()
+        self._engine_use = asyncio.Lock()
+        """Held while the engine is given weights, or put to sleep."""
+        self._slept_at: int | None = None
+        self._has_slept = False
+        """Whether the engine has had no weights since it was put to sleep."""
+        self.is_asleep = False
         self.switches = 0
+
+    @property
+    def version(self) -> int | None:
+        """The version that serves, or that did when the engine was put to sleep; None if none ever did."""
+        return self._gate.version if self._slept_at is None else self._slept_at
+
+    async def sleep(self) -> None:
+        """Put the engine to sleep, once nothing of it is in use; new versions wait until ``wake``.
+
+        Raises:
+            WorkerDied: its process ended.
+            DeadlineExceeded: it does not answer.
+        """
+        self.is_asleep = True
+        if self._pulling is not None:
+            self._pulling[1].cancel()
+        async with self._engine_use:
+            self._slept_at, self._has_slept = self.version, True
+            await self._gate.set(None)
+            await self._engine.sleep()
+
+    def wake(self) -> None:
+        """Give the engine weights again, those of the committed version."""
+        self.is_asleep = False
+        self.look()
 
     def take(self, desired: DesiredState) -> None:
         """Record the desired state."""
@@ -107,7 +138,7 @@ class VersionSwitcher:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _target(self) -> int | None:
-        if self._desired is None or self._desired.policy_version is None:
+        if self.is_asleep or self._desired is None or self._desired.policy_version is None:
             return None
         wanted = self._desired.policy_version
         serving = self._gate.version
@@ -119,18 +150,21 @@ class VersionSwitcher:
         return wanted
 
     async def _serve(self, version: int) -> None:
-        if version == 0:
-            # The engine started with the initial weights.
-            await self._gate.set(0)
-            self._notify()
-            return
-        staged = self._images.staged
-        if staged is not None and staged.is_of(version, self._committed_checksum(version)):
-            await self._serve_staged(staged)
-        else:
-            await self._serve_pulled(version)
-        await self._gate.set(version)
-        self.switches += 1
+        async with self._engine_use:
+            if self.is_asleep:
+                return
+            staged = self._images.staged
+            if version == 0:
+                # The engine started with the initial weights.
+                if self._has_slept:
+                    await self._engine.wake()
+            elif staged is not None and staged.is_of(version, self._committed_checksum(version)):
+                await self._serve_staged(staged)
+            else:
+                await self._serve_pulled(version)
+            await self._gate.set(version)
+            self._slept_at, self._has_slept = None, False
+        self.switches += version > 0
         self._notify()
         # A newer version may have become due meanwhile.
         self._due.set()

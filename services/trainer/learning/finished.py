@@ -59,7 +59,7 @@ class FinishedLearner(Learner):
 
     @property
     def _needs_fixed(self) -> bool:
-        return self._reference is not None
+        return self.reference is not None
 
     @property
     def job(self) -> FinishedJob:

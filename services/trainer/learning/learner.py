@@ -85,9 +85,9 @@ class Learner:
         self.policy = Policy(loaded.model, temperature=spec.policy_temperature)
         self.device = self.policy.device
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
-        self._reference = None
+        self.reference = None
         if reference is not None:
-            self._reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
+            self.reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         self.critic: Critic | None = None
@@ -95,7 +95,7 @@ class Learner:
             self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
         if (group := ranks.sequence_group) is not None:
             split = SequenceParallel(group)
-            for each in (self.policy, self._reference, self.critic):
+            for each in (self.policy, self.reference, self.critic):
                 if each is not None:
                     each.split_sequences(split)
         # After the critic's copy, which trains whole.
@@ -113,11 +113,11 @@ class Learner:
             self.versions = VersionedWeights(kept_weights(loaded.model, self.adapters, ranks, self.weights))
             self.versions.keep(0, 0)
         if self.adapters is not None and spec.needs_reference:
-            self._reference = self.policy
+            self.reference = self.policy
 
     def _lay_out(self, wire_dtype: torch.dtype | None) -> Weights:
         if self.ranks.is_several:
-            for each in (self.policy, self._reference, self.critic):
+            for each in (self.policy, self.reference, self.critic):
                 if each is not None:
                     each.shard(self.ranks)
         return image_weights(self.loaded.model, self.adapters, self.ranks, wire_dtype)
@@ -188,7 +188,7 @@ class Learner:
         config = self.spec.algorithm
         needs_squares = config.advantage.kind == "optimal_token_baseline"
         needs_passes = (
-            config.old_log_probs != "rollout" or self._reference is not None or needs_squares or self.critic is not None
+            config.old_log_probs != "rollout" or self.reference is not None or needs_squares or self.critic is not None
         )
         micro_batches = self._cut(batch, range(batch.num_sequences)) if needs_passes else []
         old, squares = batch.rollout_log_probs, None
@@ -289,10 +289,10 @@ class Learner:
 
     def _reference_log_probs(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Compute log-probs [T] under the reference, if there is one."""
-        if self._reference is None:
+        if self.reference is None:
             return None
         with nullcontext() if self.adapters is None else self.adapters.disabled():
-            return self._evaluate(self._reference, batch, micro_batches, with_squares=False)[0]
+            return self._evaluate(self.reference, batch, micro_batches, with_squares=False)[0]
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:
         """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""

@@ -53,6 +53,11 @@ class VersionedWeights:
         finally:
             self._weights.fill(present)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Return what is kept on this rank, whole or sharded."""
+        for copies in self._kept.values():
+            yield from copies.values()
+
     def state(self) -> dict[str, Tensor]:
         """Return the copies that one rank has whole as named tensors: one run of elements per version and dtype."""
         return {

@@ -56,11 +56,24 @@ class Save(Wire):
     directory: str
 
 
+class Offload(Wire):
+    """Move weights and optimiser off the device."""
+
+    kind: Literal["offload"] = "offload"
+    directory: str
+
+
+class Reload(Wire):
+    """Move them back."""
+
+    kind: Literal["reload"] = "reload"
+
+
 class End(Wire):
     """Leave the job."""
 
     kind: Literal["end"] = "end"
 
 
-Command = Restore | Train | KeepVersion | Snapshot | Save | End
+Command = Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
 COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -9,6 +9,7 @@ within a few minutes, or when starting again would fail the same way, the experi
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from shared.config.parallelism import ParallelismConfig
 from shared.errors import InvalidSpec
 from shared.reconciling import StateFollower
 from shared.restarts import Restarts
-from shared.schemas.service import Assignment, Failure, ObservedState, WorkState
+from shared.schemas.service import Assignment, DeviceReport, Failure, ObservedState, WorkState
 from shared.streams.plans import WORKERS_PER_EPOCH
 from shared.telemetry import logging as telemetry
 
@@ -35,6 +36,8 @@ PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
 LAST_CHECKPOINT_SECONDS = 25.0
 """Somewhat less than a gateway waits for the services of an experiment that ends."""
+RELEASE_SECONDS = 120.0
+"""How long weights may take to leave a device: the host's disk may be slow."""
 COMPONENT = "trainer"
 
 
@@ -103,6 +106,9 @@ class Supervisor(StateFollower):
         self._is_hopeless = False
         self._is_passing = False
         self._is_leaving = False
+        self._is_between_workers = False
+        self._told_of_device: DeviceReport | None = None  # by the worker that runs
+        self._idle_since: float | None = None
         self._restarts = Restarts(
             MAX_DEATHS,
             window_seconds=DEATH_WINDOW_SECONDS,
@@ -123,7 +129,24 @@ class Supervisor(StateFollower):
             step=status.step if status else None,
             load=dict(status.load) | {"worker_starts": float(self._started_workers)} if status else {},
             failure=self._failure or (status.failure if status else None),
+            device=self._device(),
         )
+
+    def _device(self) -> DeviceReport | None:
+        """Report what the worker has on a device that is shared in turns; without one, that one is to be started."""
+        order = self._desired.device if self._desired is not None else None
+        if order is None:
+            return None
+        if self._worker is None and not self._is_between_workers:
+            return DeviceReport(shift=order.shift, is_held=False, is_wanted=self._state is WorkState.STARTING)
+        # Until it follows orders it is loading.
+        return self._told_of_device or DeviceReport(shift=order.shift, is_held=True, is_wanted=True)
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether a worker may have the device, by the newest order."""
+        order = self._desired.device if self._desired is not None else None
+        return order is None or order.may_hold
 
     def renew(self, token: str) -> None:
         """Hand the service's next pass to the worker, and to those after it."""
@@ -148,11 +171,14 @@ class Supervisor(StateFollower):
             return
         if wanted is None or self._is_hopeless or desired.state not in {WorkState.RUNNING, WorkState.PAUSED}:
             return
-        if self._worker is None and not self._backoff.is_pending:
+        if self._worker is None and not self._may_hold:
+            self._enter(WorkState.STARTING)
+        elif self._worker is None and not self._backoff.is_pending:
             await self._start(wanted)
         if self._worker is not None:
             running = desired.state is WorkState.RUNNING
-            self._worker.tell(Order(state=WorkState.RUNNING if running else WorkState.PAUSED))
+            state = WorkState.RUNNING if running else WorkState.PAUSED
+            self._worker.tell(Order(state=state, device=desired.device))
 
     def _is_named_otherwise(self) -> bool:
         """Whether the service has another id than the one that its worker was told: nobody would listen to that one."""
@@ -176,13 +202,16 @@ class Supervisor(StateFollower):
         )
         self._enter(WorkState.STARTING)
         self._is_leaving = self._is_passing = False
-        self._told = None
+        self._told = self._told_of_device = self._idle_since = None
+        self._is_between_workers = True
         try:
             self._worker = await self._start_worker(launch, spec.parallelism, self._hear)
         except OSError as error:
+            self._is_between_workers = False
             # Too many processes, no memory for one more: such reasons pass.
             self._start_again(f"no process can be started: {error}", self._backoff.postpone())
             return
+        self._is_between_workers = False
         log.info("worker is started", extra={"pid": self._worker.pid, "number": self._started_workers})
         self._watching = asyncio.create_task(self._watch(self._worker), name="worker")
 
@@ -202,11 +231,13 @@ class Supervisor(StateFollower):
             self._failure = self._told = message.failure
             self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
         else:
-            is_news = self._status is None or (message.step, message.version) != (
+            is_news = self._status is None or (message.step, message.version, message.device) != (
                 self._status.step,
                 self._status.version,
+                self._told_of_device,
             )
-            self._status = message
+            self._status, self._told_of_device = message, message.device
+            self._end_if_it_does_not_release(message.device)
             if message.state is not WorkState.STARTING:
                 # It works again: what it died of before is no longer its state.
                 self._failure = None
@@ -214,6 +245,22 @@ class Supervisor(StateFollower):
             self._enter(message.state)
             if is_news:
                 self.notify()
+
+    def _end_if_it_does_not_release(self, told: DeviceReport | None) -> None:
+        """Give a worker up that was told to release the device, needs it for nothing, and has it all the same."""
+        order = self._desired.device if self._desired is not None else None
+        is_late = order is not None and told is not None and not order.may_hold and told.is_held and not told.is_wanted
+        if not is_late:
+            self._idle_since = None
+            return
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        if now - self._idle_since > RELEASE_SECONDS and self._worker is not None:
+            log.error("the worker does not release the device, it is ended", extra={"seconds": RELEASE_SECONDS})
+            self._idle_since = None
+            ending = asyncio.create_task(self._worker.kill(), name="end of a worker that keeps the device")
+            self._offering.add(ending)
+            ending.add_done_callback(self._offering.discard)
 
     async def _offer(self, message: ImageReady) -> None:
         await self._images.offer(message.version, Path(message.path), message.checksum)
@@ -272,8 +319,12 @@ class Supervisor(StateFollower):
         self._is_leaving = True
         worker, self._worker = self._worker, None
         if worker is not None:
+            self._is_between_workers = True
             worker.tell(Order(state=WorkState.IDLE if is_over else WorkState.DRAINING))
-            await worker.stop(LAST_CHECKPOINT_SECONDS if is_over else STOP_SECONDS)
+            try:
+                await worker.stop(LAST_CHECKPOINT_SECONDS if is_over else STOP_SECONDS)
+            finally:
+                self._is_between_workers = False
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
         for offering in self._offering:

@@ -85,6 +85,11 @@ class CheckpointPolicy:
             await retry(partial(self._queue.record, self.progress.recent), waiting_for=DATA_PLANE)
 
     @property
+    def is_durable(self) -> bool:
+        """Whether the newest checkpoint contains every step."""
+        return self.progress.step == self._durable_step
+
+    @property
     def _is_at_version(self) -> bool:
         return self._line.is_published(self.progress.step)
 
@@ -124,7 +129,7 @@ class CheckpointPolicy:
         Raises:
             CheckpointOverdue: it was to end, and no checkpoint could be written.
         """
-        if self.progress.step == self._durable_step:
+        if self.is_durable:
             return
         if not self._is_at_version and not is_over and not await _is_settled(publisher):
             log.info("stopped between two versions: the steps since the last checkpoint are replayed next time")
@@ -138,7 +143,7 @@ class CheckpointPolicy:
 
     async def now(self, reason: str, publisher: Publisher) -> None:
         """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
-        if self.progress.step == self._durable_step or (not self._is_at_version and not await _is_settled(publisher)):
+        if self.is_durable or (not self._is_at_version and not await _is_settled(publisher)):
             return
         self._tell_of_early(reason)
         await self._error_of_checkpoint()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from services.trainer.checkpoint.manager import Restored, build_alone, fill_alone
 from services.trainer.learning.learner import Learner
+from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.commands import Opening
 from services.trainer.parallel.job import OPENING, Place, entered
 from services.trainer.worker.images import Snapshots
@@ -35,6 +36,16 @@ class Job:
     on_silence: Callable[[str], None]
 
 
+class Memory(Protocol):
+    """What a learner has on its device; see ``LearnerMemory``."""
+
+    def offload(self) -> None:
+        """Free it; blocks."""
+
+    def reload(self) -> None:
+        """Take it again; blocks."""
+
+
 class Execution(Protocol):
     """All that touches weights; every call blocks."""
 
@@ -49,6 +60,9 @@ class Execution(Protocol):
 
     def snapshots(self, learner: Learner) -> Snapshots:
         """Return what writes images."""
+
+    def memory(self, learner: Learner, directory: Path) -> Memory:
+        """Return what moves weights and optimiser off the device and back."""
 
 
 class SingleRank:
@@ -70,6 +84,10 @@ class SingleRank:
         """Return what writes images."""
         assert isinstance(learner.weights, FlatParameters)
         return learner.weights
+
+    def memory(self, learner: Learner, directory: Path) -> LearnerMemory:
+        """Return what moves weights and optimiser off the device and back."""
+        return LearnerMemory(learner, directory)
 
 
 @contextlib.asynccontextmanager

@@ -11,8 +11,19 @@ from services.trainer.checkpoint.files import shared_files, write_shared
 from services.trainer.checkpoint.manager import Restored, beginning, restored_from
 from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner
+from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import Command, End, KeepVersion, Restore, Save, Snapshot, Train
+from services.trainer.parallel.commands import (
+    Command,
+    End,
+    KeepVersion,
+    Offload,
+    Reload,
+    Restore,
+    Save,
+    Snapshot,
+    Train,
+)
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.parallel.ranks import Ranks
 from shared.checkpoints import StoredCheckpoint, state_of
@@ -39,6 +50,7 @@ class Follower:
         self._spec, self._ranks, self._channel = spec, ranks, channel
         self._cores = ComputeCores(spec.parallelism.threads)
         self._built: Learner | None = None
+        self._memory: LearnerMemory | None = None
 
     def run(self) -> None:
         """Obey until the leader lets this rank go; what goes wrong, but for a model or disk, ends it and so the job."""
@@ -90,6 +102,12 @@ class Follower:
         elif isinstance(command, Save):
             write_shared(Path(command.directory), shared_files(learner))
             hit(Site.CHECKPOINT_WRITE)
+        elif isinstance(command, Offload):
+            self._memory = LearnerMemory(learner, Path(command.directory))
+            self._memory.offload()
+        elif isinstance(command, Reload):
+            assert self._memory is not None
+            self._memory.reload()
 
 
 def build_shard(spec: ExperimentSpec, stored: StoredCheckpoint | None, ranks: Ranks) -> Restored:

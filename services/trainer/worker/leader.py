@@ -12,8 +12,9 @@ from services.trainer.checkpoint.files import reserve, shared_files, write_share
 from services.trainer.checkpoint.manager import Restored
 from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import End, KeepVersion, Restore, Save, Snapshot
+from services.trainer.parallel.commands import End, KeepVersion, Offload, Reload, Restore, Save, Snapshot
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.worker.follower import build_shard, hit, write_image
 from shared.checkpoints import StoredCheckpoint
@@ -82,6 +83,25 @@ class LedWeights:
             self._channel.end()
 
 
+class LedMemory:
+    """What all ranks have on their devices."""
+
+    def __init__(self, learner: Learner, directory: Path, channel: Channel) -> None:
+        self._own, self._directory, self._channel = LearnerMemory(learner, directory), directory, channel
+
+    def offload(self) -> None:
+        """Free it on every rank. Errors as of ``Offloader``, of this rank's part before the others are told."""
+        self._own.offload()
+        self._channel.send(Offload(directory=str(self._directory)))
+        self._channel.end()
+
+    def reload(self) -> None:
+        """Take it again on every rank. Errors as of ``Offloader``, of this rank's part before the others are told."""
+        self._own.reload()
+        self._channel.send(Reload())
+        self._channel.end()
+
+
 class Leader:
     """Rank 0 of a job.
 
@@ -138,6 +158,10 @@ class Leader:
         """Return what writes images on every rank."""
         assert isinstance(learner.weights, ShardedParameters)
         return LedWeights(learner.weights, self._channel)
+
+    def memory(self, learner: Learner, directory: Path) -> LedMemory:
+        """Return what moves weights and optimiser off the devices and back."""
+        return LedMemory(learner, directory, self._channel)
 
     def close(self) -> None:
         """Let the followers go."""

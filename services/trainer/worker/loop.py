@@ -9,7 +9,7 @@ Computation runs on one thread of its own, so leases, publications and reports g
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol, TypeVar
@@ -19,6 +19,7 @@ from services.trainer.data.plan import StepGroups, StepPlanner
 from services.trainer.learning.learner import StepResult
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
+from services.trainer.worker.device_shift import DeviceShift, always_held
 from services.trainer.worker.held_out import HeldOutLoss
 from services.trainer.worker.images import ImagePool
 from services.trainer.worker.publisher import Publisher
@@ -67,11 +68,13 @@ class TrainingLoop:
         line: VersionLine,
         samples: StepSamples,
         held_out: HeldOutLoss | None = None,
+        device: DeviceShift | None = None,
     ) -> None:
         self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
         self._samples, self._held_out = samples, held_out
+        self._device = device or always_held()
         self._is_sampled = learner.spec.finished_job is None
         self.line, self.total_steps = line, learner.spec.optimisation.steps
         self._max_lag, self._names = learner.spec.asynchrony.resolved_max_lag, SeriesNames()
@@ -83,11 +86,7 @@ class TrainingLoop:
 
     async def run(self) -> bool:
         """Train until the last step is published and durable: True. Stopped before that: False."""
-        if self.version and self.is_at_version:
-            # The gateway may not have it yet, and rollouts may want to pull it.
-            await self._publish()
-        if not self.progress.step and (measured := await self._measure(0)):
-            self._reporter.metrics(MetricBatch(step=0, version=self.version, values=measured))
+        await self._with_device(self._begin)
         while self.progress.step < self.total_steps:
             if not await self._control.may_go_on():
                 break
@@ -96,8 +95,31 @@ class TrainingLoop:
             planned = await self._control.unless_stopped(work)
             if planned is None or not await self._control.may_go_on():
                 break
-            await self._train(step, planned)
+            if not await self._with_device(partial(self._train, step, planned)):
+                break
         return await self._finish()
+
+    async def _begin(self) -> None:
+        if self.version and self.is_at_version:
+            # The gateway may not have it yet, and rollouts may want to pull it.
+            await self._publish()
+        if not self.progress.step and (measured := await self._measure(0)):
+            self._reporter.metrics(MetricBatch(step=0, version=self.version, values=measured))
+
+    async def _with_device(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Do what needs the weights while this trainer has the device; False if the loop shall end before that.
+
+        A shift ends with a version that every engine has: what wakes then loads it, and no other before.
+        """
+        if not await self._control.unless_stopped(self._device.acquire()):
+            return False
+        try:
+            await work()
+            if self._device.is_shared:
+                await self._control.unless_stopped(self._publisher.settled())
+        finally:
+            self._device.release()
+        return True
 
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started = self.version, time.monotonic()
@@ -162,18 +184,35 @@ class TrainingLoop:
         is_last = self.progress.step == self.total_steps
         if is_last:
             await self._control.unless_stopped(self._publisher.settled())
-        await self._durability.at_the_end(
-            is_over=self._control.is_over, is_stopped=self._is_stopped, publisher=self._publisher
-        )
+        if not self._durability.is_durable:
+            await self._end_durably()
         if is_last and self._publisher.is_idle:
             self._control.become(WorkState.FINISHED)
         return is_last
+
+    async def _end_durably(self) -> None:
+        work = partial(
+            self._durability.at_the_end,
+            is_over=self._control.is_over,
+            is_stopped=self._is_stopped,
+            publisher=self._publisher,
+        )
+        if not self._is_stopped() and await self._with_device(work):
+            return
+        if self._control.is_over:
+            # The engines are being closed.
+            self._device.claim()
+        if self._device.is_usable:
+            async with self._device.in_use():
+                await work()
+        else:
+            log.info("stopped while others have the device: the steps since the last checkpoint are replayed")
 
     def _is_stopped(self) -> bool:
         return self._control.is_stopped
 
     async def _make_durable(self, reason: str) -> None:
-        await self._durability.now(reason, self._publisher)
+        await self._with_device(partial(self._durability.now, reason, self._publisher))
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -19,7 +19,7 @@ from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
-from shared.schemas.service import Failure, WorkState
+from shared.schemas.service import DeviceOrder, Failure, WorkState
 from shared.streams.plane import DataPlane
 from shared.streams.redis.connection import connect
 from shared.streams.redis.plane import RedisDataPlane
@@ -63,7 +63,8 @@ class WorkerProcess:
         self._session: Session | None = None
         self._gateway: GatewayClient | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
-        self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None}
+        self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None, "device": None}
+        self._device_order: DeviceOrder | None = None
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -118,13 +119,20 @@ class WorkerProcess:
                     on_failure=partial(self._set_failure, "checkpoint"),
                     on_sample_failure=partial(self._set_failure, "samples"),
                     job=self._job(launch),
+                    on_device=self._say_status,
+                    on_device_failure=partial(self._set_failure, "device"),
                 )
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
+                    session.device.take(self._device_order)
                     self._say_status()
-                    if await session.run():
-                        # Its images are served until the supervisor ends it.
-                        await self._control.until_stopped()
+                    async with asyncio.TaskGroup() as tasks:
+                        # After the last step, too: others may need the device for a last evaluation.
+                        moving = tasks.create_task(session.device.run(), name="device")
+                        if await session.run():
+                            # Its images are served until the supervisor ends it.
+                            await self._control.until_stopped()
+                        moving.cancel()
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
@@ -154,6 +162,9 @@ class WorkerProcess:
                 continue
             if not isinstance(order, Order):
                 continue
+            self._device_order = order.device
+            if self._session is not None:
+                self._session.device.take(order.device)
             if order.state is WorkState.RUNNING:
                 self._control.resume()
             elif order.state is WorkState.PAUSED:
@@ -206,6 +217,7 @@ class WorkerProcess:
                 version=version,
                 load=load,
                 failure=next(filter(None, self._failures.values()), None),
+                device=session.device.report(),
             )
         )
 

@@ -18,7 +18,8 @@ from services.trainer.learning.learner import Learner
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
-from services.trainer.worker.execution import Job, open_execution
+from services.trainer.worker.device_shift import DeviceShift
+from services.trainer.worker.execution import Job, Memory, open_execution
 from services.trainer.worker.held_out import open_held_out
 from services.trainer.worker.images import ImagePool, Snapshots
 from services.trainer.worker.loop import TrainingLoop
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UNSENT = "unsent_metrics.jsonl"
+OFFLOADED = "offloaded"
+"""Folder of the file that takes what leaves a CPU's memory; it has no name there."""
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
 )
@@ -59,6 +62,8 @@ class SessionDeps:
         on_failure: told of a checkpoint that failed and is tried again, and None when that succeeded.
         on_sample_failure: likewise of samples that cannot be kept.
         job: of several ranks, which this process leads; None for a process alone.
+        on_device: told when there is something new to report of the device.
+        on_device_failure: told why the device cannot be released for now, and None when it could.
     """
 
     experiment_id: str
@@ -73,6 +78,8 @@ class SessionDeps:
     image_directory: Path | None = None
     on_sample_failure: Callable[[Failure | None], None] = lambda _: None
     job: Job | None = None
+    on_device: Callable[[], None] = lambda: None
+    on_device_failure: Callable[[Failure | None], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class Session:
     source: GroupSource
     publisher: Publisher
     reporter: Reporter
+    device: DeviceShift
 
     async def run(self) -> bool:
         """Train; True when the last step is done. A failure of anything beside the loop ends it, too."""
@@ -145,23 +153,13 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         )
         planner = StepPlanner(spec, queue, around.plane.admission, source, line)
         trained = execution.learner(learner)
+        device = _device(around, execution.memory(learner, around.directory / OFFLOADED), compute)
         held_out = await open_held_out(trained, around.gateway, around.experiment_id)
         try:
             await durability.begin()
-            training = TrainingLoop(
-                trained,
-                planner,
-                publisher,
-                images,
-                durability,
-                reporter,
-                control,
-                compute,
-                line,
-                samples,
-                held_out,
-            )
-            yield Session(training, source, publisher, reporter)
+            parts = trained, planner, publisher, images, durability, reporter, control, compute, line, samples
+            training = TrainingLoop(*parts, held_out, device)
+            yield Session(training, source, publisher, reporter, device)
         finally:
             await publisher.close()
             images.close()
@@ -170,6 +168,15 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:
     how = spec.asynchrony.publication
     return ImagePool(weights, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
+
+
+def _device(around: SessionDeps, memory: Memory, compute: Executor) -> DeviceShift:
+    async def moved(move: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(compute, move)
+
+    return DeviceShift(
+        partial(moved, memory.offload), partial(moved, memory.reload), around.on_device, around.on_device_failure
+    )
 
 
 def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:

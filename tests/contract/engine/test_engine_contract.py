@@ -9,8 +9,16 @@ import pytest
 
 from services.rollout.engines.base import Completion, Engine
 from services.rollout.engines.resumption import Prefix, ResumeRule
+from services.rollout.engines.scripted import ScriptedEngine
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidRequest, PromptTooLong, RequestInFlight, WeightTransferFailed, WorkerDied
+from shared.errors import (
+    InvalidRequest,
+    PromptTooLong,
+    RequestInFlight,
+    Unavailable,
+    WeightTransferFailed,
+    WorkerDied,
+)
 from shared.schemas.engine import EngineCapability
 from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, needs, until_running
@@ -309,3 +317,48 @@ async def test_an_aborted_request_gives_back_what_it_came_with(engine: Engine) -
 async def test_a_prefix_that_is_none_is_refused(engine: Engine, prefix: Prefix) -> None:
     with pytest.raises(InvalidRequest, match="prefixes"):
         await engine.generate(a_request(max_new_tokens=8, prefixes=[prefix]))
+
+
+async def test_an_engine_that_sleeps_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
+    needs(engine, EngineCapability.SLEEP)
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
+    await until_running(engine, running=2, new_tokens=10)
+
+    await engine.sleep()
+    await engine.sleep()
+
+    assert {completion.finish_reason for completion in await running} == {FinishReason.ABORTED}
+    with pytest.raises(Unavailable):
+        await engine.generate(a_request())
+    assert (await engine.load()).running == 0
+    await engine.wake()
+
+
+async def test_an_engine_wakes_with_the_weights_that_it_began_with(engine: Engine) -> None:
+    needs(engine, EngineCapability.SLEEP)
+    (before,) = await engine.generate(a_request(seeds=(9,)))
+    await engine.sleep()
+
+    await engine.wake()
+    await engine.wake()
+
+    (after,) = await engine.generate(a_request(seeds=(9,)))
+    assert after.versions == ((0, 3),)
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    np.testing.assert_array_equal(after.log_probs, before.log_probs)
+
+
+async def test_new_weights_wake_an_engine(engine: Engine, image: Path) -> None:
+    needs(engine, EngineCapability.SLEEP)
+    await engine.load_weights(image, 4, OnWeightUpdate.INTERRUPT)
+    (never_slept,) = await engine.generate(a_request(seeds=(9,)))
+    await engine.sleep()
+    transfer = engine.begin_transfer(image, 5)
+    transfer.complete()
+
+    await engine.load_weights(image, 5, OnWeightUpdate.DRAIN)
+
+    (woken,) = await engine.generate(a_request(seeds=(9,)))
+    assert woken.versions == ((0, 5),)
+    if not isinstance(engine, ScriptedEngine):  # its tokens depend on the version's number
+        np.testing.assert_array_equal(woken.log_probs, never_slept.log_probs)

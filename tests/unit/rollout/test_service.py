@@ -20,7 +20,7 @@ from services.rollout.weights.version import VersionGate
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
 from shared.errors import DeadlineExceeded, ModelError, Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.service import Assignment, DesiredState, WorkState
+from shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
 
 SPEC = {
     "name": "trial",
@@ -39,7 +39,8 @@ class ScriptedSession:
         self.gate = VersionGate()
         self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
         self.held_image = None
-        self.is_claiming = self.is_closed = self.is_interrupted = False
+        self.is_claiming = self.is_closed = self.is_interrupted = self.is_asleep = False
+        self.sleeps_forever = False
         self.counts = HandOverCounts()
         self.busy = BusyTime()
         self.tally = SamplingTally()
@@ -62,6 +63,18 @@ class ScriptedSession:
 
     def take(self, desired: DesiredState) -> None:
         return None
+
+    @property
+    def version(self) -> int | None:
+        return self.gate.version
+
+    async def sleep(self) -> None:
+        if self.sleeps_forever:
+            raise DeadlineExceeded("it does not answer")
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self.is_asleep = False
 
     def resume(self) -> None:
         self.is_claiming = True
@@ -92,12 +105,18 @@ class World:
         return self.sessions[-1]
 
     async def want(
-        self, state: WorkState, experiment_id: str | None = "e1", notice_seconds: float | None = None
+        self,
+        state: WorkState,
+        experiment_id: str | None = "e1",
+        notice_seconds: float | None = None,
+        device: DeviceOrder | None = None,
     ) -> None:
         assignment = None
         if experiment_id is not None:
             assignment = Assignment(experiment_id=experiment_id, revision=1, spec=SPEC, directory="/data")
-        desired = DesiredState(tag=state.value, state=state, assignment=assignment, notice_seconds=notice_seconds)
+        desired = DesiredState(
+            tag=state.value, state=state, assignment=assignment, notice_seconds=notice_seconds, device=device
+        )
         await self.service.apply(desired)
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -473,3 +492,47 @@ async def test_another_experiment_takes_over_only_after_the_work_was_handed_over
 
         await world.until(lambda: world.service.observe().experiment_id == "e2")
         assert session.is_interrupted
+
+
+def has_device(world: World, *, shift: int, held: bool) -> bool:
+    return world.service.observe().device == DeviceReport(shift=shift, is_held=held)
+
+
+async def test_an_engine_sleeps_while_others_have_the_device_and_wakes_in_its_shift() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=2, may_hold=True))
+        await world.until(lambda: has_device(world, shift=2, held=True) and world.sessions[0].is_claiming)
+        session = world.sessions[0]
+        session.in_work = 1
+
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=3, may_hold=False))
+        await world.until(lambda: has_device(world, shift=3, held=False))
+        assert (session.is_asleep, session.is_interrupted, session.in_work) == (True, True, 0)
+
+        session.is_claiming = False
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=4, may_hold=True))
+        await world.until(lambda: has_device(world, shift=4, held=True) and session.is_claiming)
+        assert not session.is_asleep
+        assert world.sessions == [session]
+
+
+async def test_an_engine_starts_in_its_shift_and_not_before() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=1, may_hold=False))
+        await world.until(lambda: has_device(world, shift=1, held=False) and world.is_in(WorkState.STARTING))
+        assert world.sessions == []
+
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=2, may_hold=True))
+        await world.until(lambda: has_device(world, shift=2, held=True) and world.is_in(WorkState.RUNNING))
+
+
+async def test_an_engine_that_does_not_go_to_sleep_is_ended() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.RUNNING))
+        world.sessions[0].sleeps_forever = True
+
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=3, may_hold=False))
+
+        await world.until(lambda: has_device(world, shift=3, held=False) and world.sessions[0].is_closed)
+        assert len(world.sessions) == 1

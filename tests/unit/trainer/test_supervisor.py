@@ -18,7 +18,7 @@ from services.trainer.wire import Failed, Launch, Line, Order, Status
 from services.trainer.worker.run import WorkerProcess, describe_failure
 from shared.config.parallelism import ParallelismConfig
 from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
-from shared.schemas.service import Assignment, DesiredState, Failure, WorkState
+from shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, Failure, WorkState
 from shared.start_backoff import StartBackoff
 from shared.weights.pull import PublishedImages
 from tests.unit.trainer.builders import a_spec
@@ -319,3 +319,61 @@ def test_a_worker_that_shares_cores_may_use_all_of_them() -> None:
     cores = str(len(os.sched_getaffinity(0)))
 
     assert environment_of({}, threads="auto")["OMP_NUM_THREADS"] == cores
+
+
+async def follow(rig: Rig, shift: int, *, may_hold: bool) -> None:
+    order = DeviceOrder(shift=shift, may_hold=may_hold)
+    desired = DesiredState(tag=str(shift), state=WorkState.RUNNING, assignment=an_assignment(), device=order)
+    await rig.supervisor.apply(desired)
+    await asyncio.sleep(0.01)
+
+
+def has(shift: int, *, held: bool, wanted: bool) -> DeviceReport:
+    return DeviceReport(shift=shift, is_held=held, is_wanted=wanted)
+
+
+async def test_a_worker_starts_when_the_device_is_free_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await follow(rig, 2, may_hold=False)
+        assert (rig.workers, rig.supervisor.observe().device) == ([], has(2, held=False, wanted=True))
+
+        await follow(rig, 3, may_hold=True)
+        await rig.until(lambda: bool(rig.workers))
+
+        # It loads, and says nothing of the device yet.
+        assert rig.supervisor.observe().device == has(3, held=True, wanted=True)
+
+
+async def test_a_worker_that_dies_in_the_shift_of_others_waits_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await follow(rig, 1, may_hold=True)
+        await rig.until(lambda: bool(rig.workers))
+        await follow(rig, 2, may_hold=False)
+        released = has(2, held=False, wanted=False)
+        rig.workers[0].say(Status(state=WorkState.RUNNING, step=3, version=3, device=released))
+        assert rig.supervisor.observe().device == released
+
+        rig.workers[0].end(-9)
+        await rig.until(lambda: rig.supervisor.observe().device == has(2, held=False, wanted=True))
+        await asyncio.sleep(0.02)
+        assert len(rig.workers) == 1
+
+        await follow(rig, 3, may_hold=True)
+        await rig.until(lambda: len(rig.workers) == 2)
+        # What the dead one said last is not true of its successor.
+        assert rig.supervisor.observe().device == has(3, held=True, wanted=True)
+
+
+async def test_a_worker_that_keeps_a_device_that_it_does_not_need_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.supervisor.supervisor.RELEASE_SECONDS", 0.01)
+    async with a_rig(monkeypatch) as rig:
+        await follow(rig, 1, may_hold=True)
+        await rig.until(lambda: bool(rig.workers))
+        await follow(rig, 2, may_hold=False)
+        for wanted in (True, False):
+            for _ in range(2):
+                kept = has(2, held=True, wanted=wanted)
+                rig.workers[0].say(Status(state=WorkState.RUNNING, step=3, version=3, device=kept))
+                await asyncio.sleep(0.02)
+
+        await rig.until(lambda: rig.supervisor.observe().device == has(2, held=False, wanted=True))

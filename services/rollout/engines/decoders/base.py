@@ -62,3 +62,13 @@ class Decoder(Protocol):
 
     def switch(self) -> None:
         """Make the staged weights serve."""
+
+    def release(self) -> None:
+        """Free weights, spare weights and cache; nothing is computed until ``restore``, or ``stage`` and ``switch``."""
+
+    def restore(self) -> None:
+        """Read the initial weights again.
+
+        Raises:
+            WeightTransferFailed: the model's files are not what they were.
+        """

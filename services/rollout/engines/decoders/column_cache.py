@@ -75,6 +75,10 @@ class ColumnCache:
         self._end += 1
         return Cache(layers=layers)
 
+    def release(self) -> None:
+        """Free all rows."""
+        self._layers, self._capacity, self._end = [], 0, 0
+
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows."""
         for buffers in self._layers:

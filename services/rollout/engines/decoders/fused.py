@@ -53,9 +53,8 @@ class FusedDecoder:
         self._sizes = architecture
         self._dtype = dtype
         self._device = device
-        self._weights = FusedWeights(architecture, dtype, device)
-        with open_tensors(files) as source:
-            self._weights.fill(source)
+        self._files = files
+        self.restore()
         self._spare: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device)
         self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
@@ -74,6 +73,19 @@ class FusedDecoder:
         """Make the staged weights serve; the others are freed."""
         assert self._spare is not None
         self._weights, self._spare = self._spare, None
+
+    def release(self) -> None:
+        """Free weights and cache; see ``Decoder.release``."""
+        del self._weights  # Nothing may be computed: there is no empty set of weights that could serve.
+        self._spare = None
+        self._cache.release()
+
+    def restore(self) -> None:
+        """Read the initial weights; see ``Decoder.restore``."""
+        weights = FusedWeights(self._sizes, self._dtype, self._device)
+        with open_tensors(self._files) as source:
+            weights.fill(source)
+        self._weights = weights
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the KV of rows to other rows."""

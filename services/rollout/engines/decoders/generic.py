@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engines.decoders.arrival import Arrival, open_staged
+from services.rollout.engines.decoders.arrival import Arrival, Tensors, open_staged
 from services.rollout.engines.decoders.base import Tokens
-from services.rollout.engines.decoders.checkpoint import check_headers
+from services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
 from services.rollout.engines.decoders.column_cache import ColumnCache
 from shared.errors import ModelError, WeightTransferFailed
 from shared.weights.checkpoint_names import pieces_of
@@ -50,7 +50,8 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
         raise ModelError(f"model {directory} lacks {len(missing)} tensors (first: {missing[0]})")
     loaded: nn.Module = model.to(device=device).eval().requires_grad_(False)
     for parameter in loaded.parameters():  # Not the buffers: rotary frequencies stay float32 whatever the weights are.
-        parameter.data = parameter.data.to(dtype)
+        # A copy: what maps the model's file could not be released.
+        parameter.data = parameter.data.to(dtype, copy=True)
     return loaded
 
 
@@ -59,9 +60,13 @@ class ModelWeights:
 
     Args:
         model: whose weights.
+        files: the safetensors files of its initial weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, files: Sequence[Path] = ()) -> None:
+        self._files = files
+        storages = {each.data_ptr(): each for each in (p.untyped_storage() for p in model.parameters())}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         state = model.state_dict()
         pieces = pieces_of(model, {name: tuple(tensor.shape) for name, tensor in state.items()})
         self._tensors: Mapping[str, Tensor] = {piece.name: piece.of(state[piece.source]) for piece in pieces}
@@ -83,14 +88,32 @@ class ModelWeights:
             for names in self._tied:
                 if not names & source.headers.keys():
                     raise WeightTransferFailed(f"the image has none of the tied tensors {', '.join(sorted(names))}")
-            self._staged = {
-                name: source.read(name).to(self._tensors[name], copy=True)
-                for name in source.headers
-                if name in expected
-            }
+            self._stage_from(source)
+
+    def _stage_from(self, source: Tensors) -> None:
+        self._staged = {
+            name: source.read(name).to(self._tensors[name], copy=True)
+            for name in source.headers
+            if name in self._tensors
+        }
+
+    def release(self) -> None:
+        """Free the parameters' memory; the tensors stay what they are, and are empty until they are filled."""
+        self._staged = {}
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Read the initial weights; see ``Decoder.restore``."""
+        with open_tensors(self._files) as source:
+            self._stage_from(source)
+        self.switch()
 
     def switch(self) -> None:
         """Copy what was staged into the model."""
+        for storage, num_bytes in self._storages:
+            if not storage.nbytes():
+                storage.resize_(num_bytes)
         for name, tensor in self._staged.items():
             self._tensors[name].copy_(tensor)
         self._staged = {}
@@ -126,8 +149,14 @@ class CachedDecoder:
         self._device = next(model.parameters()).device
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
-        self.stage, self.switch = weights.stage, weights.switch
+        self.stage, self.switch, self.restore = weights.stage, weights.switch, weights.restore
+        self._weights = weights
         self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
+
+    def release(self) -> None:
+        """Free weights and cache; see ``Decoder.release``."""
+        self._weights.release()
+        self._cache.release()
 
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
@@ -181,6 +210,7 @@ class RecomputingDecoder:
         self._forward = _Forward(model)
         self._rows: list[list[int]] = [[] for _ in range(num_rows)]
         self.stage, self.switch = weights.stage, weights.switch
+        self.release, self.restore = weights.release, weights.restore
 
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
@@ -228,9 +258,11 @@ def limits(model: nn.Module) -> tuple[int, int]:
     return vocab_size, int(positions or 2**31 - 1)
 
 
-def choose_decoder(model: nn.Module, dtype: torch.dtype, num_rows: int) -> CachedDecoder | RecomputingDecoder:
+def choose_decoder(
+    model: nn.Module, dtype: torch.dtype, num_rows: int, files: Sequence[Path] = ()
+) -> CachedDecoder | RecomputingDecoder:
     """Take the cached decoder if it agrees with the plain forward on a few sequences, else the one that recomputes."""
-    weights = ModelWeights(model)
+    weights = ModelWeights(model, files)
     plain = RecomputingDecoder(model, weights, len(PROBE_LENGTHS))
     try:
         difference = _largest_difference(CachedDecoder(model, weights, len(PROBE_LENGTHS)), plain)

@@ -82,6 +82,13 @@ class KeyValueCache:
                 caches[number] = self._allocate()
                 caches[number][:, :, :old] = cache
 
+    def release(self) -> None:
+        """Free all rows; the capacity grows again from what the next ones need."""
+        self._capacity = 0
+        for caches in (self._keys, self._values):
+            caches[:] = [self._allocate() for _ in caches]
+        self._ramp, self._head_starts = self._tables()
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Give all keys and values of a layer: [rows, Hkv, capacity, D] each, until the capacity grows."""
         return self._keys[number], self._values[number]

@@ -26,7 +26,8 @@ from services.rollout.engines.requests import check_request, unstarted_completio
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import ModelError, RequestInFlight
+from shared.errors import ModelError, RequestInFlight, Unavailable
+from shared.freed_memory import return_freed_memory
 from shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class TorchEngine:
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
         self._prefilled_tokens = 0
+        self._is_asleep = False
         facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
         log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
 
@@ -91,7 +93,10 @@ class TorchEngine:
             InvalidRequest: it does not fit the engine or the model.
             PromptTooLong: it does not fit the context.
             RequestInFlight: its id is in use.
+            Unavailable: it is asleep.
         """
+        if self._is_asleep:
+            raise Unavailable("the engine is asleep")
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
@@ -124,11 +129,45 @@ class TorchEngine:
 
     def begin_transfer(self, arrival: Arrival) -> None:
         """Read an image while it is received, where loading overlaps with sampling."""
-        self._updates.begin(arrival)
+        if not self._is_asleep:
+            self._updates.begin(arrival)
 
     def complete_transfer(self, arrival: Arrival) -> None:
         """Read an image that is whole now, ahead of the update that will ask for it, unless that is done already."""
-        self._updates.complete(arrival)
+        if not self._is_asleep:
+            self._updates.complete(arrival)
+
+    def sleep(self) -> None:
+        """Free weights and cache; see ``Engine.sleep``. What is ended by it comes from the next ``step``."""
+        if self._is_asleep:
+            return
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._outcomes += self._updates.forget(Unavailable("the engine was put to sleep"))
+        self._decoder.release()
+        self._is_asleep = True
+        self._return_memory()
+        log.info("engine sleeps", extra={"version": self.version})
+
+    def wake(self) -> None:
+        """Read the initial weights, if it is asleep.
+
+        Raises:
+            WeightTransferFailed: the model's files are not what they were.
+        """
+        if self._is_asleep:
+            self._decoder.restore()
+            self._wakes(self._settings.version)
+
+    def _wakes(self, version: int) -> None:
+        self.version, self._is_asleep = version, False
+        self._return_memory()
+        log.info("engine is awake", extra={"version": version})
+
+    def _return_memory(self) -> None:
+        return_freed_memory()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def cancel_update(self, update_id: int) -> None:
         """Forget an update that has not been applied."""
@@ -160,6 +199,8 @@ class TorchEngine:
                 return
             self._updates.apply_first()
             self.version = update.version
+            if self._is_asleep:
+                self._wakes(update.version)
             self._batch.tag(update.version)
             if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
                 rows = self._batch.alive()

@@ -70,7 +70,8 @@ def _by_transformers(directory: Path, settings: EngineSettings, device: torch.de
     from services.rollout.engines.decoders.generic import choose_decoder, load_model
 
     dtype = DTYPES[settings.dtype]
-    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots)
+    files = safetensors_files(directory)
+    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots, files)
 
 
 def _device(name: str) -> torch.device:

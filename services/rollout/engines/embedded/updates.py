@@ -6,7 +6,7 @@ soon as the image begins to arrive: long before anybody asks for the switch. Wha
 wrong, or is not asked for, is thrown away.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.decoders.base import Decoder
 from services.rollout.engines.embedded.outcomes import Updated
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WeightTransferFailed
+from shared.errors import FlotillaError, WeightTransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,16 @@ class UpdateQueue:
         self._updates.clear()
         if self._reading is not None:
             self._reading.give_up()
+
+    def forget(self, why: FlotillaError) -> list[Updated]:
+        """Forget all updates, and everything that was read; returns the report of each update."""
+        ended = [Updated(update.update_id, why) for update in self._updates]
+        self.clear()
+        if self._reading is not None:
+            # It writes into the spare weights: they can be freed once it has ended.
+            wait([self._reading.result])
+        self._reading = self._staged = None
+        return ended
 
     def begin(self, arrival: Arrival) -> None:
         """Begin to read an image while it is received, unless another one is in the way or nothing overlaps."""

@@ -75,6 +75,20 @@ class TakeLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Free weights and cache; the result is None."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Read the initial weights; the result is None."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """End a request now."""
 
@@ -93,7 +107,7 @@ class Close:
     """Abort everything, reply to it, and end."""
 
 
-Call = Generate | UpdateWeights | TakeLoad
+Call = Generate | UpdateWeights | TakeLoad | Sleep | Wake
 TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
 Command = Call | TransferCommand | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
@@ -116,6 +130,10 @@ def command_to_wire(command: Command) -> dict[str, Any]:
             return {"do": "abort_transfer", "transfer": transfer, "reason": reason}
         case TakeLoad(call):
             return {"do": "load", "call": call}
+        case Sleep(call):
+            return {"do": "sleep", "call": call}
+        case Wake(call):
+            return {"do": "wake", "call": call}
         case Abort(request_id):
             return {"do": "abort", "request_id": request_id}
         case Cancel(call):
@@ -145,6 +163,10 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
             return AbortTransfer(wire["transfer"], wire["reason"])
         case "load":
             return TakeLoad(wire["call"])
+        case "sleep":
+            return Sleep(wire["call"])
+        case "wake":
+            return Wake(wire["call"])
         case "abort":
             return Abort(wire["request_id"])
         case "cancel":

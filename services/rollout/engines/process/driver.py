@@ -19,8 +19,10 @@ from services.rollout.engines.process.commands import (
     CompleteTransfer,
     Generate,
     Result,
+    Sleep,
     TakeLoad,
     UpdateWeights,
+    Wake,
 )
 from shared.cores import CoreSeat
 from shared.errors import FlotillaError
@@ -126,6 +128,16 @@ class EngineDriver:
                 self._engine.complete_transfer(self._arrivals.pop(transfer))
             case TakeLoad(call):
                 self._reply(call, self._engine.load())
+            case Sleep(call):
+                self._engine.sleep()
+                self._reply(call, None)
+            case Wake(call):
+                try:
+                    self._engine.wake()
+                except FlotillaError as error:
+                    self._reply(call, error)
+                else:
+                    self._reply(call, None)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Cancel(call):

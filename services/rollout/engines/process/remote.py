@@ -19,8 +19,10 @@ from services.rollout.engines.process.commands import (
     CompleteTransfer,
     Generate,
     Result,
+    Sleep,
     TakeLoad,
     UpdateWeights,
+    Wake,
 )
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import TorchEngineConfig
@@ -78,19 +80,38 @@ class RemoteEngine(ABC):
         """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""
         await self._ask(lambda call: UpdateWeights(call, image, version, on_update))
 
+    async def sleep(self) -> None:
+        """Free weights and cache; see ``Engine.sleep``.
+
+        Raises:
+            DeadlineExceeded: the engine did not within ``call_seconds``.
+        """
+        await self._ask_soon(Sleep, "go to sleep")
+
+    async def wake(self) -> None:
+        """Read the initial weights again; see ``Engine.wake``.
+
+        Raises:
+            DeadlineExceeded: the engine did not within ``call_seconds``.
+        """
+        await self._ask_soon(Wake, "wake up")
+
     async def load(self) -> EngineLoad:
         """Take a snapshot of the load.
 
         Raises:
             DeadlineExceeded: the engine did not answer within ``call_seconds``.
         """
-        try:
-            async with asyncio.timeout(self._call_seconds):
-                result = await self._ask(TakeLoad)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the engine did not report its load within {self._call_seconds} s") from None
+        result = await self._ask_soon(TakeLoad, "report its load")
         assert isinstance(result, EngineLoad)
         return result
+
+    async def _ask_soon(self, make: Callable[[int], Call], what: str) -> Result:
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                return await self._ask(make)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the engine did not {what} within {self._call_seconds} s") from None
 
     async def _ask(self, make: Callable[[int], Call]) -> Result:
         number = next(self._numbers)

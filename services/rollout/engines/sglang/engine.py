@@ -204,6 +204,17 @@ class SglangEngine:
                     await asyncio.wait([switching])
                     raise
 
+    async def sleep(self) -> None:
+        """Refuse: it does not promise ``SLEEP``.
+
+        Raises:
+            InvalidRequest: always.
+        """
+        raise InvalidRequest("an SGLang server does not lend its memory here")
+
+    async def wake(self) -> None:
+        """Do nothing: it never sleeps."""
+
     async def load(self) -> EngineLoad:
         """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
         connection, _ = self._running()

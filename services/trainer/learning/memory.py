@@ -1,0 +1,42 @@
+"""What a learner keeps in its device's memory between two steps, and how it leaves and comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from services.trainer.learning.learner import Learner
+from services.trainer.models.offloading import Offloader
+
+
+class LearnerMemory:
+    """The memory of one rank's learner.
+
+    Args:
+        learner: between two steps it has no gradients and no activations.
+        directory: where a file takes what cannot go to the host's memory.
+    """
+
+    def __init__(self, learner: Learner, directory: Path) -> None:
+        self._learner = learner
+        self._offloader = Offloader(directory)
+
+    def offload(self) -> None:
+        """Free the memory; nothing may be asked of the learner until ``reload``. Errors as of ``Offloader``."""
+        self._offloader.offload(self._tensors())
+
+    def reload(self) -> None:
+        """Take the memory again; the learner is what it was, bit by bit. Errors as of ``Offloader``."""
+        self._offloader.reload()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        learner = self._learner
+        models = [learner.loaded.model, *([] if learner.reference is None else [learner.reference.model])]
+        for model in models:
+            yield from model.parameters()
+            yield from model.buffers()
+        yield from learner.optimizer.state().values()
+        if learner.critic is not None:
+            yield from learner.critic.state().values()
+        if learner.versions is not None:
+            yield from learner.versions.tensors()

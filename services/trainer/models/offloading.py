@@ -1,0 +1,152 @@
+"""Moves tensors out of a device's memory and back, so that somebody else can have it meanwhile.
+
+From a GPU they go to the host's memory; what is in the host's memory already goes to a file without a name, which
+vanishes with the process. Storages are emptied and filled again in place: tensors, and views of them, stay what they
+are, so that neither a model nor its optimiser notices.
+"""
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shared.errors import Unavailable
+from shared.freed_memory import return_freed_memory
+
+LEAST_BYTES = 1 << 16
+"""Smaller storages stay: they free nothing worth the while."""
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A storage that is empty now.
+
+    Attributes:
+        kept: its bytes in the host's memory; None where they are in the file.
+        start: its first byte in the file.
+    """
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    kept: Tensor | None
+    start: int
+
+
+class Offloader:
+    """Keeps what was moved.
+
+    Args:
+        directory: for the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: IO[bytes] | None = None
+        self._moved: list[_Moved] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What is moved now."""
+        return sum(moved.num_bytes for moved in self._moved)
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Move the storages of tensors.
+
+        Raises:
+            Unavailable: the disk has no room for them; nothing was moved.
+        """
+        storages = _storages_of(tensors)
+        on_host = sum(each.nbytes() for each in storages if each.device.type == "cpu")
+        if on_host:
+            self._reserve(on_host)
+        start = 0
+        for storage in storages:
+            num_bytes, is_on_host = storage.nbytes(), storage.device.type == "cpu"
+            if is_on_host:
+                self._write(storage, start)
+            self._moved.append(_Moved(storage, num_bytes, None if is_on_host else _bytes_of(storage).cpu(), start))
+            storage.resize_(0)
+            start += num_bytes if is_on_host else 0
+        _return_memory(storages)
+
+    def reload(self) -> None:
+        """Move everything back; what fails half-way may be tried again.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room yet.
+        """
+        while self._moved:
+            moved = self._moved[-1]
+            moved.storage.resize_(moved.num_bytes)
+            if moved.kept is not None:
+                _bytes_of(moved.storage).copy_(moved.kept)
+            else:
+                self._read(moved)
+            self._moved.pop()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _reserve(self, num_bytes: int) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 (it lives until ``reload``)
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except BaseException:
+                file.close()
+                raise
+            self._file = file
+        except OSError as error:
+            raise Unavailable(
+                f"weights cannot leave memory for {num_bytes} bytes of {self._directory}: {error}"
+            ) from error
+
+    def _write(self, storage: torch.UntypedStorage, start: int) -> None:
+        assert self._file is not None
+        view = _view_of(storage)
+        while view:
+            written = os.pwrite(self._file.fileno(), view, start)
+            view, start = view[written:], start + written
+
+    def _read(self, moved: _Moved) -> None:
+        assert self._file is not None
+        view, start = _view_of(moved.storage), moved.start
+        while view:
+            found = os.preadv(self._file.fileno(), [view], start)
+            if not found:
+                raise OSError(f"the file of offloaded weights ends at byte {start}")
+            view, start = view[found:], start + found
+
+
+def _storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Find the storages that can be emptied, each once; what maps a file takes no memory of its own."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        local = tensor.detach()
+        storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
+        if storage.nbytes() >= LEAST_BYTES and storage.resizable():
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _view_of(storage: torch.UntypedStorage) -> memoryview:
+    """View bytes of the host's memory; not by numpy, after which torch refuses to resize the storage."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _return_memory(storages: Iterable[torch.UntypedStorage]) -> None:
+    return_freed_memory()
+    if any(storage.device.type == "cuda" for storage in storages):
+        torch.cuda.empty_cache()

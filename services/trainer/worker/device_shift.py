@@ -1,0 +1,164 @@
+"""When the worker has the device that it shares with the engines: it asks for it, uses it, and releases it when told.
+
+The gateway decides whose shift it is. Within its own the worker keeps its weights on the device from one step to the
+next; it releases them when the shift has ended and nothing uses them. Without an order it has the device all the time.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import torch
+
+from shared.errors import Unavailable
+from shared.schemas.service import DeviceOrder, DeviceReport, Failure
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+RELOAD_TRIES = 30
+"""An engine that ends at this moment takes a while to give its memory back."""
+
+Move = Callable[[], Awaitable[None]]
+
+
+class DeviceShift:
+    """What this process has on the device.
+
+    Args:
+        offload: moves everything off the device.
+        reload: moves it back.
+        notify: called when there is something new to report.
+        on_failure: told why it cannot be released for now, and None when it could.
+    """
+
+    def __init__(
+        self, offload: Move, reload: Move, notify: Callable[[], None], on_failure: Callable[[Failure | None], None]
+    ) -> None:
+        self._offload, self._reload = offload, reload
+        self._notify, self._on_failure = notify, on_failure
+        self._order: DeviceOrder | None = None
+        self._is_held = True
+        self._is_moving = False
+        self._wanted = 0
+        self._changed = asyncio.Event()
+
+    def report(self) -> DeviceReport | None:
+        """Say what is held and wanted; None before the first order."""
+        if self._order is None:
+            return None
+        is_held = self._is_held or self._is_moving
+        return DeviceReport(shift=self._order.shift, is_held=is_held, is_wanted=self._wanted > 0)
+
+    def take(self, order: DeviceOrder | None) -> None:
+        """Note an order."""
+        if order is not None and order != self._order:
+            self._order = order
+            self._look()
+
+    def claim(self) -> None:
+        """Have it although nobody gave it: nobody else goes on with this experiment."""
+        if self._order is not None:
+            self._order = self._order.model_copy(update={"may_hold": True})
+            self._look()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it could be used now without waiting for a shift."""
+        return self._is_held or self._may_hold
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else has it at times."""
+        return self._order is not None
+
+    async def acquire(self) -> bool:
+        """Wait for the device, and keep it until ``release``; always True. Whoever has it may acquire it again."""
+        self._wanted += 1
+        self._look()
+        try:
+            while not self._is_held or self._is_moving:
+                self._changed.clear()
+                await self._changed.wait()
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Need it no longer; it is kept until the shift ends."""
+        self._wanted -= 1
+        self._look()
+
+    @contextlib.asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
+        """Keep the device while the block runs."""
+        await self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    async def run(self) -> None:
+        """Move what has to be moved, until cancelled."""
+        while True:
+            due = self._due()
+            if due is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            self._is_moving = True
+            try:
+                await due()
+            finally:
+                self._is_moving = False
+            self._look()
+
+    @property
+    def _may_hold(self) -> bool:
+        return self._order is None or self._order.may_hold
+
+    def _due(self) -> Move | None:
+        if self._is_held and not self._may_hold and not self._wanted:
+            return self._give
+        if not self._is_held and self._may_hold and self._wanted:
+            return self._get
+        return None
+
+    async def _give(self) -> None:
+        try:
+            await self._offload()
+        except Unavailable as error:
+            log.warning("the device cannot be released", extra={"error": error.detail})
+            self._on_failure(Failure(component="device", cause=error.detail, fatal=False))
+            await asyncio.sleep(RETRY_SECONDS)
+            return
+        self._is_held = False
+        self._on_failure(None)
+        log.info("weights left the device", extra={"shift": self._order.shift if self._order else None})
+
+    async def _get(self) -> None:
+        for tried in range(RELOAD_TRIES):
+            try:
+                await self._reload()
+                break
+            except (MemoryError, torch.OutOfMemoryError):
+                if tried == RELOAD_TRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+        self._is_held = True
+        log.info("weights are on the device", extra={"shift": self._order.shift if self._order else None})
+
+    def _look(self) -> None:
+        self._changed.set()
+        self._notify()
+
+
+def always_held() -> DeviceShift:
+    """Make one that nobody else has a part in."""
+
+    async def never() -> None:
+        raise AssertionError("nobody gave an order about the device")
+
+    return DeviceShift(never, never, lambda: None, lambda _: None)

@@ -12,7 +12,7 @@ from typing import Final
 
 LONGEST_REST_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.25
-"""How soon it is worth asking again while one call tries a URL that rested."""
+"""How soon it is worth asking again while a call is under way to a URL that rests."""
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class _Breaker:
     rests_until: float = 0.0
     rest_seconds: float = 0.0
     is_tried: bool = False
+    under_way: int = 0
 
 
 class Endpoints:
@@ -66,7 +67,9 @@ class Endpoints:
         return any(self._may_be_asked(each) for each in self._breakers.values() if each.url not in avoid)
 
     def seconds_until_usable(self) -> float:
-        """Tell how long nobody needs to ask, while all rest."""
+        """Tell how long nobody needs to ask, while all rest; a call that is under way may end its URL's rest."""
+        if any(each.under_way for each in self._breakers.values()):
+            return POLL_SECONDS
         rest = min(each.rests_until for each in self._breakers.values()) - self._now()
         return max(POLL_SECONDS, rest)
 
@@ -75,6 +78,7 @@ class Endpoints:
         """Note how the call inside the block ends; an error that is no outage proves that the URL answers."""
         breaker = self._breakers[url]
         breaker.is_tried = True
+        breaker.under_way += 1
         try:
             yield
         except Exception as error:
@@ -87,6 +91,7 @@ class Endpoints:
             self._answered(breaker)
         finally:
             breaker.is_tried = False
+            breaker.under_way -= 1
 
     def _may_be_asked(self, breaker: _Breaker) -> bool:
         if not breaker.rests_until:

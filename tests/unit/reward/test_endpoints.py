@@ -48,6 +48,16 @@ def test_urls_are_asked_by_their_weights() -> None:
     assert 2800 < found[A] < 3200
 
 
+def test_failures_that_are_faster_than_answers_do_not_keep_a_url_resting() -> None:
+    endpoints = some_endpoints(ManualClock(100.0), A)
+    with endpoints.asking(A, lambda error: True):
+        fail(endpoints, A, times=2)
+        assert endpoints.pick() is None
+        assert endpoints.seconds_until_usable() < 1.0
+
+    assert endpoints.pick() == A
+
+
 def test_a_url_that_failed_too_often_rests_and_is_then_tried_by_one_call() -> None:
     clock = ManualClock(100.0)
     endpoints = some_endpoints(clock, A)

@@ -77,6 +77,7 @@ def test_a_grader_over_http_grades(client: flotilla.Client, made: Path) -> None:
     assert [point.step for point in client.metrics(run, ["grader/remote/characters/mean"])] == [1, 2]
 
 
+@pytest.mark.long
 def test_two_components_are_rewarded_and_recorded(client: flotilla.Client, made: Path) -> None:
     run = train(client, made, "short_answers/experiment.yaml")
 

@@ -127,13 +127,3 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind(tmp_path: Path, pattern: str
     assert images_of(pids) == set()
     for checkpoint in (tmp_path / "runs").rglob("checkpoints/*"):
         assert (checkpoint / "state.json").is_file(), f"{checkpoint} is half written"
-
-
-def test_a_killed_run_takes_its_processes_with_it(tmp_path: Path) -> None:
-    run = Run(an_evaluated_spec(tmp_path, optimisation={"steps": 5000}), tmp_path, tmp_path / "runs")
-    run.until_it_says(r"running +step ([2-9]|\d\d)")
-
-    run.process.kill()
-
-    run.wait(60)
-    until(lambda: run.family() == {}, PATIENCE_SECONDS, "every process to end with its owner")

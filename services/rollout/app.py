@@ -13,13 +13,14 @@ from shared.credentials import Credentials
 from shared.gatekeeper import Gatekeeper
 from shared.service_app import create_service_app
 from shared.settings import ServiceSettings
+from shared.weights.pull import PublishedImages, weights_router
 
 
 class OpenRolloutState(Protocol):
     """Opens what the service needs."""
 
     def __call__(
-        self, settings: ServiceSettings, address: str, credentials: Credentials
+        self, settings: ServiceSettings, address: str, credentials: Credentials, published: PublishedImages
     ) -> AbstractAsyncContextManager[RolloutState]:
         """Open it for as long as the block runs."""
 
@@ -33,7 +34,10 @@ def create_app(
 ) -> FastAPI:
     """Make the app of a rollout service that is reached at ``address``."""
     lets_in = Credentials(settings.token) if credentials is None else credentials
-    app = create_service_app("Flotilla rollout", partial(open_state, settings, address, lets_in))
+    published = PublishedImages(num_kept=1)
+    opening = partial(open_state, settings, address, credentials=lets_in, published=published)
+    app = create_service_app("Flotilla rollout", opening)
+    app.include_router(weights_router(published, lets_in))
     app.include_router(episodes_router(_agents, lets_in.accepts))
     # Bodies are read before a route is asked: nobody else's are.
     app.add_middleware(Gatekeeper, credentials=lets_in, max_bytes=MAX_BODY_BYTES)

@@ -36,6 +36,7 @@ from shared.streams.keys import HopName
 from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.weights.endpoint_client import EndpointClient
+from shared.weights.pull import PublishedImages
 
 SURPLUS = 1.25
 """Samples in work over the engine's slots, so that a slot that falls free is filled at once."""
@@ -87,6 +88,7 @@ class SessionOpener:
         sglang_python: interpreter that has SGLang; None where there is none.
         places: where code and programs of a spec may be, and its tools behind URLs.
         sandboxes: how the sandboxes of an experiment are reached, by its id.
+        published: where other rollouts get the images that this one keeps.
     """
 
     redis: Redis
@@ -98,6 +100,7 @@ class SessionOpener:
     places: Places
     sglang_python: Path | None = None
     sandboxes: Callable[[str], Sandboxes] | None = None
+    published: PublishedImages | None = None
 
     async def __call__(
         self,
@@ -139,7 +142,7 @@ class SessionOpener:
             spec.asynchrony.on_weight_update,
             notify,
             on_engine_death,
-            keeps_pulled=spec.asynchrony.publication.delta is not None,
+            published=self.published,
         )
         turns = turns_of(spec)
         renderer = rendering.result()

@@ -27,6 +27,7 @@ from shared.streams.hop import holder_name
 from shared.streams.redis.connection import connect
 from shared.streams.settings import StreamsConfig
 from shared.weights.image import shared_memory_identity, sweep
+from shared.weights.pull import PublishedImages
 from shared.weights.pull_client import WeightPuller
 
 
@@ -39,7 +40,9 @@ class RolloutState:
 
 
 @contextlib.asynccontextmanager
-async def open_state(settings: ServiceSettings, address: str, credentials: Credentials) -> AsyncIterator[RolloutState]:
+async def open_state(
+    settings: ServiceSettings, address: str, credentials: Credentials, published: PublishedImages
+) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
     await asyncio.to_thread(sweep)
     await asyncio.to_thread(sweep_places)
@@ -57,6 +60,7 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             service_id=lambda: membership.service_id or "",
             sglang_python=settings.sglang_python,
             places=read_places(os.environ, settings.data),
+            published=published,
             sandboxes=lambda experiment_id: Sandboxes(
                 lambda: sandbox_address(client, experiment_id),
                 lambda: credentials.for_peer(ServiceKind.SANDBOX),
@@ -79,5 +83,6 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             incarnation=incarnation,
         )
         membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
+        stack.enter_context(published.served_directly(settings.host))
         await stack.enter_async_context(at_work(service, membership))
         yield RolloutState(service, membership)

@@ -130,7 +130,7 @@ class ObservedState(Wire):
     """Steps done (trainer)."""
     publication: PublicationReport | None = None
     held_image: str | None = None
-    """Checksum of the image that a rollout keeps whole: a patch against it can be sent."""
+    """Checksum of the image that a rollout keeps whole: a patch against it can be sent, and it can be pulled there."""
     load: Mapping[str, float] = {}
     """Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema."""
     failure: Failure | None = None
@@ -170,6 +170,8 @@ class DesiredState(Wire):
     is none (version 0), or where it is not known."""
     weights_url: str | None = None
     """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
+    weights_peers: tuple[str, ...] = ()
+    """Where else: at rollouts that keep the image of ``policy_checksum``."""
     notice_seconds: float | None = None
     """While draining: what is left of the notice. None: no end was set; whoever counts already goes on counting."""
     hold_version: int | None = None

@@ -180,6 +180,15 @@ class WeightImage:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
+    @property
+    def is_read_by_others(self) -> bool:
+        """Whether another process, or another mapping in this one, has the image locked."""
+        try:
+            with self.writing():
+                return False
+        except Conflict:
+            return True
+
     def lock(self) -> None:
         """Hold off writers again after :meth:`unlock`.
 

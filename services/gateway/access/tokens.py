@@ -24,12 +24,12 @@ PASS_SECONDS = 3600.0
 OPERATOR = Principal(Scope.OPERATOR, "operator")
 MADE_PREFIX = "flt_"
 CALLS: Mapping[ServiceKind, tuple[ServiceKind, ...]] = {
-    ServiceKind.ROLLOUT: (ServiceKind.TRAINER, ServiceKind.SANDBOX),
+    ServiceKind.ROLLOUT: (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.SANDBOX),
     ServiceKind.REWARD: (ServiceKind.SANDBOX,),
     ServiceKind.TRAINER: (),
     ServiceKind.SANDBOX: (),
 }
-"""Which services call which: rollouts pull weights and open sessions, rewards run programs."""
+"""Which services call which: rollouts pull weights, from each other too, and open sessions, rewards run programs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ acknowledged. Whoever changes something that matters to a service fires its sign
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
+from services.gateway.publications.transports import lacks_version, peers_of
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
@@ -157,7 +159,13 @@ class Fleet:
         if experiment is None:
             return self._idle.of(self._registry.facts(service), None)
         order = self._publications.order_for(service.id, experiment.id)
-        return self._desired_cache.of(experiment).of(self._registry.facts(service), self._facts(experiment), order)
+        facts = self._facts(experiment)
+        service_facts = self._registry.facts(service)
+        if lacks_version(service, facts.policy_version):
+            rollouts = self._registry.of(experiment.id, ServiceKind.ROLLOUT)
+            peers = tuple(peer.record.address for peer in peers_of(service, rollouts, facts.policy_checksum))
+            service_facts = replace(service_facts, peers=peers)
+        return self._desired_cache.of(experiment).of(service_facts, facts, order)
 
     def _facts(self, experiment: Experiment) -> ExperimentFacts:
         record = experiment.record

@@ -1,11 +1,16 @@
 """Who can receive weights, and by which transport: pure, from the spec and what services reported."""
 
+import hashlib
+from collections.abc import Iterable
+
 from services.gateway.registry.services import LiveService
 from shared.config.publication import TransportChoice
 from shared.config.spec import ExperimentSpec
 from shared.schemas.publication import Transport
 from shared.schemas.service import Capabilities, ServiceKind, WorkState
 
+MAX_PEERS = 4
+"""How many rollouts one is sent to: more would not be faster, and each serves as few others."""
 AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
 
 
@@ -36,3 +41,26 @@ def can_receive(service: LiveService) -> bool:
     has_engine = observed.policy_version is not None and observed.policy_version >= 0
     is_at_work = observed.experiment_id == service.experiment_id and observed.state in AT_WORK
     return service.kind is ServiceKind.ROLLOUT and has_engine and is_at_work and not service.is_draining
+
+
+def lacks_version(service: LiveService, version: int) -> bool:
+    """Tell whether a service is a rollout that serves another version than the committed one, or none yet."""
+    return service.kind is ServiceKind.ROLLOUT and version > 0 and service.observed.policy_version != version
+
+
+def peers_of(service: LiveService, rollouts: Iterable[LiveService], checksum: str | None) -> list[LiveService]:
+    """Choose rollouts that a rollout can pull an image from; each gets others, always the same.
+
+    Args:
+        service: that lacks it.
+        rollouts: of the same experiment.
+        checksum: of the image; None if it is not known, so that nobody can be believed.
+    """
+    if checksum is None or service.observed.held_image == checksum:
+        return []
+    found = [
+        each
+        for each in rollouts
+        if each.observed.held_image == checksum and each.id != service.id and not each.is_draining
+    ]
+    return sorted(found, key=lambda each: hashlib.sha256(f"{service.id}/{each.id}".encode()).digest())[:MAX_PEERS]

@@ -31,6 +31,7 @@ class ServiceFacts:
         is_draining: takes nothing new, and is released when it has finished.
         notice_ends: names the end of its notice; another end is another desired state.
         notice_seconds: what is left of it now.
+        peers: addresses of rollouts that keep the image which this one lacks.
     """
 
     service_id: str
@@ -38,6 +39,7 @@ class ServiceFacts:
     is_draining: bool
     notice_ends: float | None = None
     notice_seconds: float | None = None
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def desired(
         policy_version=version,
         policy_checksum=experiment.policy_checksum if is_rollout else None,
         weights_url=weights_url(experiment) if is_rollout else None,
+        weights_peers=tuple(url_at(peer, experiment.policy_version) for peer in service.peers) if is_rollout else (),
         hold_version=experiment.hold_version if is_rollout else None,
         publication=order if is_rollout else None,
         device=_device_order(service.kind, experiment),
@@ -118,7 +121,7 @@ def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder
 class DesiredStates:
     """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is for one service alone, an order or the rest of its notice, is computed each time.
+    What is for one service alone, an order, peers or the rest of its notice, is computed each time.
     """
 
     def __init__(self) -> None:
@@ -129,7 +132,7 @@ class DesiredStates:
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
     ) -> DesiredState:
         """Find what a service should do; the arguments are those of ``desired``."""
-        if order is not None or service.notice_ends is not None:
+        if order is not None or service.notice_ends is not None or service.peers:
             return desired(service, experiment, order)
         if experiment != self._experiment:
             self._experiment, self._answers = experiment, {}
@@ -163,4 +166,9 @@ def weights_url(experiment: ExperimentFacts) -> str | None:
     """Return the URL at which a rollout that lacks the current version can pull it; None if there is none."""
     if experiment.policy_version <= 0 or experiment.weights_address is None:
         return None
-    return f"{experiment.weights_address.rstrip('/')}/v1/weights/{experiment.policy_version}"
+    return url_at(experiment.weights_address, experiment.policy_version)
+
+
+def url_at(address: str, version: int) -> str:
+    """Return the URL of a version at a service."""
+    return f"{address.rstrip('/')}/v1/weights/{version}"

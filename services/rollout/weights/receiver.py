@@ -31,6 +31,7 @@ from shared.schemas.service import DesiredState
 from shared.weights.delta import apply_patch
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import close_images, create_image
+from shared.weights.pull import PublishedImages
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class WeightReceiver:
         on_update: what happens to samples in flight.
         notify: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
-        keeps_pulled: whether a pulled image stays in memory, to be patched.
+        published: where other rollouts get the images that this one keeps; None offers none.
     """
 
     def __init__(
@@ -83,17 +84,15 @@ class WeightReceiver:
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
         *,
-        keeps_pulled: bool = False,
+        published: PublishedImages | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._endpoint = endpoint
-        self._images = StagedImages()
+        self._images = StagedImages(published)
         self._notify = notify
         self._on_engine_death = on_engine_death
-        self._switcher = VersionSwitcher(
-            engine, gate, self._images, pull, on_update, notify, on_engine_death, keeps_pulled=keeps_pulled
-        )
+        self._switcher = VersionSwitcher(engine, gate, self._images, pull, on_update, notify, on_engine_death)
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._epoch: int | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from shared.errors import WeightTransferFailed
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import attach_image, close_images, create_image
+from shared.weights.pull import PublishedImages
 
 NUM_IMAGES = 4
 """One that is being received, the one that it is a patch for, one that waits to be served, one that is being loaded."""
@@ -37,9 +38,14 @@ class StagedImage:
 
 
 class StagedImages:
-    """Images by their use: at most one is staged, any other is free unless it is in use."""
+    """Images by their use: at most one is staged, any other is free unless it is in use, or read by others.
 
-    def __init__(self) -> None:
+    Args:
+        published: where the staged image is offered to other rollouts, if it is an own one.
+    """
+
+    def __init__(self, published: PublishedImages | None = None) -> None:
+        self._published = published
         self._own: list[WeightImage] = []
         self._mapped: dict[Path, WeightImage] = {}
         self._in_use: list[WeightImage] = []
@@ -86,6 +92,10 @@ class StagedImages:
     def keep(self, staged: StagedImage | None) -> None:
         """Let this image wait to be served, in place of the one that did."""
         replaced, self.staged = self.staged, staged
+        if self._published is not None:
+            self._published.withdraw()
+            if staged is not None and staged.image.is_owner:
+                self._published.publish(staged.version, staged.image, staged.checksum)
         if replaced is not None:
             self._release(replaced.image)
 
@@ -95,6 +105,9 @@ class StagedImages:
         Raises:
             WeightTransferFailed: there is none.
         """
+        free = [image for image in self._own if not self._is_wanted(image)]
+        self._own = [image for image in self._own if image not in free]
+        await close_images(*free)
         image = await attach_image(path)
         image.is_owner = True
         self._own.append(image)
@@ -103,14 +116,18 @@ class StagedImages:
     async def close(self) -> None:
         """Delete the own images and let go of the others."""
         images = [*self._own, *self._mapped.values()]
-        self.staged = None
+        self.keep(None)
         self._own.clear()
         self._mapped.clear()
         await close_images(*images)
 
     async def _free(self, image_bytes: int) -> WeightImage:
         free = [image for image in self._own if not self._is_wanted(image)]
-        fitting = [image for image in free if image.image_bytes == image_bytes and not image.is_withdrawn]
+        fitting = [
+            image
+            for image in free
+            if image.image_bytes == image_bytes and not image.is_withdrawn and not image.is_read_by_others
+        ]
         others = [image for image in free if image not in fitting]
         self._own = [image for image in self._own if image not in others]
         await close_images(*others)

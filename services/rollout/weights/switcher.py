@@ -6,7 +6,7 @@ What cannot be served now is tried again, after pauses that grow, until somethin
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +28,16 @@ LONGEST_PAUSE_SECONDS = 2.0
 class Puller(Protocol):
     """Fetches a committed version over HTTP."""
 
-    async def __call__(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+    async def __call__(
+        self,
+        url: str,
+        version: int,
+        directory: Path | None,
+        deadline_seconds: float,
+        *,
+        checksum: str | None,
+        peers: Sequence[str],
+    ) -> Path:
         """Write the verified image into a file of ``directory``, or of shared memory."""
 
 
@@ -43,7 +52,6 @@ class VersionSwitcher:
         on_update: what happens to samples in flight.
         notify: called when another version serves.
         on_engine_death: called when the engine's process ended while it was to load a version.
-        keeps_pulled: whether a pulled image stays in memory, to be patched.
     """
 
     def __init__(
@@ -55,8 +63,6 @@ class VersionSwitcher:
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
-        *,
-        keeps_pulled: bool,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -65,7 +71,6 @@ class VersionSwitcher:
         self._on_update = on_update
         self._notify = notify
         self._on_engine_death = on_engine_death
-        self._keeps_pulled = keeps_pulled
         self._desired: DesiredState | None = None
         self._pulling: tuple[str, asyncio.Future[Path]] | None = None
         self._due = asyncio.Event()
@@ -196,21 +201,18 @@ class VersionSwitcher:
         url = self._desired.weights_url if self._desired else None
         if url is None:
             raise NotFound(f"nobody serves version {version} now")
-        path = await self._pulled(url, version)
-        if self._keeps_pulled:
-            # The next version may come as a patch for this one.
-            image = await self._images.adopt(path)
-            with self._images.using(image):
-                self._images.keep(StagedImage(version, await asyncio.to_thread(image.checksum), image))
-                await self._engine.load_weights(path, version, self._on_update)
-            return
-        try:
+        committed = self._committed_checksum(version)
+        path = await self._pulled(url, version, committed)
+        # It is kept: others may pull it here, and the next version may come as a patch for it.
+        image = await self._images.adopt(path)
+        with self._images.using(image):
+            checksum = await asyncio.to_thread(image.checksum) if committed is None else committed
+            self._images.keep(StagedImage(version, checksum, image))
             await self._engine.load_weights(path, version, self._on_update)
-        finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    async def _pulled(self, url: str, version: int) -> Path:
-        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS))
+    async def _pulled(self, url: str, version: int, checksum: str | None) -> Path:
+        peers = self._desired.weights_peers if self._desired else ()
+        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS, checksum=checksum, peers=peers))
         self._pulling = (url, pulling)
         try:
             return await pulling

@@ -57,6 +57,18 @@ class RecordingEngine:
         self.served[version] = hashlib.sha256(image.read_bytes()).hexdigest()
 
 
+class ByHost(httpx.AsyncBaseTransport):
+    """Leads each request to the app of the host that it names."""
+
+    def __init__(self, hosts: dict[str, httpx.AsyncBaseTransport]) -> None:
+        self._hosts = hosts
+        self.asked: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request.url.host)
+        return await self._hosts[request.url.host].handle_async_request(request)
+
+
 class DirectGateway:
     """The trainer's client of the gateway, without HTTP."""
 
@@ -95,7 +107,11 @@ class Rollout:
         self.service_id = ""
         self.pulls = 0
         self.reports: list[PublicationReport] = []
-        self._puller = WeightPuller(Credentials("token"), transport=httpx.ASGITransport(app=fleet.app))
+        self._published = PublishedImages(num_kept=1)
+        app = FastAPI()
+        app.include_router(weights_router(self._published, Credentials("token")))
+        fleet.hosts[name] = httpx.ASGITransport(app=app)
+        self._puller = WeightPuller(Credentials("token"), transport=ByHost(fleet.hosts))
         self.receiver = WeightReceiver(
             self.engine,  # type: ignore[arg-type]
             self.gate,
@@ -104,18 +120,18 @@ class Rollout:
             OnWeightUpdate.DRAIN,
             self.news.set,
             lambda error: None,
-            **fleet.receiver_options(),
+            published=self._published,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def _pull(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
-        path = await self._puller(url, version, directory, deadline_seconds)
+    async def _pull(self, *args: Any, **facts: Any) -> Path:
+        path = await self._puller(*args, **facts)
         self.pulls += 1
         return path
 
     async def join(self) -> None:
         fleet = self.fleet.gateway.fleet
-        registration = a_registration(ServiceKind.ROLLOUT, self.name, capabilities=SEEN)
+        registration = a_registration(ServiceKind.ROLLOUT, self.name, address=f"http://{self.name}", capabilities=SEEN)
         self.service_id = (await fleet.register(registration)).service_id
         registry = self.fleet.gateway.registry
         await registry.assign(registry.get(self.service_id), EXPERIMENT)
@@ -196,14 +212,12 @@ class Fleet:
         self.images = ImagePool(
             FlatParameters(self.layer, wire_dtype=wire), slice_bytes=SLICE_BYTES, delta=config.delta
         )
+        self.hosts: dict[str, httpx.AsyncBaseTransport] = {"trainer": httpx.ASGITransport(app=self.app)}
         self.hashes: dict[int, str] = {}
         self.rollouts: list[Rollout] = []
         self.rows_to_train = WIDTH
         self.before_announcing: Callable[[int, Path], None] = lambda version, path: None
         self._held: list[WeightImage] = []
-
-    def receiver_options(self) -> dict[str, Any]:
-        return {"keeps_pulled": self.config.delta is not None}
 
     def observe(self, receiver: WeightReceiver) -> dict[str, Any]:
         return {"publication": receiver.report, "held_image": receiver.held_image}

@@ -257,3 +257,29 @@ async def test_rollouts_on_the_host_map_while_others_take_part_in_the_broadcast(
             await fleet.everybody_serves(version)
 
         assert fleet.transports() == {"gloo", "shared_memory"}
+
+
+@pytest.mark.parametrize("name", ["gloo", "pull"])
+async def test_a_rollout_that_joins_gets_the_version_from_another_rollout(
+    endpoints: list[EndpointClient], name: str
+) -> None:
+    async with running(WAYS[name], endpoints, num_rollouts=1) as fleet:
+        await fleet.train_and_publish(1)
+        await fleet.everybody_serves(1)
+        await fleet.rollouts[0].settle()
+        fleet.published.withdraw()  # the trainer is busy starting again
+
+        await a_rollout(fleet, "new", endpoints[3])
+
+        await fleet.everybody_serves(1)
+        assert fleet.rollouts[1].pulls == 1
+
+
+async def test_a_rollout_offers_the_version_that_it_keeps_and_no_other(endpoints: list[EndpointClient]) -> None:
+    async with running(WAYS["pull"], endpoints, num_rollouts=1) as fleet:
+        [rollout] = fleet.rollouts
+        for version in (1, 2):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+            assert rollout._published.versions == (version,)

@@ -146,3 +146,15 @@ def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
         assert DesiredState.model_validate_json(bodies.of(answer)) == answer
     last = desired(ROLLOUT, FACTS)
     assert bodies.of(last) is bodies.of(last.model_copy())
+
+
+def test_a_rollout_that_lacks_the_version_is_told_who_else_has_it() -> None:
+    facts = replace(FACTS, policy_version=3, policy_checksum="0" * 16)
+    lacking = replace(ROLLOUT, peers=("http://a/", "http://b"))
+    states = DesiredStates()
+
+    told, others = states.of(lacking, facts), states.of(ROLLOUT, facts)
+
+    assert told.weights_peers == ("http://a/v1/weights/3", "http://b/v1/weights/3")
+    assert others.weights_peers == ()
+    assert told.tag != others.tag

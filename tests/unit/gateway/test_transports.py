@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
-from services.gateway.publications.transports import transport_for
+from services.gateway.publications.transports import MAX_PEERS, lacks_version, peers_of, transport_for
+from services.gateway.registry.services import LiveService
+from services.gateway.store.records import ServiceRecord
 from shared.schemas.publication import Transport
-from shared.schemas.service import Capabilities
-from tests.unit.gateway.builders import a_spec, spec_document
+from shared.schemas.service import Capabilities, ObservedState
+from tests.unit.gateway.builders import a_registration, a_spec, spec_document
 
+CHECKSUM = "0" * 16
 EVERY = ("gloo", "nccl", "pull")
 HERE = Capabilities(transports=EVERY, shared_memory="here")
 THERE = Capabilities(transports=EVERY, shared_memory="there")
@@ -47,3 +50,36 @@ def test_the_transport_of_a_rollout(
 
 def test_without_shared_memory_nobody_maps() -> None:
     assert transport_for(a_spec(), BLIND, BLIND) is Transport.GLOO
+
+
+def a_rollout(name: str, held_image: str | None = None, *, is_draining: bool = False) -> LiveService:
+    registration = a_registration(incarnation=name).model_dump(mode="json")
+    record = ServiceRecord(id=name, registered_at=0.0, number=1, is_draining=is_draining, **registration)
+    service = LiveService(record, lease_ends=1.0)
+    service.observed = ObservedState(policy_version=2, held_image=held_image)
+    return service
+
+
+def test_a_rollout_is_sent_to_those_that_keep_the_committed_image() -> None:
+    lacking = a_rollout("new")
+    having = a_rollout("has it", CHECKSUM)
+    others = [a_rollout("old", "1" * 16), a_rollout("leaves", CHECKSUM, is_draining=True), a_rollout("none")]
+
+    assert peers_of(lacking, [lacking, having, *others], CHECKSUM) == [having]
+    assert peers_of(having, [lacking, having, *others], CHECKSUM) == []
+    assert peers_of(lacking, [having], None) == []
+
+
+def test_each_rollout_is_sent_to_a_few_others_and_always_to_the_same() -> None:
+    having = [a_rollout(f"r{number}", CHECKSUM) for number in range(20)]
+    chosen = [peers_of(a_rollout(f"new{number}"), having, CHECKSUM) for number in range(20)]
+
+    assert {len(peers) for peers in chosen} == {MAX_PEERS}
+    assert chosen[0] == peers_of(a_rollout("new0"), having[::-1], CHECKSUM)
+    assert len({peer.id for peers in chosen for peer in peers}) > 2 * MAX_PEERS
+
+
+def test_only_a_rollout_that_serves_another_version_lacks_it() -> None:
+    rollout = a_rollout("r")
+
+    assert (lacks_version(rollout, 3), lacks_version(rollout, 2), lacks_version(rollout, 0)) == (True, False, False)

@@ -1,7 +1,7 @@
 """A version is served only when it is complete, right and committed; what is missed is pulled."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,16 @@ class World:
     def tell(self) -> None:
         self.told += 1
 
-    async def pull(self, url: str, version: int, directory: Path | None, deadline_seconds: float) -> Path:
+    async def pull(
+        self,
+        url: str,
+        version: int,
+        directory: Path | None,
+        deadline_seconds: float,
+        *,
+        checksum: str | None,
+        peers: Sequence[str],
+    ) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
         self.asked.append(url)

@@ -96,6 +96,11 @@ def check_sections(spec: Sections) -> None:
 
 def _weights(spec: Sections) -> None:
     publication = spec.asynchrony.publication
+    if spec.optimisation.freeze and spec.model.lora is not None:
+        raise ValueError(
+            "optimisation.freeze has no effect while model.lora is set, whose adapters alone are trained: remove it, "
+            "or leave layers out with model.lora.exclude"
+        )
     if publication.transport is TransportChoice.NCCL and not spec.is_on_gpus:
         raise ValueError(
             f"asynchrony.publication.transport nccl needs GPUs, but parallelism.device is "

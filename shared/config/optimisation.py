@@ -33,6 +33,9 @@ class OptimisationConfig(Config):
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; not applied to biases and norms."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
+    `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient's global norm; null does not clip."""
     micro_batch_tokens: int = Field(8192, ge=1)

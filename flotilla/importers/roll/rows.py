@@ -4,7 +4,7 @@ from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
-from flotilla.importers.values import count, integer, number, text, texts, unchanged
+from flotilla.importers.values import count, integer, number, pieces, text, texts, unchanged
 
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
 PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
@@ -119,6 +119,9 @@ WORKERS: tuple[Parameter, ...] = (
                aliases=("model_args.lora_alpha",)),
     applied(f"{TRAIN}.model_args.lora_dropout", "model.lora.dropout", number, "share of an adapter's inputs that it "
             "does not see", example=0.1, default=0.0, context=WITH_LORA, aliases=("model_args.lora_dropout",)),
+    translated(f"{TRAIN}.model_args.freeze_module_prefix", "optimisation.freeze", pieces, "beginnings of names of "
+               "weights that are not trained; without effect beside lora_target", example="model.embed_tokens",
+               default=None, context={}, aliases=("model_args.freeze_module_prefix",)),
     refused(f"{TRAIN}.model_args.adapter_name_or_path", "adapters begin at 0: merge this one (flotilla export), and "
             "name the merged model as pretrain", default=None),
     refused(f"{TRAIN}.model_args.additional_target", "beside the adapters nothing trains", default=None),

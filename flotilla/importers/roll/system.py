@@ -140,11 +140,12 @@ def batches(source: Source) -> Fields:
 
 
 def adapters(source: Source) -> Fields:
-    """Make the adapters, where their layers are named."""
+    """Make the adapters, where their layers are named, else what is frozen."""
     prefix = f"{TRAIN}.model_args.lora"
     targets = named_layers(source, f"{prefix}_target")
     if not targets:
-        return {}
+        frozen = source.value(f"{TRAIN}.model_args.freeze_module_prefix") or []
+        return {"optimisation.freeze": [f"{name}*" for name in frozen]} if frozen else {}
     rank = source.required(f"{prefix}_rank")
     return {
         "model.lora.targets": targets,

@@ -26,7 +26,7 @@ from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from services.trainer.learning.prepared import Prepared, step_weights
 from services.trainer.learning.trace import TokenTrace, TracedStep
-from services.trainer.learning.trainable import Weights, image_weights, kept_weights, make_adapters
+from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
@@ -99,7 +99,7 @@ class Learner:
                 if each is not None:
                     each.split_sequences(split)
         # After the critic's copy, which trains whole.
-        self.adapters = make_adapters(loaded.model, spec)
+        self.adapters = choose_trained(loaded.model, spec)
         if spec.optimisation.activation_checkpointing:
             recompute_activations(loaded.model)
             if self.critic is not None:

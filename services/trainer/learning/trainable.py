@@ -1,24 +1,43 @@
 """Which weights of the policy train, and how all of them are laid out for images and kept versions."""
 
+from fnmatch import fnmatchcase
+
 import torch
 from torch import nn
 
 from services.trainer.models.lora import Adapters
 from services.trainer.parallel.ranks import Ranks
 from shared.config.spec import ExperimentSpec
+from shared.errors import ModelError
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.sharded_parameters import ShardedParameters
 
 Weights = FlatParameters | ShardedParameters
 
 
-def make_adapters(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
-    """Give a model the adapters that alone train, if the spec has some; before it is sharded.
+def choose_trained(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
+    """Freeze what the spec says, or give a model the adapters that alone train; before it is sharded.
 
     Raises:
-        ModelError: the spec names layers that cannot be adapted.
+        ModelError: the spec names weights or layers that are not there, or leaves nothing to train.
     """
+    _freeze(model, spec.optimisation.freeze)
     return None if spec.model.lora is None else Adapters(model, spec.model.lora, seed=spec.seed)
+
+
+def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        found = [name for name in weights if fnmatchcase(name, pattern)]
+        if not found:
+            raise ModelError(
+                f"optimisation.freeze: no weight of the model is called {pattern!r}; they are called such as "
+                f"{', '.join(list(weights)[:3])}"
+            )
+        for name in found:
+            weights[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in weights.values()):
+        raise ModelError("optimisation.freeze names every weight of the model, and nothing is left to train")
 
 
 def image_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, wire_dtype: torch.dtype | None) -> Weights:

@@ -9,6 +9,7 @@ import pytest
 from services.trainer.checkpoint.manager import CheckpointManager
 from services.trainer.learning.learner import Learner
 from services.trainer.worker.images import ImagePool
+from shared.config.lora import LoraConfig
 from shared.errors import ClaimLost
 from shared.schemas.publication import PublicationRequest
 from shared.streams.memory.plane import MemoryDataPlane
@@ -72,6 +73,27 @@ async def test_parameters_after_a_crash_are_bit_identical(
     assert ledger.balanced
     assert (ledger.trained, ledger.planned) == (12, 0)
     assert gateway.published == [1, 2, 3, 4, 5, 6]
+
+
+async def test_adapters_after_a_crash_are_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    spec = a_spec(path, optimisation={"steps": 4, "groups_per_mini_batch": 2, "learning_rate": 1e-3})
+    adapted = spec.model.model_copy(update={"lora": LoraConfig(rank=4, dropout=0.2)})
+    spec = spec.model_copy(update={"model": adapted})
+    undisturbed = MemoryDataPlane()
+    await train(spec, tmp_path / "undisturbed", undisturbed, YesGateway(undisturbed))
+    plane = MemoryDataPlane()
+    gateway = YesGateway(plane)
+
+    with monkeypatch.context() as patched:
+        crash_once(patched, Learner, "train", at_call=4)
+        with pytest.raises(ExceptionGroup):
+            await train(spec, tmp_path / "run", plane, gateway)
+        assert await train(spec, tmp_path / "run", plane, gateway)
+
+    found, expected = files_of(tmp_path / "run", 4), files_of(tmp_path / "undisturbed", 4)
+    assert found.keys() == {"model/adapter_model.safetensors", "optimizer.safetensors"}
+    assert found == expected
 
 
 async def test_an_earlier_trainer_is_fenced_off(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ class Worker:
         self._process = process
 
     @classmethod
-    async def start(cls) -> "Worker":
+    async def start(cls, module: str = "benchmarks.weights") -> "Worker":
         return cls(
             await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "benchmarks.weights",
+                module,
                 "--worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -156,9 +156,8 @@ def raw_broadcast(rank: int, world_size: int, port: int, num_bytes: int) -> Call
     return lambda: group.broadcast([flat], BroadcastOptions()).wait()
 
 
-async def work() -> None:
+async def work(actions: Actions) -> None:
     """Be a worker: act on each line of standard input, answer on standard output."""
-    actions = Actions()
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
         facts = json.loads(line)
@@ -166,12 +165,18 @@ async def work() -> None:
         print(json.dumps(answer), flush=True)
 
 
+def an_image(stack: AsyncExitStack, image_bytes: int) -> tuple[WeightImage, ImageLayout]:
+    """Make an image of one tensor."""
+    layout = ImageLayout.of({"weights": ((image_bytes // 4 // HIDDEN_ELEMENTS, HIDDEN_ELEMENTS), "F32")})
+    source = stack.enter_context(WeightImage.create(layout.image_bytes))
+    source.write_from(layout, [secrets.token_bytes(1 << 16) * ((layout.tensors[0].end - len(layout.header)) >> 16)])
+    return source, layout
+
+
 async def measure(image_bytes: int, num_receivers: int, num_rounds: int) -> list[Row]:
     """Measure every transport at one size."""
     async with AsyncExitStack() as stack:
-        layout = ImageLayout.of({"weights": ((image_bytes // 4 // HIDDEN_ELEMENTS, HIDDEN_ELEMENTS), "F32")})
-        source = stack.enter_context(WeightImage.create(layout.image_bytes))
-        source.write_from(layout, [secrets.token_bytes(1 << 16) * ((layout.tensors[0].end - len(layout.header)) >> 16)])
+        source, layout = an_image(stack, image_bytes)
         manifest = source.manifest(1)
         targets = [stack.enter_context(WeightImage.create(layout.image_bytes)) for _ in range(num_receivers)]
         workers = [await Worker.start() for _ in range(num_receivers + 1)]
@@ -280,9 +285,19 @@ async def pull(
 ) -> Callable[[], Awaitable[None]]:
     """HTTP over loopback into a new file each time, from this process."""
     images = PublishedImages()
-    stack.enter_context(images.served_directly("127.0.0.1"))
     images.publish(1, source, manifest.checksum)
     token = secrets.token_urlsafe()
+    url = await serve(stack, images, token)
+
+    async def run() -> None:
+        await asyncio.gather(*(worker.do("pull", url=url, token=token) for worker in workers))
+
+    return run
+
+
+async def serve(stack: AsyncExitStack, images: PublishedImages, token: str) -> str:
+    """Serve images as a service does; gives the URL of version 1."""
+    stack.enter_context(images.served_directly("127.0.0.1"))
     app = FastAPI()
     app.include_router(weights_router(images, Credentials(token)))
     listening = socket.create_server(("127.0.0.1", 0))
@@ -294,12 +309,7 @@ async def pull(
         await serving
 
     stack.push_async_callback(stop)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/weights/1"
-
-    async def run() -> None:
-        await asyncio.gather(*(worker.do("pull", url=url, token=token) for worker in workers))
-
-    return run
+    return f"http://127.0.0.1:{listening.getsockname()[1]}/v1/weights/1"
 
 
 async def publish_deltas(image_bytes: int) -> None:
@@ -372,7 +382,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        asyncio.run(work())
+        asyncio.run(work(Actions()))
         return
     sizes = [100 << 20] if chosen.quick else [100 << 20, 1 << 30]
     if chosen.mebibytes is not None:

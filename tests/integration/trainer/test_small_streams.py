@@ -55,11 +55,10 @@ async def trained_groups(plane: RedisDataPlane) -> Counter[int]:
 @pytest.mark.parametrize(
     "asynchrony",
     [
-        {},
-        {"staleness_threshold": 1.0},
-        {"trigger_parameter_sync_step": 12},
+        pytest.param({}, id="on-policy"),
+        pytest.param({"staleness_threshold": 1.0}, id="with a surplus", marks=pytest.mark.long),
+        pytest.param({"trigger_parameter_sync_step": 12}, id="all steps in one version"),
     ],
-    ids=["on-policy", "with a surplus", "all steps in one version"],
 )
 async def test_a_checkpoint_is_made_early_where_planned_groups_leave_no_room(
     tmp_path: Path, plane: RedisDataPlane, asynchrony: dict[str, Any]

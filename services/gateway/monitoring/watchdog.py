@@ -18,6 +18,7 @@ from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.publications import Publications
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import Registry
+from services.gateway.registry.shifts import SHARERS, holder_of, who_holds
 from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState
@@ -118,7 +119,7 @@ class Watchdog:
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
             return
-        found = diagnose(
+        found = self._kept_devices() or diagnose(
             Situation(
                 state=record.state,
                 services=[
@@ -139,6 +140,17 @@ class Watchdog:
             )
         )
         await (self._clear() if found is None else self._name(*found))
+
+    def _kept_devices(self) -> tuple[str, str] | None:
+        """Name who does not release devices that others are to have; None if nobody waits for them."""
+        experiment = self._experiment
+        if not experiment.spec.shares_devices:
+            return None
+        shift = experiment.record.device_shift
+        trainer, rollouts = (self._registry.device_reports(experiment.id, kind) for kind in SHARERS)
+        keepers = who_holds(shift, trainer, rollouts)
+        what = f"{holder_of(shift)} waits for devices that {', '.join(keepers)} has not released (shift {shift})"
+        return ("devices", what) if keepers else None
 
     def _agents(self) -> AgentsSeen | None:
         rollouts = self._registry.of(self._experiment.id, ServiceKind.ROLLOUT)

@@ -2,8 +2,21 @@
 
 import pytest
 
-from services.gateway.registry.shifts import PATIENCE_SECONDS, Need, holder_of, is_clear, next_shift, who_holds
-from shared.schemas.service import DeviceReport, ServiceKind
+from services.gateway.registry.shifts import (
+    PATIENCE_SECONDS,
+    SHARERS,
+    Need,
+    holder_of,
+    is_clear,
+    next_shift,
+    who_holds,
+)
+from services.gateway.runtime.shifts import Shifts
+from shared.clock import ManualClock
+from shared.schemas.service import DeviceOrder, DeviceReport, ObservedState, ServiceKind, WorkState
+from shared.streams.ledger import Ledger
+from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, say, spec_document
+from tests.unit.gateway.test_watchdog import a_watchdog
 
 TRAINERS, ROLLOUTS = 5, 6
 """Numbers of shifts."""
@@ -83,3 +96,48 @@ def test_those_who_still_hold_the_devices_are_named() -> None:
     rollouts = {"r1": report(TRAINERS), "r2": report(TRAINERS, held=True), "r3": None}
 
     assert who_holds(TRAINERS, {}, rollouts) == ["r2", "r3"]
+
+
+async def test_the_gateway_lets_nobody_load_before_all_others_have_released_and_names_who_does_not() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, spec=spec_document(resources={"sharing": "time"}))
+    trainer, rollout = [await add_service(gateway, kind, kind.value, experiment.id) for kind in SHARERS]
+    shifts = Shifts(
+        experiment,
+        gateway.repository,
+        gateway.registry,
+        gateway.publications,
+        clock,
+        gateway.feeder_status.of(experiment),
+    )
+
+    async def told(service_id: str, device: DeviceReport) -> DeviceOrder:
+        is_rollout = service_id == rollout
+        state = ObservedState(
+            experiment_id=experiment.id,
+            state=WorkState.RUNNING,
+            policy_version=0 if is_rollout else None,
+            device=device,
+        )
+        order: DeviceOrder = (await say(gateway, service_id, state)).device
+        return order
+
+    assert (await told(rollout, report(1))).may_hold is False
+    assert (await told(trainer, report(1, held=True))).may_hold is True
+    gateway.feeder_status.of(experiment).ledger = Ledger()
+    await shifts.look()
+
+    assert await told(rollout, report(1)) == DeviceOrder(shift=2, may_hold=False)
+    assert await told(trainer, report(2, held=True)) == DeviceOrder(shift=2, may_hold=False)
+    assert (await told(rollout, report(2))).may_hold is False
+    watchdog = a_watchdog(gateway, clock)
+    await watchdog.look()
+    clock.advance(31.0)
+    await watchdog.look()
+    problem = gateway.commands.view(experiment).problem
+    assert problem is not None
+    assert problem.cause == f"rollout waits for devices that {trainer} has not released (shift 2)"
+
+    await told(trainer, report(2))
+    assert (await told(rollout, report(2))).may_hold is True

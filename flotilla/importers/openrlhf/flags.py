@@ -1,7 +1,7 @@
 """Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
 
 from flotilla.importers.low_rank import LowRank, layers
-from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
@@ -123,8 +123,12 @@ SAMPLING: tuple[Parameter, ...] = (
     *unsupported(ENGINE, "--vllm_tensor_parallel_size", "--vllm.tensor_parallel_size", harmless=(1,)),
     *unsupported(ENGINE, "--vllm_gpu_memory_utilization",
              "--vllm.gpu_memory_utilization", "--enforce_eager", "--vllm.enforce_eager", "--enable_prefix_caching",
-             "--vllm.enable_prefix_caching", "--vllm_enable_sleep", "--vllm.enable_sleep",
+             "--vllm.enable_prefix_caching",
              "--vllm_generate_batch_size", "--rollout.vllm_generate_batch_size"),
+    translated("--vllm_enable_sleep", "resources.sharing", flag,
+               "with --colocate_all_models trainer and engines take turns on the same devices", example=True,
+               default=False, context={"--colocate_all_models": True}, unread=Verdict.UNSUPPORTED,
+               aliases=("--vllm.enable_sleep",)),
     translated("--vllm_sync_backend", "asynchrony.publication.transport", text,
                "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={},
                aliases=("--vllm.sync_backend",)),
@@ -206,7 +210,11 @@ RUNNING: tuple[Parameter, ...] = (
                example="runs", default=None, aliases=("--logger.tensorboard_dir",)),
     *unsupported(PLACEMENT, *(f"--{role}{dot}{what}" for role in ROLES for what in ("num_nodes", "num_gpus_per_node")
                               for dot in "_."), harmless=(1,)),
-    *unsupported(PLACEMENT, "--colocate_all_models", "--train.colocate_all", "--colocate_actor_ref",
+    translated("--colocate_all_models", "resources.sharing", flag,
+               "with --vllm_enable_sleep trainer and engines take turns on the same devices", example=True,
+               default=False, context={"--vllm_enable_sleep": True}, unread=Verdict.UNSUPPORTED,
+               aliases=("--train.colocate_all",)),
+    *unsupported(PLACEMENT, "--colocate_actor_ref",
                  "--train.colocate_actor_ref", "--colocate_critic_reward", "--train.colocate_critic_reward"),
     *unsupported(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
                  "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm", "--ref_reward_offload",

@@ -64,6 +64,15 @@ def asynchrony(source: Source) -> Fields:
     }
 
 
+def sharing(source: Source) -> Fields:
+    """Make turns on the same devices, where engines sleep that are placed with the trainer."""
+    both = ("--colocate_all_models", "--vllm_enable_sleep")
+    # Agents ask engines at any time; one flag without the other is read by nobody.
+    if source.value("--agent_func_path") is not None or not all(name in source.given for name in both):
+        return {}
+    return {"resources.sharing": "time"} if all(source.value(name) for name in both) else {}
+
+
 def publication(source: Source) -> Fields:
     """Make the weights' way, where it is written."""
     if not source.has("--vllm_sync_backend"):
@@ -310,7 +319,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, critic, data, batches, asynchrony, publication, schedule, lengths, learning.advantage,
+        model, critic, data, batches, asynchrony, sharing, publication, schedule, lengths, learning.advantage,
         learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

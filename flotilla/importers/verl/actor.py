@@ -70,8 +70,10 @@ MODEL_ROWS: tuple[Parameter, ...] = (
              f"{MODEL}.fused_kernel_options.impl_backend"),
     *ignored(PACKING, f"{MODEL}.use_remove_padding"),
     *ignored("how the model's files are read does not change them", f"{MODEL}.use_shm"),
-    *unsupported("trainer and rollouts never share devices in turns: they run side by side",
-             "actor_rollout_ref.hybrid_engine"),
+    translated("actor_rollout_ref.hybrid_engine", "resources.sharing", flag,
+               "where it is written for a trainer without engines of its own: trainer and rollouts take turns on the "
+               "same devices; where it is silent they run side by side", example=True, harmless=(False,), context={},
+               unread=Verdict.UNSUPPORTED),
 )  # fmt: skip
 
 ON_FOUR_GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}

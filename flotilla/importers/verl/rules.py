@@ -256,6 +256,8 @@ def placement(source: Source) -> Fields:
         if device == "cuda:0":
             fields |= ranks_of(source)
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
+    if not has_engines and source.has("actor_rollout_ref.hybrid_engine"):
+        fields["resources.sharing"] = "time" if source.value("actor_rollout_ref.hybrid_engine") else "none"
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)

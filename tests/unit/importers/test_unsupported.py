@@ -34,7 +34,6 @@ LISTS = Path(__file__).parent / "parameters"
         ("verl", f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction", 1),
         ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", 4),
         ("verl", "actor_rollout_ref.model.enable_activation_offload", True),
-        ("verl", "actor_rollout_ref.hybrid_engine", True),
         ("verl", f"{ROLLOUT}.name", "vllm"),
         ("verl", f"{ROLLOUT}.tensor_model_parallel_size", 2),
         ("verl", f"{ROLLOUT}.gpu_memory_utilization", 0.6),

@@ -24,6 +24,7 @@ CHECKPOINT_SCHEMA: Final = 1
 OPTIMIZER = "optimizer.safetensors"
 VERSIONS = "versions.safetensors"
 CRITIC = "critic.safetensors"
+AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
 _COMPLETE = pattern(r"step-(\d{8})")
 

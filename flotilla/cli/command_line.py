@@ -207,6 +207,7 @@ def _add_kept(commands: "Commands") -> None:
     export = add_command(commands, "export", text, "export:export")
     export.add_argument("source", help="a checkpoint, an experiment's or a run's directory, or an adapter's")
     export.add_argument("directory", help="to be made")
+    export.add_argument("--average", action="store_true", help="of the moving average (optimisation.average_decay)")
     add_json(export)
     text = "Show what an experiment has come to, and plot it."
     report = add_command(commands, "report", text, "report:report")

@@ -36,6 +36,9 @@ class OptimisationConfig(Config):
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
     `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
+    average_decay: Fraction | None = None
+    """Keep an exponential moving average of the trained weights (EMA), which each update moves by 1 - average_decay
+    towards them; null keeps none. It is in every checkpoint; `flotilla export --average` makes a model of it."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient's global norm; null does not clip."""
     micro_batch_tokens: int = Field(8192, ge=1)

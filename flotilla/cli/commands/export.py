@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from flotilla.cli.exit_codes import ExitCode
@@ -18,7 +19,7 @@ async def export(arguments: argparse.Namespace) -> int:
         from services.trainer.checkpoint.export import export as write
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"exporting needs {error.name}: pip install 'flotilla[torch]'") from None
-    await asyncio.to_thread(write, source, directory)
+    await asyncio.to_thread(partial(write, source, directory, averaged=arguments.average))
     if arguments.json:
         write_json({"source": str(source), "directory": str(directory)})
     else:

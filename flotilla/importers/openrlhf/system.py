@@ -137,6 +137,11 @@ def model(source: Source) -> Fields:
     return fields | low_rank(source, flags.LOW_RANK)
 
 
+def average(source: Source) -> Fields:
+    """Make the moving average, where one is kept."""
+    return {"optimisation.average_decay": source.required("--ema_beta")} if source.value("--enable_ema") else {}
+
+
 def critic(source: Source) -> Fields:
     """Refuse adapters beside a critic, which has some there and trains whole here."""
     if source.value("--lora_rank") and source.value("--advantage_estimator") == "gae":
@@ -319,7 +324,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, critic, data, batches, asynchrony, sharing, publication, schedule, lengths, learning.advantage,
-        learning.policy_loss, learning.kl, rewards, evaluation, tracking,
+        model, critic, average, data, batches, asynchrony, sharing, publication, schedule, lengths,
+        learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

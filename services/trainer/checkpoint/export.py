@@ -1,6 +1,7 @@
-"""Writes one whole model of a checkpoint that holds adapters: for whoever loads no adapters."""
+"""Writes one whole model of a checkpoint that holds adapters, or a moving average of its weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,41 +10,54 @@ import transformers
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from services.trainer.checkpoint.files import copy_companions
 from services.trainer.models.loading import LoadedModel, load_model
 from services.trainer.models.lora import Adapters
+from shared.checkpoints import AVERAGE
 from shared.config.lora import LoraConfig
 from shared.config.model import ModelConfig
 from shared.errors import InvalidRequest, ModelError
 from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.model_hub import model_directory
 
+NOTHING: Mapping[str, Tensor] = {}
 
-def export(source: Path, directory: Path) -> None:
+
+def export(source: Path, directory: Path, *, averaged: bool = False) -> None:
     """Write a model with its adapters merged; blocks.
 
     Args:
         source: a checkpoint's model, or any directory of an adapter that peft wrote.
         directory: to be made.
+        averaged: with the moving average that lies beside the checkpoint's model in place of what was trained.
 
     Raises:
-        InvalidRequest: there is nothing to merge, or the directory exists.
+        InvalidRequest: there is nothing to merge or no average, or the directory exists.
         ModelError: the adapter or the weights that it is added to cannot be read.
     """
-    if not (source / ADAPTER_CONFIG).is_file():
+    is_adapter = (source / ADAPTER_CONFIG).is_file()
+    if averaged and not (source.parent / AVERAGE).is_file():
+        raise InvalidRequest(f"{source.parent} has no {AVERAGE}: set optimisation.average_decay to keep one")
+    if not is_adapter and not averaged:
         raise InvalidRequest(f"{source} has no {ADAPTER_CONFIG}: its weights are whole already")
     if directory.exists():
         raise InvalidRequest(f"{directory} exists already: name a directory that can be made")
     transformers.logging.disable_progress_bar()
-    loaded = merged(source)
+    averages = _read(source.parent / AVERAGE) if averaged else {}
+    loaded = merged(source, averages) if is_adapter else _averaged(source, averages)
     directory.mkdir(parents=True)
     loaded.model.save_pretrained(directory)  # type: ignore[operator]
     copy_companions(source, directory)
 
 
-def merged(source: Path) -> LoadedModel:
+def merged(source: Path, averages: Mapping[str, Tensor] = NOTHING) -> LoadedModel:
     """Load a model and merge an adapter into its weights.
+
+    Args:
+        source: directory of the adapter.
+        averages: of some of its weights, by their names in memory, in their place.
 
     Raises:
         ModelError: one of both cannot be read.
@@ -60,8 +74,33 @@ def merged(source: Path) -> LoadedModel:
     loaded = load_model(model_directory(base), dtype=dtype, device=torch.device("cpu"), scores=is_scored)
     adapters = Adapters(loaded.model, config, seed=0)
     adapters.load(tensors)
+    _put(averages, loaded.model)
     adapters.merge()
     return loaded
+
+
+def _averaged(source: Path, averages: Mapping[str, Tensor]) -> LoadedModel:
+    is_scored = "score.weight" in averages
+    loaded = load_model(source, dtype=_dtype_of(source, averages), device=torch.device("cpu"), scores=is_scored)
+    _put(averages, loaded.model)
+    return loaded
+
+
+@torch.no_grad()
+def _put(averages: Mapping[str, Tensor], model: nn.Module) -> None:
+    weights = dict(model.named_parameters())
+    for name, average in averages.items():
+        if name not in weights or weights[name].shape != average.shape:
+            raise ModelError(f"{AVERAGE} has {name}, which the model has not in this shape")
+        weights[name].copy_(average)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load_file(path)
+        return found
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def _config_of(found: dict[str, Any]) -> LoraConfig:
@@ -85,7 +124,7 @@ def _config_of(found: dict[str, Any]) -> LoraConfig:
     )
 
 
-def _dtype_of(source: Path, tensors: dict[str, torch.Tensor]) -> str:
+def _dtype_of(source: Path, tensors: Mapping[str, Tensor]) -> str:
     path = source / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     written = config.get("dtype") or config.get("torch_dtype")

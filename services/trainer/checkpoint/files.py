@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.learning.learner import Learner
-from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS
+from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
 from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.weights.layout import ImageLayout
 from shared.weights.parts import Part, layout_of_tensors, part_of, reserve_file, write_into
@@ -44,6 +44,8 @@ def shared_files(learner: Learner) -> list[SharedFile]:
         files.append(SharedFile(VERSIONS, layout, parts))
     if learner.critic is not None:
         files.append(_of_tensors(CRITIC, learner.critic.state(), is_leader=is_leader))
+    if learner.average is not None:
+        files.append(_of_tensors(AVERAGE, learner.average.state(), is_leader=is_leader))
     return files
 
 

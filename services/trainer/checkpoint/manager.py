@@ -6,6 +6,7 @@ step-00000040/
     optimizer.safetensors  AdamW's moments and step counts; float32 masters of bfloat16 weights
     versions.safetensors   weights of earlier versions, if ``old_log_probs`` needs them
     critic.safetensors     weights and optimiser state of the critic, if there is one
+    average.safetensors    moving average of the trained weights, float32, if one is kept; without it one begins again
     state.json             everything else
 """
 
@@ -28,7 +29,16 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
 from services.trainer.models.loading import LoadedModel, check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from shared.checkpoints import CRITIC, MODEL, OPTIMIZER, VERSIONS, CheckpointState, StoredCheckpoint, check_files
+from shared.checkpoints import (
+    AVERAGE,
+    CRITIC,
+    MODEL,
+    OPTIMIZER,
+    VERSIONS,
+    CheckpointState,
+    StoredCheckpoint,
+    check_files,
+)
 from shared.config.job import RewardModelJobConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
@@ -203,6 +213,8 @@ def fill_alone(learner: Learner, directory: Path) -> None:
         save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
     if learner.critic is not None:
         save_file(_contiguous(learner.critic.state()), directory / CRITIC)
+    if learner.average is not None:
+        save_file(_contiguous(learner.average.state()), directory / AVERAGE)
 
 
 def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RANK) -> Restored:
@@ -261,6 +273,10 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
             learner.versions.load(load_file(stored.path / VERSIONS))
         if learner.critic is not None:
             learner.critic.load(load_file(stored.path / CRITIC), stored.state.updates)
+        if learner.average is not None and AVERAGE in stored.state.files:
+            learner.average.load(load_file(stored.path / AVERAGE))
+        elif learner.average is not None:
+            learner.average.restart()
     except (OSError, SafetensorError) as error:
         raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
     learner.kl_coefficient = stored.state.kl_coefficient

@@ -41,7 +41,7 @@ class FinishedLearner(Learner):
                 for members in self._mini_batches(batch):
                     self.optimizer.add_zero()
                     tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
-                    results.append(self.optimizer.update())
+                    results.append(self._update())
         summary = summarise(self.ranks.combine(combine(tallies)))
         values = algorithm_names(mean_of_updates(summary, len(results)))
         return StepResult(tuple(results), values)

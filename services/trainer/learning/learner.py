@@ -17,16 +17,17 @@ from services.trainer.algorithms.advantages import Advantages, compute_advantage
 from services.trainer.algorithms.importance import importance_weights
 from services.trainer.algorithms.kl import updated_coefficient
 from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
-from services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective, selected_tokens
+from services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective
 from services.trainer.algorithms.resampling import redraw
 from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.learning.advantage_inputs import advantage_inputs
 from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from services.trainer.learning.prepared import Prepared, step_weights
+from services.trainer.learning.prepared import Prepared, selected, step_weights
 from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
+from services.trainer.models.average import WeightAverage
 from services.trainer.models.critic import Critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
@@ -35,7 +36,7 @@ from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
-from shared.config.algorithm import AlgorithmConfig, KlLossConfig, KlRewardConfig
+from shared.config.algorithm import KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
 
@@ -107,6 +108,8 @@ class Learner:
         wire_dtype = spec.asynchrony.publication.wire_dtype
         self.weights = self._lay_out(getattr(torch, wire_dtype) if wire_dtype else None)
         self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
+        decay = spec.optimisation.average_decay
+        self.average = None if decay is None else WeightAverage(self.optimizer.masters, decay)
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
@@ -149,7 +152,7 @@ class Learner:
                     if self.critic is None or step > self.critic.config.warmup_steps:
                         note = None if trace is None else partial(trace.note, ordered, update=len(results))
                         tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
-                    results.append(self.optimizer.update())
+                    results.append(self._update())
         metrics = self.ranks.combine(combine(tallies))
         if trace is not None:
             trace.collect(self.ranks)
@@ -287,6 +290,12 @@ class Learner:
                 squares[micro.tokens] = micro.spread(found.sum_pi_squared)
         return self.ranks.sum(log_probs), squares if squares is None else self.ranks.sum(squares)
 
+    def _update(self) -> UpdateResult:
+        result = self.optimizer.update()
+        if self.average is not None:
+            self.average.update()
+        return result
+
     def _reference_log_probs(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Compute log-probs [T] under the reference, if there is one."""
         if self.reference is None:
@@ -334,7 +343,7 @@ class Learner:
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
         )
-        selected = _selected(config, prepared, of_mini_batch, generator)
+        chosen = selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []
         self.optimizer.add_zero()
         for micro in micro_batches:
@@ -356,7 +365,7 @@ class Learner:
                 ref_log_probs=None if prepared.ref_log_probs is None else prepared.ref_log_probs[micro.tokens],
                 entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
                 scores=batch.rewards[micro.members],
-                selected=None if selected is None else selected[micro.tokens],
+                selected=None if chosen is None else chosen[micro.tokens],
                 sequence_weights=_of_members(prepared.sequence_weights, micro),
                 num_sequences=len(micro.members),
                 kl_coefficient=self.kl_coefficient,
@@ -378,19 +387,6 @@ class Learner:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
             )
-
-
-def _selected(
-    config: AlgorithmConfig, prepared: Prepared, of_mini_batch: Tensor, generator: torch.Generator
-) -> Tensor | None:
-    """Choose the tokens of a mini-batch that the loss treats differently: [T] over the batch, or None."""
-    return selected_tokens(
-        config,
-        old_log_probs=prepared.old_log_probs,
-        advantages=prepared.advantages,
-        response_mask=prepared.batch.sequences.response_mask & of_mini_batch,
-        generator=generator,
-    )
 
 
 def _of_members(values: Tensor | None, micro: MicroBatch) -> Tensor | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.trainer.algorithms.objective import selected_tokens
 from services.trainer.algorithms.sample_weights import sequence_weights
 from services.trainer.data.batch import TrainingBatch, scored_trajectories
 from shared.config.algorithm import AlgorithmConfig
@@ -69,3 +70,16 @@ def _difficulty(group: Group, column: str) -> float:
             f"{group.task.group_id}: it must be a number"
         )
     return float(found)
+
+
+def selected(
+    config: AlgorithmConfig, prepared: Prepared, of_mini_batch: Tensor, generator: torch.Generator
+) -> Tensor | None:
+    """Choose the tokens of a mini-batch that the loss treats differently: [T] over the batch, or None."""
+    return selected_tokens(
+        config,
+        old_log_probs=prepared.old_log_probs,
+        advantages=prepared.advantages,
+        response_mask=prepared.batch.sequences.response_mask & of_mini_batch,
+        generator=generator,
+    )

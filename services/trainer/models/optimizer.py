@@ -82,6 +82,11 @@ class PolicyOptimizer:
         )
         self.updates = 0
 
+    @property
+    def masters(self) -> Mapping[str, nn.Parameter]:
+        """What is trained, in float32, by name."""
+        return self._masters
+
     def collect(self) -> None:
         """Add the gradients of a micro-batch to the masters'; nothing to do where they are the same tensors."""
         for name, parameter in self._parameters.items():

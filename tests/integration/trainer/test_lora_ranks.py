@@ -12,7 +12,7 @@ from services.trainer.checkpoint.files import reserve, shared_files, write_share
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
 from services.trainer.parallel.ranks import Ranks
-from shared.checkpoints import MODEL, OPTIMIZER
+from shared.checkpoints import AVERAGE, MODEL, OPTIMIZER
 from shared.model_files import ADAPTER
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import WeightImage
@@ -45,6 +45,9 @@ def compared(ranks: Ranks, directory: str) -> dict[str, dict[str, float]]:
     ranks.gather(b"")
     write_shared(Path(directory), files)
     ranks.gather(b"")
+    if one.average is not None:
+        kept, expected = load_file(Path(directory) / AVERAGE), one.average.state()
+        found["average"] = {"apart": max(float((kept[key] - expected[key]).abs().max()) for key in expected)}
     found["continued"] = {"loss": several.train(uneven_groups(2, seed=9), 4).metrics["loss/total"]}
     return found
 
@@ -59,7 +62,13 @@ def _spec(name: str) -> Any:
     return a_spec(
         model={"path": "/nowhere", "lora": LORA[name]},
         algorithm={"kl": {"placement": "loss"}, "old_log_probs": "recompute_at_version"},
-        optimisation={"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1e-6},
+        optimisation={
+            "steps": 5,
+            "groups_per_mini_batch": 2,
+            "learning_rate": 1e-2,
+            "epsilon": 1e-6,
+            "average_decay": 0.5,
+        },
     )
 
 
@@ -92,6 +101,7 @@ def test_two_ranks_with_adapters_learn_publish_and_keep_what_one_does(tmp_path: 
     for name in NAMES:
         assert first[name]["losses"] < 1e-5, (name, first)
         assert first[name]["image"] < 1e-5, (name, first)
+    assert first["average"]["apart"] < 1e-5
     name = NAMES[-1]
     alone = Learner(_spec(name), LoadedModel(ARCHITECTURES[name](), Path()))
     assert alone.adapters is not None

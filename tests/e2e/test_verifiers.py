@@ -24,18 +24,21 @@ PREPARED = "examples/arithmetic/prepared/standard-0"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 
-@pytest.fixture(scope="module")
-def verifiers(tmp_path_factory: pytest.TempPathFactory) -> str:
+def interpreter_with_verifiers(folder: Path) -> str:
     """Find or make the interpreter that has the package."""
     if found := os.environ.get("FLOTILLA_VERIFIERS_PYTHON"):
         return found
-    folder = tmp_path_factory.mktemp("verifiers")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
     python = str(folder / "bin" / "python")
     done = subprocess.run([python, "-m", "pip", "install", "-q", "verifiers<0.2"], capture_output=True, timeout=600)
     if done.returncode:
         pytest.skip(f"verifiers cannot be installed: {done.stderr[-500:].decode(errors='replace')}")
     return python
+
+
+@pytest.fixture(scope="module")
+def verifiers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return interpreter_with_verifiers(tmp_path_factory.mktemp("verifiers"))
 
 
 def test_the_reward_of_a_verifiers_environment_rises(tmp_path: Path, verifiers: str) -> None:

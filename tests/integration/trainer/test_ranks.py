@@ -110,7 +110,8 @@ def finished(ranks: Ranks, kinds: list[str]) -> dict[str, tuple[float, float]]:
 def _taught(job: dict[str, Any], ranks: Ranks) -> tuple[Learner, list[float]]:
     make = a_classifier if job["kind"] == "reward_model" else a_model
     spec = spec_of(job, packing="packed", micro_batch_tokens=64)
-    learner = make_learner(spec, LoadedModel(make(), Path()), LoadedModel(make(), Path()), ranks=ranks)
+    reference = LoadedModel(make(), Path()) if job["kind"] == "preference" else None
+    learner = make_learner(spec, LoadedModel(make(), Path()), reference, ranks=ranks)
     figures = []
     for step in (1, 2):
         result = learner.train(demonstrations() if job["kind"] == "sft" else pairs(), step)

@@ -96,6 +96,11 @@ def check_sections(spec: Sections) -> None:
 
 def _weights(spec: Sections) -> None:
     publication = spec.asynchrony.publication
+    if spec.model.lora is not None and max(spec.parallelism.tensor_parallel, spec.parallelism.expert_parallel) > 1:
+        raise ValueError(
+            "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "
+            "model.lora puts others in their place: leave them out, parallelism.ranks alone shards the weights (FSDP2)"
+        )
     if spec.optimisation.freeze and spec.model.lora is not None:
         raise ValueError(
             "optimisation.freeze has no effect while model.lora is set, whose adapters alone are trained: remove it, "

@@ -40,6 +40,8 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"ranks": 4, "tensor_parallel": 3}}, "parallelism", "must divide parallelism.ranks 4"),
         ({"parallelism": {"ranks": 4, "replicas": 2, "tensor_parallel": 2}}, "parallelism", "4 ranks / 2"),
         ({"parallelism": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2}}, "parallelism", "use either it"),
+        ({"parallelism": {"ranks": 2, "tensor_parallel": 2}, "model": {"path": "model", "lora": {"rank": 4}}},
+         "parallelism.tensor_parallel", "model.lora puts others in their place"),
         ({"parallelism": {"ranks": 4, "expert_parallel": 3}}, "parallelism", "must divide ranks / replicas 4"),
         ({"parallelism": {"ranks": 6, "expert_parallel": 3, "tensor_parallel": 2}}, "parallelism", "be a multiple of"),
     ],

@@ -278,6 +278,9 @@ ELSEWHERE: Final = {
     ("examples/frozen_lake/README.md", "flotilla run examples/frozen_lake/experiment.yaml"):
         "tests/e2e/test_frozen_lake.py",
     ("examples/frozen_lake/README.md", "flotilla show runs/frozen_lake --best"): "tests/e2e/test_frozen_lake.py",
+    ("docs/cli.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
+    ("docs/lora.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
+    ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):

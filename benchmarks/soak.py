@@ -135,7 +135,7 @@ def main() -> int:
     """Run it; 1 if honest work lost a tenth, or anything was graded wrongly or miscounted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--window-seconds", type=float, default=25.0)
+    parser.add_argument("--window-seconds", type=float, default=60.0)
     parser.add_argument("--report", type=Path, help="page to write, such as docs/soak.md")
     parser.add_argument("--json", type=Path, help="figures to write")
     arguments = parser.parse_args()

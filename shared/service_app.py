@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request
 
+from shared.description import describe, only_reading_is_open
 from shared.membership import Membership
 from shared.schemas.service import DesiredState, ObservedState
 from shared.serving import add_health_routes, add_problem_handlers
@@ -104,6 +105,7 @@ def create_service_app(title: str, open_state: OpenState) -> FastAPI:
     app = FastAPI(title=title, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_problem_handlers(app)
     add_health_routes(app, why_not_ready=_why_not_ready, gauges=_gauges)
+    describe(app, only_reading_is_open)
     return app
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Scope
 
-from services.gateway.description import describe
+from services.gateway.description import describe_gateway
 from services.gateway.middleware import Guard, Opened
 from services.gateway.routes import (
     agents,
@@ -62,7 +62,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
-    describe(app)
+    describe_gateway(app)
     return app
 
 

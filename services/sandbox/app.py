@@ -9,6 +9,7 @@ from services.sandbox.routes import health, run_code, sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
 from shared.credentials import Credentials
+from shared.description import describe, only_reading_is_open
 from shared.gatekeeper import Gatekeeper
 from shared.serving import add_problem_handlers
 
@@ -36,6 +37,7 @@ def create_app(
     app.include_router(run_code.router)
     app.include_router(sessions.router)
     add_problem_handlers(app)
+    describe(app, only_reading_is_open)
     credentials = credentials or Credentials(settings.token.get_secret_value())
     app.add_middleware(Gatekeeper, credentials=credentials, max_bytes=settings.max_request_bytes)
     return app

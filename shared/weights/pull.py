@@ -9,11 +9,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from shared.credentials import Credentials
+from shared.description import problem_answer
 from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferFailed
 from shared.serving import problem_response
 from shared.weights.direct import DirectServer
@@ -147,7 +149,13 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
     """
     router = APIRouter(tags=["weights"])
 
-    @router.get("/v1/weights/{version}", response_class=Response)
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"application/octet-stream": {}}},
+        206: {"description": "The range that was asked for.", "content": {"application/octet-stream": {}}},
+        416: problem_answer("The range begins behind the end."),
+    }
+
+    @router.get("/v1/weights/{version}", response_class=Response, responses=answers)
     async def weights(version: int, request: Request) -> Response:
         """Serve a version's weights."""
         try:

@@ -6,7 +6,7 @@ Bodies are bounded by the gateway, and again here. Errors are problem documents 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from services.rollout.agents.episode import Asked, Episode
 from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.replies import Reply
+from shared.description import problem_answer
 from shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
 from shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
@@ -30,6 +31,9 @@ ALIVE_SECONDS: Final = 5.0
 ALIVE: Final = b": the policy is writing\n\n"
 RETRIES: Final = "x-stainless-retry-count"
 """Header in which OpenAI's clients say that they send a request again."""
+
+STREAMED: Final[dict[str, Any]] = {"content": {"application/json": {}, "text/event-stream": {}}}
+ENDED: Final = problem_answer("The episode has ended.")
 
 Accepts = Callable[[str | None], bool]
 
@@ -61,7 +65,7 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         """Hand out an episode."""
         return await found(request, experiment_id).open(min(wanted.wait_seconds, LONGEST_WAIT_SECONDS))
 
-    @router.post("/{episode_id}/complete")
+    @router.post("/{episode_id}/complete", responses={410: ENDED})
     async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:
         """End an episode."""
         reward = None
@@ -69,7 +73,7 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
             reward = EpisodeReward(reward=ending.reward, metrics=ending.metrics)
         return await found(request, experiment_id).complete(episode_id, reward)
 
-    @router.post("/{episode_id}/{what}")
+    @router.post("/{episode_id}/{what}", responses={200: STREAMED, 410: ENDED})
     async def ask(experiment_id: str, episode_id: str, what: str, request: Request) -> Response:
         """Sample a reply: ``chat`` or ``text``."""
         try:

@@ -8,6 +8,7 @@ from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import Cell
 from services.sandbox.routes.dependencies import Caller, Sandbox
 from services.sandbox.routes.run_code import check_files, make_response
+from shared.description import problem_answer
 from shared.errors import FlotillaError
 from shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
 
@@ -41,7 +42,7 @@ async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller
     )
 
 
-@router.post("/sessions/{session_id}/run")
+@router.post("/sessions/{session_id}/run", responses={410: problem_answer("The session has ended.")})
 async def run_cell(session_id: str, request: CellRequest, token: Token, sandbox: Sandbox) -> CellResponse:
     """Run a piece of code in a session and return what it printed.
 

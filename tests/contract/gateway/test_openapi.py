@@ -14,8 +14,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from services.gateway.app import create_app
-from services.gateway.description import PROBLEM
 from services.gateway.settings import GatewaySettings
+from shared.description import PROBLEM
 from tests.unit.gateway.builders import a_gateway
 
 OPERATOR = "the-operators-token"

@@ -1,0 +1,93 @@
+"""What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from shared.serving import PROBLEM_JSON
+
+PROBLEM = {
+    "type": "object",
+    "description": "What went wrong (RFC 9457).",
+    "required": ["type", "title", "status", "code", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "code": {"type": "string", "description": "Stable; docs/rest.md lists them."},
+        "detail": {"type": "string"},
+        "errors": {"type": "array", "items": {"type": "object"}},
+    },
+}
+EVERYWHERE = {
+    400: "The body cannot be read.",
+    405: "The path knows other methods: `Allow` lists them.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    422: "The request is not valid.",
+    431: "The headers are too large.",
+    503: "Something that is needed does not answer now: try again.",
+    504: "It took too long: try again.",
+}
+WITH_TOKEN = {401: "No token, or one that is unknown, revoked or expired.", 403: "The token is not for this."}
+WITH_PARAMETERS = {404: "What the path names is not there."}
+CHANGING = {409: "The present state does not allow it."}
+CLOSED_READING = "/v1/"
+"""What can be read below it is not for everybody."""
+
+
+def describe(
+    app: FastAPI, is_open: Callable[[str, str], bool], scopes: Callable[[str, str], list[str]] | None = None
+) -> None:
+    """Let an app's description name its security scheme and statuses.
+
+    Args:
+        app: with all its routes.
+        is_open: tells of a method and a path whether no token is needed.
+        scopes: lists the scopes that may use them, where there are any.
+    """
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        is_made = app.openapi_schema is not None
+        document = plain()
+        if not is_made:
+            _complete(document, is_open, scopes)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def only_reading_is_open(method: str, path: str) -> bool:
+    """Tell whether a service answers anybody: it does who only looks how it is."""
+    return method == "GET" and not path.startswith(CLOSED_READING)
+
+
+def problem_answer(text: str) -> dict[str, Any]:
+    """Describe an answer that is a problem document."""
+    return {"description": text, "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
+
+
+def _complete(
+    document: dict[str, Any], is_open: Callable[[str, str], bool], scopes: Callable[[str, str], list[str]] | None
+) -> None:
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {})["Problem"] = PROBLEM
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "A token of the fleet; docs/security.md."}
+    }
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            statuses = dict(EVERYWHERE)
+            if not is_open(method.upper(), path):
+                operation["security"] = [{"token": []}]
+                if scopes is not None:
+                    operation["x-scopes"] = scopes(method.upper(), path)
+                statuses |= WITH_TOKEN
+            if "{" in path or method != "get":
+                statuses |= WITH_PARAMETERS
+            if method != "get":
+                statuses |= CHANGING
+            for status, text in statuses.items():
+                operation["responses"][str(status)] = problem_answer(text)

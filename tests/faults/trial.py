@@ -135,14 +135,14 @@ class Trial:
 
     async def held_by(self, pid: int) -> set[bytes]:
         """List the tasks that a rollout has claimed."""
-        return {entry["message_id"] for entry in await self._held() if holder_of(entry) == pid}
+        return {entry["message_id"] for entry in await self._held() if holder_of(entry) == f"rollout-{pid}"}
 
     async def until_one_holds(self, num: int, pids: set[int]) -> int:
         """Wait until one of these rollouts has claimed so many tasks; gives its process id."""
 
         async def who_does() -> int | None:
             holders = [holder_of(entry) for entry in await self._held()]
-            return next((pid for pid in pids if holders.count(pid) >= num), None)
+            return next((pid for pid in pids if holders.count(f"rollout-{pid}") >= num), None)
 
         found: int = await waited(who_does, PATIENCE_SECONDS, f"{num} claims of one of {pids}", pause_seconds=0.01)
         return found
@@ -214,10 +214,10 @@ class Trial:
         return Counter(group for plan in plans for group in plan["group_ids"])
 
 
-def holder_of(entry: dict[str, Any]) -> int:
-    """Read the process id of the rollout that has claimed an entry."""
+def holder_of(entry: dict[str, Any]) -> str:
+    """Read who has claimed an entry: a rollout, or the place of what was handed back."""
     name: str = entry["consumer"].decode().partition("@")[0]
-    return int(name.removeprefix("rollout-"))
+    return name
 
 
 async def waited(look: Callable[[], Awaitable[Any]], seconds: float, what: str, *, pause_seconds: float = 0.05) -> Any:

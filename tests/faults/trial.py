@@ -126,7 +126,7 @@ class Trial:
             return view if view and view.observed.load.get("generated_tokens", 0) > num_tokens else None
 
         await waited(has_claimed, PATIENCE_SECONDS, f"a new claim of {pid}", pause_seconds=0.01)
-        num_tokens = -1.0
+        num_tokens = 0.0
         # The first count may be older than the claim, and the second one's tokens sampled before it.
         for _ in range(3):
             view: ServiceView = await waited(partial(view_with, num_tokens), PATIENCE_SECONDS, f"tokens of {pid}")

@@ -99,6 +99,10 @@ class PassKey:
         """Return what other services show to those of a kind; who has it can do nothing else with it."""
         return self._derive(f"peers of {kind}").hex()
 
+    def weights_token(self) -> str:
+        """Return what rollouts show to each other to pull weights; who has it can do nothing else with it."""
+        return self._derive("readers of weights").hex()
+
     def joining(self, kind: ServiceKind) -> str:
         """Make the pass with which a service of a kind registers, and can do nothing else."""
         return self.sign(Principal(Scope.SERVICE, f"a {kind}", kind), None)

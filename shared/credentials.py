@@ -20,11 +20,13 @@ class Credentials:
         self._token = token
         self._peers: dict[ServiceKind, str] = {}
         self._accepted = frozenset({digest_of(token)})
+        self._accepted_for_weights: frozenset[str] = frozenset()
 
     def take(self, registered: Registered) -> None:
         """Remember what the gateway says."""
         self._peers = dict(registered.peers)
         self._accepted = frozenset({digest_of(self._token), *registered.accepts})
+        self._accepted_for_weights = frozenset(registered.accepts_for_weights)
 
     def for_peer(self, kind: ServiceKind) -> str:
         """Return the token to show to services of a kind; its own where the gateway named none."""
@@ -32,6 +34,14 @@ class Credentials:
 
     def accepts(self, authorization: str | None) -> bool:
         """Tell whether an ``Authorization`` header is let in."""
-        token = bearer_of(authorization)
-        # A set of digests: how long the look takes tells nothing of a token that hashes to one of them.
-        return token is not None and digest_of(token) in self._accepted
+        return _is_in(self._accepted, authorization)
+
+    def accepts_for_weights(self, authorization: str | None) -> bool:
+        """Tell whether an ``Authorization`` header is let in to read weights."""
+        return _is_in(self._accepted | self._accepted_for_weights, authorization)
+
+
+def _is_in(digests: frozenset[str], authorization: str | None) -> bool:
+    token = bearer_of(authorization)
+    # A set of digests: how long the look takes tells nothing of a token that hashes to one of them.
+    return token is not None and digest_of(token) in digests

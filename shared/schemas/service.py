@@ -82,9 +82,11 @@ class Registered(Wire):
     token: str | None = None
     """The service's own pass: what it shows to the gateway until an answer brings the next one."""
     peers: Mapping[ServiceKind, str] = {}
-    """What it shows to services of other kinds."""
+    """What it shows to other services, by their kind."""
     accepts: tuple[str, ...] = ()
     """SHA-256, hexadecimal, of the tokens that it lets in, besides its own."""
+    accepts_for_weights: tuple[str, ...] = ()
+    """The same of those that it lets in to read weights, and to nothing else."""
 
 
 class Failure(Wire):

@@ -159,7 +159,7 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
     async def weights(version: int, request: Request) -> Response:
         """Serve a version's weights."""
         try:
-            if not credentials.accepts(request.headers.get("authorization")):
+            if not credentials.accepts_for_weights(request.headers.get("authorization")):
                 raise Unauthorized("a bearer token is needed to pull weights")
             image, checksum = await images.open(version)
         except FlotillaError as error:

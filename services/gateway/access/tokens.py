@@ -24,12 +24,12 @@ PASS_SECONDS = 3600.0
 OPERATOR = Principal(Scope.OPERATOR, "operator")
 MADE_PREFIX = "flt_"
 CALLS: Mapping[ServiceKind, tuple[ServiceKind, ...]] = {
-    ServiceKind.ROLLOUT: (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.SANDBOX),
+    ServiceKind.ROLLOUT: (ServiceKind.TRAINER, ServiceKind.SANDBOX),
     ServiceKind.REWARD: (ServiceKind.SANDBOX,),
     ServiceKind.TRAINER: (),
     ServiceKind.SANDBOX: (),
 }
-"""Which services call which: rollouts pull weights, from each other too, and open sessions, rewards run programs."""
+"""Which services call which: rollouts pull weights and open sessions, rewards run programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,10 @@ class Tokens:
 
     def peers_of(self, kind: ServiceKind) -> dict[ServiceKind, str]:
         """What a service of a kind shows to those that it calls."""
-        return {peer: self._key.peer_token(peer) for peer in CALLS[kind]}
+        shown = {peer: self._key.peer_token(peer) for peer in CALLS[kind]}
+        if kind is ServiceKind.ROLLOUT:
+            shown[kind] = self._key.weights_token()
+        return shown
 
     def peer_of(self, kind: ServiceKind) -> str:
         """What the gateway shows to services of a kind where it calls one."""
@@ -119,6 +122,10 @@ class Tokens:
     def accepted_by(self, kind: ServiceKind) -> tuple[str, ...]:
         """Digests of the tokens that a service of a kind lets in: its callers' and the operator's."""
         return digest_of(self._key.peer_token(kind)), digest_of(self._operator)
+
+    def accepted_for_weights(self, kind: ServiceKind) -> tuple[str, ...]:
+        """Digests of the tokens that a service of a kind lets in to read weights, and to nothing else."""
+        return (digest_of(self._key.weights_token()),) if kind is ServiceKind.ROLLOUT else ()
 
     async def create(self, request: TokenRequest) -> tuple[TokenRecord, str]:
         """Make a token; this is the only time that it is seen.

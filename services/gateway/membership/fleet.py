@@ -104,6 +104,7 @@ class Fleet:
             token=self._tokens.pass_of(service.kind, service.id),
             peers=self._tokens.peers_of(service.kind),
             accepts=self._tokens.accepted_by(service.kind),
+            accepts_for_weights=self._tokens.accepted_for_weights(service.kind),
         )
 
     async def report(

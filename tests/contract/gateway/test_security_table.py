@@ -58,7 +58,8 @@ def shown_to(gateway: Any, kind: ServiceKind, own: Mapping[str, str | None]) -> 
 def told(gateway: Any, kind: ServiceKind) -> Credentials:
     """Make what a registered service of this kind lets in."""
     credentials = Credentials(f"given to the {kind} at its start")
-    credentials.take(Registered(service_id="s", lease_seconds=1, accepts=gateway.tokens.accepted_by(kind)))
+    accepts, for_weights = gateway.tokens.accepted_by(kind), gateway.tokens.accepted_for_weights(kind)
+    credentials.take(Registered(service_id="s", lease_seconds=1, accepts=accepts, accepts_for_weights=for_weights))
     return credentials
 
 

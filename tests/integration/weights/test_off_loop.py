@@ -74,10 +74,10 @@ async def test_offered_images_are_mapped_and_let_go_off_the_event_loop(
     def watch(name: str) -> None:
         original = getattr(WeightImage, name)
 
-        def watched(*args: object) -> object:
+        def watched(*args: object, **keywords: object) -> object:
             if asyncio._get_running_loop() is not None:
                 on_loop.append(name)
-            return original(*args)
+            return original(*args, **keywords)
 
         monkeypatch.setattr(WeightImage, name, watched)
 

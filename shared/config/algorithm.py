@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from shared.config.advantage import AdvantageConfig, GaeConfig, GrpoConfig, WhitenConfig
 from shared.config.base import Config, check_order
 from shared.config.correction import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
+from shared.config.distillation import DistillationConfig
 from shared.config.policy_loss import GspoConfig, PolicyGradientConfig, PolicyLossConfig, PpoConfig
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AlgorithmConfig",
     "BestResamplingConfig",
     "CorrectionConfig",
+    "DistillationConfig",
     "ExtremesResamplingConfig",
     "GaeConfig",
     "GrpoConfig",
@@ -225,6 +227,8 @@ class AlgorithmConfig(Config):
     """From losses per token to one."""
     kl: KlConfig | None = None
     """Pull to the reference policy; null for none, and no reference model is loaded."""
+    distillation: DistillationConfig | None = None
+    """A teacher beside the reward, or in its place; null for none. See docs/jobs.md."""
     old_log_probs: OldLogProbs = "rollout"
     """The ratio's denominator. ``rollout`` costs no forward pass and lets the loss's own clip see staleness."""
     correction: CorrectionConfig | Literal["auto"] | None = "auto"
@@ -250,6 +254,7 @@ class AlgorithmConfig(Config):
                 "has no critic: remove value_loss, or use gae"
             )
         self._check_kl_order()
+        self._check_pure_distillation()
         if isinstance(self.correction, CorrectionConfig):
             if self.old_log_probs == "rollout" and self.correction.numerator == "old":
                 raise ValueError(
@@ -284,6 +289,26 @@ class AlgorithmConfig(Config):
                 f"algorithm.kl.order before_baseline has no effect while algorithm.advantage.kind is {kind}, which "
                 "compares other scores than the reward: set order to after_baseline, or kl.placement to loss"
             )
+
+    def _check_pure_distillation(self) -> None:
+        if not self.is_pure_distillation:
+            return
+        unused = {
+            "advantage": self.advantage != GrpoConfig(),
+            "kl": isinstance(self.kl, KlRewardConfig),
+            "supervised": self.supervised is not None,
+            "resampling": self.resampling is not None,
+        }
+        for name in (name for name, is_set in unused.items() if is_set):
+            raise ValueError(
+                f"algorithm.{name} has no effect that is wanted while algorithm.distillation.pure leaves rewards out: "
+                f"remove {name}{', or set its placement to loss' if name == 'kl' else ''}, or set pure to false"
+            )
+
+    @property
+    def is_pure_distillation(self) -> bool:
+        """Whether a teacher alone teaches, and rewards do not."""
+        return self.distillation is not None and self.distillation.pure
 
     @property
     def needs_critic(self) -> bool:
@@ -321,4 +346,5 @@ class AlgorithmConfig(Config):
         corrects = self.correction == "auto" or (
             isinstance(self.correction, CorrectionConfig) and self.correction.numerator == "old"
         )
-        return uses_kl or corrects or self.advantage.kind == "optimal_token_baseline"
+        reads = self.advantage.kind == "optimal_token_baseline" or self.distillation is not None
+        return uses_kl or corrects or reads

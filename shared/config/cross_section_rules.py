@@ -12,6 +12,7 @@ from shared.config.checkpoint import CheckpointConfig
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
+from shared.config.health import HealthConfig
 from shared.config.job import FinishedJob
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
@@ -56,6 +57,8 @@ class Sections(Protocol):
     @property
     def resources(self) -> ResourcesConfig: ...
     @property
+    def health(self) -> HealthConfig: ...
+    @property
     def finished_job(self) -> FinishedJob | None: ...
     @property
     def trains(self) -> bool: ...
@@ -90,7 +93,10 @@ def check_sections(spec: Sections) -> None:
     _prompts(spec)
     _agents(spec)
     if spec.finished_job is None and spec.trains:
-        _advantage(spec)
+        if spec.algorithm.is_pure_distillation:
+            _pure_distillation(spec)
+        else:
+            _advantage(spec)
         _shuffle(spec)
 
 
@@ -159,6 +165,19 @@ def _shuffle(spec: Sections) -> None:
         raise ValueError(
             "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
             "mini-batch: remove shuffle, or raise require_batches"
+        )
+
+
+def _pure_distillation(spec: Sections) -> None:
+    unused = {
+        "reward.filter_zero_spread": spec.reward.filter_zero_spread,
+        "reward.group_filter": spec.reward.group_filter is not None,
+        "health.max_groups_without_signal": spec.health.max_groups_without_signal is not None,
+    }
+    for field in (field for field, is_set in unused.items() if is_set):
+        raise ValueError(
+            f"{field} judges groups by their rewards, and with algorithm.distillation.pure every group teaches: remove "
+            "it, or set pure to false"
         )
 
 

@@ -31,9 +31,17 @@ def with_defaults_of_the_job(given: Any) -> Any:
     kind = job.get("kind") if isinstance(job, Mapping) else None
     if kind == EVALUATION:
         return _with_defaults_of_an_evaluation(given)
-    if kind in FINISHED_KINDS and given.get("reward") is None and given.get("evaluation") is None:
+    if given.get("reward") is not None or given.get("evaluation") is not None:
+        return given
+    if kind in FINISHED_KINDS:
         return {**given, "reward": {}}
-    return given
+    return {**given, "reward": {"components": [{"kind": "constant"}]}} if _learns_from_teacher_alone(given) else given
+
+
+def _learns_from_teacher_alone(given: Mapping[str, Any]) -> bool:
+    algorithm = given.get("algorithm")
+    distillation = algorithm.get("distillation") if isinstance(algorithm, Mapping) else None
+    return isinstance(distillation, Mapping) and distillation.get("pure") is True
 
 
 def _with_defaults_of_an_evaluation(given: Mapping[str, Any]) -> dict[str, Any]:

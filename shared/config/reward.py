@@ -161,6 +161,14 @@ class VerlDefaultConfig(ComponentConfig):
     """Grade programs (codecontests, apps, codeforces, taco), which needs a sandbox. False: they are refused."""
 
 
+class ConstantConfig(ComponentConfig):
+    """The same reward for every answer: for what is learned without one, as from a teacher alone."""
+
+    kind: Literal["constant"] = "constant"
+    value: float = 0.0
+    """The reward."""
+
+
 class EnvironmentRewardConfig(ComponentConfig):
     """What the environment gave: the sum of its rewards over the turns of the episode."""
 
@@ -246,6 +254,7 @@ Component = Annotated[
     | CodeConfig
     | VerlDefaultConfig
     | EnvironmentRewardConfig
+    | ConstantConfig
     | AgentRewardConfig
     | JudgeConfig
     | RewardModelConfig

@@ -24,6 +24,9 @@ from shared.places import Places, code_of, written_of
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
     paths = {} if spec.model.is_hub_name else {"model.path": spec.model.path}
+    teacher = spec.algorithm.distillation
+    if teacher is not None and not teacher.model.is_hub_name:
+        paths["algorithm.distillation.path"] = teacher.path
     paths |= {**_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
@@ -94,8 +97,10 @@ def check_model(spec: ExperimentSpec) -> None:
 
 
 def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
-    """List the models of a spec by the dotted field of their path: the one that is trained, and reward models."""
+    """List the models of a spec by the dotted field of their path: of policy, teacher and reward models."""
     models = {"model.path": spec.model}
+    if spec.algorithm.distillation is not None:
+        models["algorithm.distillation.path"] = spec.algorithm.distillation.model
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, RewardModelConfig):
             models[f"reward.components.{number}.path"] = component.model
@@ -126,7 +131,12 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         for each in spec.reward.components
     )
     model = spec.model.model_copy(update={"revision": _commit_of(spec.model)})
-    return spec.model_copy(update={"model": model, "reward": spec.reward.model_copy(update={"components": components})})
+    algorithm, teacher = spec.algorithm, spec.algorithm.distillation
+    if teacher is not None:
+        of_commit = teacher.model_copy(update={"revision": _commit_of(teacher.model)})
+        algorithm = algorithm.model_copy(update={"distillation": of_commit})
+    reward = spec.reward.model_copy(update={"components": components})
+    return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward})
 
 
 def _commit_of(model: ModelConfig) -> str | None:

@@ -12,6 +12,7 @@ from services.reward.verifiers.agent import AgentVerifier
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.choice import ChoiceVerifier
 from services.reward.verifiers.code import CodeVerifier
+from services.reward.verifiers.constant import ConstantVerifier
 from services.reward.verifiers.custom import CustomVerifier
 from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
@@ -30,6 +31,7 @@ from shared.config.reward import (
     ChoiceConfig,
     CodeConfig,
     Component,
+    ConstantConfig,
     CustomConfig,
     EnvironmentRewardConfig,
     ExactConfig,
@@ -124,6 +126,8 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
             return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
         case EnvironmentRewardConfig():
             return EnvironmentVerifier()
+        case ConstantConfig():
+            return ConstantVerifier(config)
         case JudgeConfig():
             key = _secret(config.api_key_env, "api_key_env", surroundings)
             return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)

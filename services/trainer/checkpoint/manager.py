@@ -27,6 +27,7 @@ from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
+from services.trainer.learning.teacher import load_teacher
 from services.trainer.models.loading import LoadedModel, check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.checkpoints import (
@@ -237,7 +238,9 @@ def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ra
     reference = None
     if spec.needs_reference and spec.model.lora is None:
         reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
-    return make_learner(spec, loaded, reference, ranks=ranks)
+    distillation = spec.algorithm.distillation
+    teacher = None if distillation is None else load_teacher(distillation, loaded, device)
+    return make_learner(spec, loaded, reference, teacher, ranks=ranks)
 
 
 def restored_from(

@@ -25,6 +25,7 @@ from services.trainer.learning.advantage_inputs import advantage_inputs
 from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from services.trainer.learning.prepared import Prepared, selected, step_weights
+from services.trainer.learning.teacher import taught
 from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
 from services.trainer.models.average import WeightAverage
@@ -67,6 +68,7 @@ class Learner:
         loaded: the policy.
         reference: the policy that the KL is measured from; needed if the spec has a KL and no adapters, without which
             the policy is its own reference.
+        teacher: of distillation; needed if the spec has one.
         ranks: that train together; each is given the same weights, calls the same methods and returns the same.
 
     Raises:
@@ -78,6 +80,7 @@ class Learner:
         spec: ExperimentSpec,
         loaded: LoadedModel,
         reference: LoadedModel | None = None,
+        teacher: LoadedModel | None = None,
         *,
         ranks: Ranks = ONE_RANK,
     ) -> None:
@@ -86,9 +89,10 @@ class Learner:
         self.policy = Policy(loaded.model, temperature=spec.policy_temperature)
         self.device = self.policy.device
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
-        self.reference = None
-        if reference is not None:
-            self.reference = Policy(reference.model.requires_grad_(False), temperature=self.policy.temperature)
+        self.reference, self.teacher = (
+            None if each is None else Policy(each.model.requires_grad_(False), temperature=self.policy.temperature)
+            for each in (reference, teacher)
+        )
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         self.critic: Critic | None = None
@@ -96,9 +100,8 @@ class Learner:
             self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
         if (group := ranks.sequence_group) is not None:
             split = SequenceParallel(group)
-            for each in (self.policy, self.reference, self.critic):
-                if each is not None:
-                    each.split_sequences(split)
+            for each in self._computing:
+                each.split_sequences(split)
         # After the critic's copy, which trains whole.
         self.adapters = choose_trained(loaded.model, spec)
         if spec.optimisation.activation_checkpointing:
@@ -118,11 +121,14 @@ class Learner:
         if self.adapters is not None and spec.needs_reference:
             self.reference = self.policy
 
+    @property
+    def _computing(self) -> list[Policy | Critic]:
+        return [each for each in (self.policy, self.reference, self.teacher, self.critic) if each is not None]
+
     def _lay_out(self, wire_dtype: torch.dtype | None) -> Weights:
         if self.ranks.is_several:
-            for each in (self.policy, self.reference, self.critic):
-                if each is not None:
-                    each.shard(self.ranks)
+            for each in self._computing:
+                each.shard(self.ranks)
         return image_weights(self.loaded.model, self.adapters, self.ranks, wire_dtype)
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
@@ -205,6 +211,10 @@ class Learner:
         if self.critic is not None:
             values = self.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, micro_batches))
         found = self._advantages(batch, old, reference, squares, values)
+        if self.teacher is not None and config.distillation is not None:
+            passes = self._cut(batch, range(batch.num_sequences), self.teacher)
+            judged = self._evaluate(self.teacher, batch, passes, with_squares=False)[0]
+            found = taught(found, config.distillation, old, judged, batch.sequences)
         if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
             observed = float(found.observed_kl)
             self.kl_coefficient = updated_coefficient(
@@ -257,17 +267,18 @@ class Learner:
             and not isinstance(config.kl, KlLossConfig)
         )
 
-    def _cut(self, batch: TrainingBatch, members: Sequence[int]) -> list[MicroBatch]:
+    def _cut(self, batch: TrainingBatch, members: Sequence[int], teacher: Policy | None = None) -> list[MicroBatch]:
+        policy = teacher or self.policy
         return make_micro_batches(
             batch,
             members,
             max_tokens=self.spec.optimisation.micro_batch_tokens,
-            packing=self._packing,
+            packing=self._packing if teacher is None else teacher.resolve_packing("auto"),
             device=self.device,
             rank=self.ranks.data_rank,
             num_ranks=self.ranks.data_size,
-            shares_prompts=self._shares_prompts,
-            hidden_size=self.policy.hidden_size,
+            shares_prompts=self._shares_prompts and policy.can_share_prompts,
+            hidden_size=policy.hidden_size,
         )
 
     @property
@@ -366,7 +377,7 @@ class Learner:
                 entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
                 scores=batch.rewards[micro.members],
                 selected=None if chosen is None else chosen[micro.tokens],
-                sequence_weights=_of_members(prepared.sequence_weights, micro),
+                sequence_weights=prepared.weights_of(micro.members),
                 num_sequences=len(micro.members),
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,
@@ -387,7 +398,3 @@ class Learner:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
             )
-
-
-def _of_members(values: Tensor | None, micro: MicroBatch) -> Tensor | None:
-    return None if values is None else values[micro.members]

@@ -31,7 +31,8 @@ class LearnerMemory:
 
     def _tensors(self) -> Iterator[Tensor]:
         learner = self._learner
-        models = [learner.loaded.model, *([] if learner.reference is None else [learner.reference.model])]
+        models = [learner.loaded.model]
+        models += [each.model for each in (learner.reference, learner.teacher) if each is not None]
         for model in models:
             yield from model.parameters()
             yield from model.buffers()

@@ -11,6 +11,7 @@ RENAMED: Mapping[str, str] = {
     "value": "value/mean",
     "value_clip_fraction": "value/clip_fraction",
     "kl": "kl/mean",
+    "distillation_kl": "distillation/kl",
     "ratio": "ratio/mean",
     "approx_kl": "ratio/approx_kl",
     "clip_fraction": "ratio/clip_fraction",

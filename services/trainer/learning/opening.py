@@ -19,7 +19,12 @@ LEARNERS: dict[str, type[FinishedLearner]] = {
 
 
 def make_learner(
-    spec: ExperimentSpec, loaded: LoadedModel, reference: LoadedModel | None = None, *, ranks: Ranks = ONE_RANK
+    spec: ExperimentSpec,
+    loaded: LoadedModel,
+    reference: LoadedModel | None = None,
+    teacher: LoadedModel | None = None,
+    *,
+    ranks: Ranks = ONE_RANK,
 ) -> Learner:
     """Make the learner of an experiment; see ``Learner``."""
-    return LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, ranks=ranks)
+    return LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, ranks=ranks)

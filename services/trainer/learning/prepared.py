@@ -45,6 +45,10 @@ class Prepared:
             tokens if self.origin is None else self.origin[tokens],
         )
 
+    def weights_of(self, members: Tensor) -> Tensor | None:
+        """Take the loss weights of some sequences [S'], if there are any."""
+        return None if self.sequence_weights is None else self.sequence_weights[members]
+
 
 def _of_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if values is None else values[tokens]

@@ -120,6 +120,8 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
     """
     await fetched(spec.model)
+    if spec.algorithm.distillation is not None:
+        await fetched(spec.algorithm.distillation.model)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
     mine = around.experiment_id, around.service_id

@@ -100,6 +100,14 @@ def test_what_is_healthy_is_named_by_nothing(seen: dict[str, Any]) -> None:
     assert found(**seen) == []
 
 
+def test_rewards_that_nothing_learns_from_may_be_alike() -> None:
+    taught = facts(names_answers=False, learns_from_rewards=False)
+    constant = {"graded": graded(**DEAD), "graded_ever": graded(**DEAD), "highest_reward": 0.0}
+
+    assert found(facts=taught, **constant) == []
+    assert found(facts=facts(names_answers=False), **constant) == [CheckName.CONSTANT_REWARD]
+
+
 def test_a_check_that_is_off_finds_and_explains_nothing() -> None:
     dead = evidence(graded=graded(truncated=384, answered=0, **DEAD), graded_ever=graded(**DEAD))
 

@@ -131,3 +131,11 @@ def test_a_secret_that_is_not_set_is_refused() -> None:
 def test_a_bad_section_is_refused(section: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         RewardConfig.model_validate(section)
+
+
+async def test_a_constant_component_looks_at_nothing() -> None:
+    config = RewardConfig.model_validate({"components": [{"kind": "constant", "value": 0.5, "weight": 2.0}]})
+
+    grades = await build_verifier(config, Surroundings("exp")).score([a_sample("right"), a_sample("wrong")])
+
+    assert [grade.reward for grade in grades] == [1.0, 1.0]

@@ -57,7 +57,7 @@ def train(directory: Path, **sections: Any) -> ExperimentSpec:
         learner.keep_version(step, 0)
         if step == CHECKPOINT:
             manager.save(learner, progress, line)
-    recorder.close()
+    recorder.close(wait_seconds=60.0)
     return spec
 
 

@@ -22,6 +22,7 @@ class Facts:
         updates_per_version: optimiser updates of a version: after the first, weights are not those that sampled.
         learning_rate: peak.
         is_graded: whether what is trained on was graded.
+        learns_from_rewards: whether a difference between rewards is what is learned from.
     """
 
     thresholds: HealthConfig
@@ -31,6 +32,7 @@ class Facts:
     updates_per_version: int
     learning_rate: float
     is_graded: bool = True
+    learns_from_rewards: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ def facts_of(spec: ExperimentSpec) -> Facts:
         updates_per_version=spec.asynchrony.require_batches * spec.steps_per_version,
         learning_rate=spec.optimisation.learning_rate,
         is_graded=spec.finished_job is None,
+        learns_from_rewards=not spec.algorithm.is_pure_distillation,
     )
 
 

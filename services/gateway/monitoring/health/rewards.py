@@ -56,7 +56,7 @@ def never_right(evidence: Evidence) -> Seen | None:
 
 def constant_reward(evidence: Evidence) -> Seen | None:
     """See a reward that is the same for every sample."""
-    if not evidence.is_reward_constant:
+    if not evidence.is_reward_constant or not evidence.facts.learns_from_rewards:
         return None
     return Seen(
         f"all of the last {evidence.graded.scored} samples have reward {evidence.last_reward:g}", _counts(evidence)
@@ -79,6 +79,8 @@ def no_signal(evidence: Evidence) -> Seen | None:
     """See groups of which nearly every one has a single reward, whatever it is, or is filtered."""
     graded = evidence.graded
     share = evidence.facts.thresholds.signalless_share
+    if not evidence.facts.learns_from_rewards:
+        return None
     if not evidence.is_enough_graded or graded.signalless_groups < share * graded.groups:
         return None
     if graded.errors >= evidence.facts.thresholds.failed_share * graded.samples:

@@ -1,0 +1,20 @@
+"""The same reward for every answer."""
+
+from collections.abc import Sequence
+
+from shared.config.reward import ConstantConfig
+from shared.schemas.grading import Grade, GradingSample
+
+
+class ConstantVerifier:
+    """Looks at nothing."""
+
+    def __init__(self, config: ConstantConfig) -> None:
+        self._config = config
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample with the reward that the spec names."""
+        return [Grade.scored(self._config.value) for _ in samples]
+
+    async def aclose(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,69 @@
+"""A teacher in the spec: what it makes unnecessary, and what it makes useless."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.preflight.checks import models_of, paths_of
+from shared.config.load import validate_spec
+from shared.config.paths import resolve_paths
+from shared.errors import InvalidSpec
+
+TEACHER: dict[str, Any] = {"path": "/teacher", "pure": True}
+ALONE: dict[str, Any] = {
+    "name": "distilled",
+    "model": {"path": "/student"},
+    "data": {"path": "/rows.jsonl"},
+    "algorithm": {"distillation": TEACHER},
+    "optimisation": {"steps": 3},
+}
+GRADED = {"reward": {"components": [{"kind": "exact"}]}}
+
+
+def test_a_teacher_alone_needs_no_grader_and_no_group() -> None:
+    spec = validate_spec(ALONE | {"rollout": {"group_size": 1}})
+
+    assert [each.kind for each in spec.reward.components] == ["constant"]
+    assert validate_spec(spec.model_dump(mode="json")) == spec
+    assert not spec.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"algorithm": {"distillation": {"path": "/teacher"}}}, "reward"),
+        ({"evaluation": {"path": "/held_out.jsonl"}}, "reward"),
+        ({"algorithm": {"distillation": TEACHER, "advantage": {"kind": "rloo"}}}, "algorithm.advantage"),
+        ({"algorithm": {"distillation": TEACHER, "kl": {"placement": "reward"}}}, "algorithm.kl"),
+        ({"algorithm": {"distillation": TEACHER, "supervised": {}}}, "algorithm.supervised"),
+        ({"algorithm": {"distillation": TEACHER, "resampling": {"kind": "pow"}}}, "algorithm.resampling"),
+        ({"reward": {"components": [{"kind": "exact"}], "filter_zero_spread": True}}, "reward.filter_zero_spread"),
+        ({"reward": {"group_filter": {"kind": "spread_above"}}}, "reward.group_filter"),
+        ({"health": {"max_groups_without_signal": 9}}, "health.max_groups_without_signal"),
+        ({"job": {"kind": "sft"}}, "algorithm.distillation"),
+        ({"algorithm": {"distillation": TEACHER | {"revision": "main"}}}, "revision"),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(ALONE | changes)
+
+
+def test_a_teacher_beside_rewards_still_compares_within_groups() -> None:
+    beside = ALONE | GRADED | {"algorithm": {"distillation": {"path": "/teacher"}}}
+
+    assert validate_spec(beside | {"reward": GRADED["reward"] | {"filter_zero_spread": True}}).algorithm.distillation
+    with pytest.raises(InvalidSpec, match="nothing to compare"):
+        validate_spec(beside | {"rollout": {"group_size": 1}})
+
+
+def test_its_path_is_found_as_the_models_is(tmp_path: Path) -> None:
+    local = resolve_paths(ALONE | {"algorithm": {"distillation": {"path": "models/teacher/big"}}}, tmp_path)
+    hub = resolve_paths(ALONE | {"algorithm": {"distillation": {"path": "owner/teacher"}}}, tmp_path)
+
+    assert local["algorithm"]["distillation"]["path"] == str(tmp_path / "models/teacher/big")
+    assert hub["algorithm"]["distillation"]["path"] == "owner/teacher"
+    spec = validate_spec(ALONE)
+    assert models_of(spec)["algorithm.distillation.path"].path == "/teacher"
+    assert paths_of(spec)["algorithm.distillation.path"] == "/teacher"

@@ -1,0 +1,216 @@
+"""A teacher's log-probs of the sampled tokens teach the student, beside the rewards or alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.trainer.algorithms.kl import exact_kl
+from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from services.trainer.data.batch import make_batch
+from services.trainer.learning.learner import Learner
+from services.trainer.learning.memory import LearnerMemory
+from services.trainer.models.loading import LoadedModel
+from services.trainer.replay.replay import TOLERANCE, replay
+from shared.checkpoints import StoredCheckpoint
+from shared.config.spec import ExperimentSpec
+from shared.errors import ModelError
+from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.testing.builders import a_task
+from tests.fleet import tiny_model
+from tests.integration.trainer.architectures import ARCHITECTURES
+from tests.unit.trainer.builders import VOCABULARY, a_model, a_spec, uneven_groups
+from tests.unit.trainer.test_lora import a_state
+from tests.unit.trainer.test_replay import STEPS, train
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.7
+
+
+def spec_of(*, model: dict[str, Any] | None = None, temperature: float = 1.0, **distillation: Any) -> ExperimentSpec:
+    return a_spec(
+        model=model or {},
+        rollout={"sampling": {"temperature": temperature}},
+        algorithm={"distillation": {"path": "/teacher"} | distillation},
+        optimisation={"steps": 50, "groups_per_mini_batch": 2, "learning_rate": 1e-2},
+    )
+
+
+def a_teacher(seed: int = 1) -> nn.Module:
+    """Make another model of the same vocabulary, wider than the student."""
+    model = a_model(hidden_size=48, intermediate_size=64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def naive_log_probs(model: nn.Module, trajectory: Trajectory) -> list[float]:
+    """Compute the log-prob of every sampled token, one forward pass of the whole text for each."""
+    found, ids = [], torch.from_numpy(trajectory.token_ids).long()
+    for place in np.flatnonzero(trajectory.loss_mask):
+        logits = model(ids[None, :place]).logits[0, -1].float() / TEMPERATURE
+        found.append(float(torch.log_softmax(logits, -1)[ids[place]]))
+    return found
+
+
+@pytest.mark.parametrize("make", [a_teacher, ARCHITECTURES["GPT-2"]], ids=["wider", "another architecture"])
+@pytest.mark.parametrize("pure", [False, True], ids=["beside rewards", "alone"])
+def test_each_token_has_the_advantage_that_a_loop_over_tokens_gives_it(make: Any, pure: bool) -> None:
+    groups, model = uneven_groups(2), make()
+    spec = spec_of(coefficient=0.3, pure=pure, temperature=TEMPERATURE)
+    without = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"distillation": None})})
+    batch = make_batch(groups)
+    of_rewards = Learner(without, LoadedModel(a_model(), Path()))._prepare(batch, None)[0].advantages
+    mask = batch.sequences.response_mask
+    sampled, judged = [], []
+    for trajectory in (each for group in groups for each in group.trajectories):
+        sampled += trajectory.log_probs[trajectory.loss_mask.astype(bool)].tolist()
+        judged += naive_log_probs(model, trajectory)
+    signal = torch.tensor(judged) - torch.tensor(sampled)
+
+    prepared, metrics = Learner(spec, LoadedModel(a_model(), Path()), None, LoadedModel(model, Path()))._prepare(
+        batch, None
+    )
+
+    assert signal.abs().max() < 10, "no bound acts"
+    expected = 0.3 * signal + (0.0 if pure else of_rewards[mask])
+    torch.testing.assert_close(prepared.advantages[mask], expected, atol=2e-5, rtol=1e-5)
+    assert not prepared.advantages[~mask].any()
+    assert metrics["distillation_kl"].value == pytest.approx(float(-signal.mean()), abs=1e-5)
+    assert metrics["advantage"].value == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+@torch.no_grad()
+def sample(student: nn.Module, generator: torch.Generator, groups: int = 4, size: int = 8, length: int = 8) -> Tensor:
+    ids = torch.arange(1, groups + 1).repeat_interleave(size)[:, None]
+    for _ in range(length):
+        chances = torch.softmax(student(ids).logits[:, -1].float(), -1)
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
+    return ids
+
+
+@torch.no_grad()
+def distributions(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.log_softmax(model(ids).logits[:, :-1].float(), -1)
+
+
+def grouped(student: nn.Module, ids: Tensor, size: int = 8) -> list[Group]:
+    chosen = distributions(student, ids).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    made = [
+        Trajectory(
+            token_ids=tokens.numpy().astype(np.int32),
+            loss_mask=np.array([0] + [1] * (len(tokens) - 1), np.uint8),
+            log_probs=np.concatenate([[0.0], log_probs.numpy()]).astype(np.float32),
+            versions=((0, 0),),
+            finish_reason=FinishReason.STOP,
+        ).graded(GradeStatus.SCORED, 0.0)
+        for tokens, log_probs in zip(ids, chosen, strict=True)
+    ]
+    return [
+        Group(a_task(number, group_size=size), tuple(made[number * size : (number + 1) * size]))
+        for number in range(len(made) // size)
+    ]
+
+
+def test_a_student_comes_near_its_teacher_without_a_reward() -> None:
+    spec = a_spec(
+        algorithm={"distillation": {"path": "/teacher", "pure": True}, "policy_loss": {"kind": "policy_gradient"}},
+        optimisation={"steps": 80, "groups_per_mini_batch": 4, "learning_rate": 1e-2},
+    )
+    student, teacher = a_model(), a_teacher()
+    learner = Learner(spec, LoadedModel(student, Path()), None, LoadedModel(teacher, Path()))
+    before_teacher = {name: weight.clone() for name, weight in teacher.state_dict().items()}
+    generator, exact, reported = torch.Generator().manual_seed(0), [], []
+
+    for step in range(1, 61):
+        ids = sample(student, generator)
+        exact.append(float(exact_kl(distributions(student, ids), distributions(teacher, ids)).mean()))
+        reported.append(learner.train(grouped(student, ids), step).metrics["distillation/kl"])
+
+    first, last = np.mean(exact[:3]), np.mean(exact[-3:])
+    assert last < 0.5 * first, (first, last)
+    assert np.mean(reported[-3:]) == pytest.approx(last, rel=0.35)
+    assert all(torch.equal(weight, before_teacher[name]) for name, weight in teacher.state_dict().items())
+
+
+def copied(directory: Path) -> Path:
+    """Copy the tiny model with other weights: a teacher with the student's tokenizer."""
+    shutil.copytree(tiny_model(), directory)
+    learner = beginning(a_spec(model={"path": str(tiny_model())}), CPU).learner
+    model: Any = learner.loaded.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_a_restored_learner_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    teacher = str(copied(tmp_path / "teacher"))
+    learner = beginning(spec_of(model={"path": str(tiny_model())}, path=teacher), CPU).learner
+    learner.train(uneven_groups(2, seed=1), 1)
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    fill_alone(learner, folder)
+    expected = learner.train(uneven_groups(2, seed=2), 2)
+
+    stored = StoredCheckpoint(1, folder, a_state(learner.spec, 1))
+    restored = restored_from(learner.spec, stored, CPU).learner
+    found = restored.train(uneven_groups(2, seed=2), 2)
+
+    assert found.metrics == expected.metrics
+    assert expected.metrics["distillation/kl"] != 0
+    theirs = restored.loaded.model.state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in learner.loaded.model.state_dict().items())
+
+
+def test_a_step_is_computed_again_with_its_teacher(tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    a_teacher().save_pretrained(teacher)
+    (teacher / "tokenizer_config.json").write_text("{}")
+    train(tmp_path / "run", algorithm={"distillation": {"path": str(teacher), "coefficient": 0.5}})
+
+    found = replay(tmp_path / "run", STEPS)
+
+    assert not [each for each in found.figures if each.difference > TOLERANCE]
+    assert any(each.name == "distillation/kl" and each.recorded != 0 for each in found.figures)
+
+
+def test_the_teacher_leaves_memory_with_the_student(tmp_path: Path) -> None:
+    learner = Learner(spec_of(), LoadedModel(a_model(), Path()), None, LoadedModel(a_teacher(), Path()))
+    assert learner.teacher is not None
+
+    listed = {id(tensor) for tensor in LearnerMemory(learner, tmp_path)._tensors()}
+
+    assert {id(tensor) for tensor in learner.teacher.model.parameters()} <= listed
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "teacher")
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    (first, a), (second, b) = list(vocabulary.items())[20:22]
+    vocabulary[first], vocabulary[second] = b, a
+    path.write_text(json.dumps(tokenizer))
+
+    with pytest.raises(ModelError, match=r"algorithm\.distillation\.path: the tokenizer of .* gives 2 tokens .* here"):
+        beginning(spec_of(model={"path": str(tiny_model())}, path=str(folder)), CPU)
+
+
+def test_a_teacher_that_reads_fewer_tokens_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    shutil.copytree(tiny_model(), folder)
+    a_model().save_pretrained(folder)
+
+    with pytest.raises(ModelError, match=f"reads {VOCABULARY} token ids and model.path writes"):
+        beginning(spec_of(model={"path": str(tiny_model())}, path=str(folder)), CPU)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from services.trainer.replay.replay import Replayed
     from services.trainer.replay.tokens import TokenRow
 
-SHOWN = ("loss/total", "loss/policy", "loss/kl", "ratio/mean", "ratio/clip_fraction", "ratio/approx_kl", "entropy")
+SHOWN = (
+    *("loss/total", "loss/policy", "loss/kl", "distillation/kl"),
+    *("ratio/mean", "ratio/clip_fraction", "ratio/approx_kl", "entropy"),
+)
 """Besides gradient norms and whatever differs."""
 
 

@@ -50,6 +50,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss": {"kind": "clip_cov"}},
     "versions": {"old_log_probs": "recompute_at_version"},
     "critic": {"advantage": {"kind": "gae"}},
+    "a teacher": {"distillation": {"path": "/teacher", "coefficient": 0.1}},
 }
 
 
@@ -177,8 +178,9 @@ def _trained(
     algorithm: dict[str, Any], ranks: Ranks | None, *, make: Callable[[], nn.Module] = a_model, steps: int = EQUAL_STEPS
 ) -> tuple[Learner, list[dict[str, float]]]:
     reference = LoadedModel(make(), Path()) if algorithm.get("kl") else None
+    teacher = LoadedModel(a_model(hidden_size=48), Path()) if algorithm.get("distillation") else None
     arguments: dict[str, Any] = {} if ranks is None else {"ranks": ranks}
-    learner = Learner(_spec(algorithm), LoadedModel(make(), Path()), reference, **arguments)
+    learner = Learner(_spec(algorithm), LoadedModel(make(), Path()), reference, teacher, **arguments)
     figures = []
     for step in range(1, steps + 1):
         result = learner.train(uneven_groups(seed=step), step)

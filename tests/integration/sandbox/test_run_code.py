@@ -17,6 +17,7 @@ from services.sandbox.languages import find_languages, find_python
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import open_state
 from shared.errors import Unavailable
+from shared.schemas.sandbox import EXPERIMENT_HEADER
 from tests.integration.sandbox.running import TOKEN
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -175,16 +176,21 @@ async def test_a_bad_request_is_refused(wrong: dict[str, Any]) -> None:
 async def test_a_full_queue_is_told_at_once_and_a_slow_one_at_its_deadline() -> None:
     sleeping = {"code": "import time; time.sleep(20)", "language": "python", "run_timeout": 6}
 
-    async with a_client(concurrency=1, max_queued=1, queue_seconds=2.5) as client:
+    async with a_client(concurrency=1, spare=0, max_queued=1, queue_seconds=2.5) as client:
         running = asyncio.create_task(client.post("/run_code", json=sleeping))
         while "flotilla_sandbox_running 1" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(client.post("/run_code", json=sleeping))
         while "flotilla_sandbox_waiting 1" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
-        ready_when_full = await client.get("/readyz")
         refused = await client.post("/run_code", json=sleeping)
+        ready_for_others = await client.get("/readyz")
+        other = asyncio.create_task(client.post("/run_code", json=sleeping, headers={EXPERIMENT_HEADER: "another"}))
+        while "flotilla_sandbox_waiting 2" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        ready_when_full = await client.get("/readyz")
         late = await waiting
+        await other
         done = await running
         ready_again = await client.get("/readyz")
         metrics = (await client.get("/metrics")).text
@@ -192,7 +198,7 @@ async def test_a_full_queue_is_told_at_once_and_a_slow_one_at_its_deadline() -> 
     assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
     assert (late.status_code, late.json()["code"]) == (504, "deadline_exceeded")
     assert done.json()["status"] == "Failed"
-    assert (ready_when_full.status_code, ready_again.status_code) == (503, 200)
+    assert [each.status_code for each in (ready_for_others, ready_when_full, ready_again)] == [200, 503, 200]
     assert 'flotilla_sandbox_refused_total{code="unavailable"} 1' in metrics
     assert 'flotilla_sandbox_runs_total{language="python",status="Failed"} 1' in metrics
 

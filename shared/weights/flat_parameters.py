@@ -123,8 +123,6 @@ class FlatParameters:
 
 
 def _check(groups: Mapping[str, list[nn.Parameter]]) -> None:
-    if not groups:
-        raise ValueError("the module has no parameters")
     devices = {tied[0].device for tied in groups.values()}
     if len(devices) > 1 or "meta" in {device.type for device in devices}:
         raise ValueError(f"parameters must be on one real device, not on {', '.join(sorted(map(str, devices)))}")

@@ -38,8 +38,13 @@ class NamedWeights:
             module: with at least one parameter.
             wire_dtype: of floating-point weights in the image.
             names: paths of the parameters that are meant; None for all.
+
+        Raises:
+            ValueError: there is none.
         """
         groups = {name: tied for name, tied in distinct(module).items() if names is None or name in names}
+        if not groups:
+            raise ValueError("the module has no parameters")
         by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
         for name, tied in groups.items():
             by_dtype[tied[0].dtype].append(name)

@@ -97,7 +97,7 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
     own = Learner(spec_of(algorithm=algorithm), LoadedModel(a_model(), Path()))
     other = Learner(spec_of(algorithm=algorithm), LoadedModel(a_model(), Path()))
     other.adapters, explicit = None, LoadedModel(a_model(), Path())
-    other._reference = Learner(a_spec(algorithm=algorithm), LoadedModel(a_model(), Path()), explicit)._reference
+    other.reference = Learner(a_spec(algorithm=algorithm), LoadedModel(a_model(), Path()), explicit).reference
 
     found = [own.train(each, step).metrics["kl/mean"] for step, each in enumerate(groups, 1)]
     expected = [other.train(each, step).metrics["kl/mean"] for step, each in enumerate(groups, 1)]

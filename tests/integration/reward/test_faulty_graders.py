@@ -10,7 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 MOST_FAULTS = 0.6
 """Of the calls: so that each kind comes in a few seconds."""
 HARMLESS = {
-    "right: 200", "late: 200", "duplicate: 200", "forged: 401", "forged_address: 401", "replayed: 401", "conflicting: 409",
+    "right: 200", "late: 200", "duplicate: 200", "forged: 401", "forged_address: 401",
+    "replayed: 401", "conflicting: 409",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.sandbox import leftovers
 from services.sandbox.app import create_app
 from services.sandbox.languages import find_languages, find_python
 from services.sandbox.settings import SandboxSettings
@@ -249,13 +251,15 @@ async def test_a_level_that_does_not_contain_the_self_test_is_not_used(monkeypat
             pass
 
 
-async def test_closing_leaves_no_files() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("flotilla-sandbox-*"))
+async def test_closing_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = f"flotilla-test-{os.getpid()}-"
+    monkeypatch.setattr(leftovers, "PREFIX", prefix)
 
     async with a_client(level="C") as client:
         await client.post("/run_code", json={"code": "open('x', 'w').write('x')", "language": "python"})
+        assert list(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
 
-    assert set(Path(tempfile.gettempdir()).glob("flotilla-sandbox-*")) <= before
+    assert not list(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
 
 
 async def test_a_call_that_is_cancelled_ends_its_program() -> None:

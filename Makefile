@@ -33,7 +33,7 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
 
-# Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
+# Whole fleets run beside other files, on half of the workers; what has failed runs once more, alone (tests/suite).
 # Four workers on two cores: fleets wait for leases and deadlines a third of the time.
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone --durations=15
 

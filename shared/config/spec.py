@@ -109,6 +109,11 @@ class ExperimentSpec(Config):
         return sum(each.weight for each in self.reward.components if isinstance(each, EnvironmentRewardConfig))
 
     @property
+    def joins_branches(self) -> bool:
+        """Whether the branches of an agent's episode count as one."""
+        return self.rollout.agents is not None and self.rollout.agents.branches == "as_one"
+
+    @property
     def groups_per_step(self) -> int:
         """R: the groups that one step trains."""
         return self.optimisation.groups_per_mini_batch * self.asynchrony.require_batches

@@ -138,9 +138,8 @@ class Learner:
             groups: in training order; each with a scored trajectory.
             step: its number, from 1; seeds what the losses draw.
         """
-        batch = make_batch(groups).to(self.device)
-        weights = step_weights(self.spec.algorithm, batch, groups)
-        prepared, advantage_metrics = self._prepare(batch, weights)
+        batch = make_batch(groups, joins_branches=self.spec.joins_branches).to(self.device)
+        prepared, advantage_metrics = self._prepare(batch, step_weights(self.spec.algorithm, batch, groups))
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -353,6 +352,7 @@ class Learner:
             response_mask=batch.sequences.response_mask[of_mini_batch],
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
+            shares=None if (shares := batch.sequences.shares) is None else shares[members],
         )
         chosen = selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []
@@ -379,12 +379,12 @@ class Learner:
                 selected=None if chosen is None else chosen[micro.tokens],
                 sequence_weights=prepared.weights_of(micro.members),
                 num_sequences=len(micro.members),
+                shares=micro.sequences.shares,
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,
             )
             # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
-            size = self.ranks.data_size
-            torch.autograd.backward(objective.loss if size == 1 else objective.loss * size)
+            torch.autograd.backward(objective.loss * self.ranks.data_size)
             self.optimizer.collect()
             tallies.append(objective.metrics)
             if note is not None and objective.tokens is not None:

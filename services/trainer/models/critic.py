@@ -127,6 +127,7 @@ class Critic:
             sequence_index=micro.sequences.index,
             denominators=denominators,
             num_sequences=micro.sequences.count,
+            shares=micro.sequences.shares,
         )
         torch.autograd.backward(objective.loss if num_ranks == 1 else objective.loss * num_ranks)
         self.optimizer.collect()

@@ -198,6 +198,7 @@ class SessionOpener:
             max_groups = math.ceil(SURPLUS * spec.rollout.engine.slots / group_size)
             # What agents drive ends by times of its own, which begin when the first agent does.
             seconds = spec.rollout.task_seconds if spec.rollout.agents is None else None
-            config = LaneConfig(lane.value, max_groups, seconds)
+            ends_old = lane is Lane.TRAIN and spec.asynchrony.redundant_groups > 0
+            config = LaneConfig(lane.value, max_groups, seconds, spec.asynchrony.resolved_max_lag if ends_old else None)
             lanes.append((config, plane.hop(HopName.TASKS, self.holder)))
         return lanes

@@ -33,6 +33,7 @@ from shared.config.job import SftConfig
 from shared.config.spec import ExperimentSpec
 from shared.model_hub import fetched
 from shared.schemas.service import Failure
+from shared.streams.hop import REDUNDANT, STALE
 from shared.streams.plane import DataPlane
 from shared.weights.transport import WeightSender
 
@@ -204,6 +205,8 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
         components=advantage.components if isinstance(advantage, GdpoConfig) else (),
         max_lag=spec.asynchrony.resolved_max_lag,
         needs_baseline=advantage.kind == "remax",
+        joins_branches=spec.joins_branches,
+        too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
     )
 
 

@@ -316,8 +316,3 @@ def _agents(spec: Sections) -> None:
             "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
             "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
         )
-    if spec.evaluation is not None:
-        raise ValueError(
-            "evaluation is answered by the fleet itself, and rollout.agents lets agents drive the episodes: remove "
-            "evaluation, and watch the reward of training"
-        )

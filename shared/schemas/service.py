@@ -119,6 +119,29 @@ class DeviceReport(Wire):
     """Whether it cannot go on without the devices (trainer)."""
 
 
+class JobReport(Wire):
+    """What a trainer service says of its node of a training job on several hosts."""
+
+    epoch: int
+    """The trainer epoch that the job belongs to: what is said of another one counts for nothing."""
+    host: str | None = None
+    port: int | None = None
+    """Where the job's store listens; the first node says it once it does."""
+    ended: str | None = None
+    """Why the job ended here. It is not started again in this epoch."""
+
+
+class JobNode(Wire):
+    """A trainer service's place in a training job on several hosts."""
+
+    rank: int
+    """Of the node, from 0. The first one has the store, and the rank that leads."""
+    count: int
+    host: str | None = None
+    port: int | None = None
+    """Where the first node's store listens; None while it has not said so, and for that node itself."""
+
+
 class ObservedState(Wire):
     """All that a service says about itself at one instant."""
 
@@ -142,6 +165,8 @@ class ObservedState(Wire):
     """What it has sampled in training (rollout)."""
     device: DeviceReport | None = None
     """Where devices are shared in turns: what it has there. None before it has had an order."""
+    job: JobReport | None = None
+    """Of its node of a job on several hosts; None where there is none."""
 
 
 class Assignment(Wire):
@@ -155,7 +180,10 @@ class Assignment(Wire):
     directory: str
     """Where the experiment keeps its checkpoints and files, as the gateway's data directory has it."""
     trainer_epoch: int = 0
-    """How often a trainer was assigned; the latest one alone may plan and commit."""
+    """How often a trainer was assigned; the latest one alone may plan and commit. With several nodes it also rises when
+    one is lost or its ranks end: the job of each epoch is another one."""
+    node: JobNode | None = None
+    """Its place in the epoch's job; None where there is one node, and while others are missing."""
 
 
 class DesiredState(Wire):

@@ -68,7 +68,7 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
     options = FleetOptions(
         data=directory.path / FLEET,
         num_rollouts=arguments.rollouts or (resources.rollouts.min if sampled else 0),
-        num_trainers=(arguments.trainers or 1) if launch.spec.trains else 0,
+        num_trainers=(arguments.trainers or launch.spec.parallelism.nodes) if launch.spec.trains else 0,
         num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
         num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),
         host="127.0.0.1",

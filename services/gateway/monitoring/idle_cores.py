@@ -52,7 +52,7 @@ def _threads(spec: ExperimentSpec) -> Mapping[ServiceKind, int]:
     found = {}
     engine, parallelism = spec.rollout.engine, spec.parallelism
     if parallelism.threads != "auto" and parallelism.device == "cpu":
-        found[ServiceKind.TRAINER] = parallelism.threads * parallelism.ranks
+        found[ServiceKind.TRAINER] = parallelism.threads * (parallelism.ranks // parallelism.nodes)
     if isinstance(engine, TorchEngineConfig) and engine.threads != "auto" and engine.device == "cpu":
         found[ServiceKind.ROLLOUT] = engine.threads
     return found

@@ -106,6 +106,7 @@ class Reconciler:
                 await self._fleet.release(service, "its experiment was deleted")
         await self._scheduler.reconcile()
         for experiment in self._repository:
+            await self._fleet.jobs.reconcile(experiment)
             await self._advance(experiment)
             await self._ensure_task(experiment)
 

@@ -43,7 +43,8 @@ def _holders(
             held = sum(c.kind is kind and c.experiment_id == demand.experiment_id for c in candidates)
             if held and demand.experiment_id != experiment_id:
                 name = kind.value if held == 1 else PLURALS[kind]
-                needs = "" if kind is Kind.TRAINER else f" and needs {demand.quotas[kind].min}"
+                needed = demand.quotas[kind].min
+                needs = "" if kind is Kind.TRAINER and needed == 1 else f" and needs {needed}"
                 phrases.append(f"{demand.experiment_id} has {held} {name}{needs}")
     return phrases
 

@@ -17,7 +17,6 @@ from shared.config.resources import QuotaConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.service import ServiceKind as Kind
 
-TRAINER = QuotaConfig(min=1, max=1)
 KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD, Kind.SANDBOX)
 
 
@@ -92,7 +91,8 @@ class Placement:
 def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     """Read the bounds of what an experiment needs and may have."""
     resources = spec.resources
-    quotas = {Kind.TRAINER: TRAINER} if spec.trains else {}
+    nodes = spec.parallelism.nodes
+    quotas = {Kind.TRAINER: QuotaConfig(min=nodes, max=nodes)} if spec.trains else {}
     if spec.samples_answers:
         quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
     if spec.runs_code:

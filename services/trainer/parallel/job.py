@@ -13,6 +13,7 @@ from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.pulse import Pulse
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 from shared.config.parallelism import ParallelismConfig
+from shared.weights.image import host_identity
 
 OPENING = "opening"
 """Where the leader tells the others what is trained."""
@@ -79,8 +80,12 @@ def entered(
         torch.cuda.set_device(device)
     pulse = Pulse(PrefixStore("pulse", place.store()), place.rank, place.size, on_silence)
     try:
-        group = PrefixStore("group", store)
-        with joined(shape, place.rank, device, group, timeout_seconds=config.collective_timeout_seconds) as ranks:
+        group, timeout = PrefixStore("group", store), config.collective_timeout_seconds
+        host = host_identity() if config.nodes > 1 else None
+        offloads = config.offload.parameters
+        with joined(
+            shape, place.rank, device, group, timeout_seconds=timeout, host=host, offloads_parameters=offloads
+        ) as ranks:
             yield ranks, Channel(ranks, PrefixStore("commands", store))
     finally:
         pulse.close()

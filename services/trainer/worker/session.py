@@ -133,8 +133,9 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         cores = ComputeCores(spec.parallelism.threads)
         compute = stack.enter_context(compute_thread(cores))
         loop = asyncio.get_running_loop()
-        execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
-        storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
+        checkpoints = around.directory / CHECKPOINTS
+        execution = await stack.enter_async_context(open_execution(spec, around.job, compute, checkpoints))
+        storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress

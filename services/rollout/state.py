@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from services.rollout.engines.opening import offers
-from services.rollout.engines.sglang.model import sweep_places
+from services.rollout.engines.servers.model import sweep_places
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
 from services.rollout.tools.code_interpreter import Sandboxes
@@ -58,7 +58,7 @@ async def open_state(
             pull=WeightPuller(credentials),
             host=settings.host,
             service_id=lambda: membership.service_id or "",
-            sglang_python=settings.sglang_python,
+            engine_pythons=settings.engine_pythons,
             places=read_places(os.environ, settings.data),
             published=published,
             sandboxes=lambda experiment_id: Sandboxes(
@@ -74,7 +74,7 @@ async def open_state(
             host=socket.gethostname(),
             pid=os.getpid(),
             capabilities=Capabilities(
-                engines=offers(settings.sglang_python),
+                engines=offers(settings.engine_pythons),
                 cores=os.cpu_count() or 1,
                 memory_bytes=psutil.virtual_memory().total,
                 transports=("gloo", "nccl", "pull"),

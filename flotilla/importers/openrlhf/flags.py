@@ -15,8 +15,8 @@ SHARDING = (
     "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
 )
 ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
-    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
+    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("actor", "critic", "ref", "reward")

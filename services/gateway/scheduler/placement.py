@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.gateway.scheduler.sharing import Share, divide
-from shared.config.engine import SglangEngineConfig
+from shared.config.engine import ServerEngineConfig
 from shared.config.resources import QuotaConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.service import ServiceKind as Kind
@@ -103,7 +103,7 @@ def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
 def engine_to_start(spec: ExperimentSpec) -> str | None:
     """Name the engine that an experiment's rollouts must be able to start; None where any rollout will do."""
     engine = spec.rollout.engine
-    return engine.kind if isinstance(engine, SglangEngineConfig) and engine.url is None else None
+    return engine.kind if isinstance(engine, ServerEngineConfig) and engine.url is None else None
 
 
 def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placement:

@@ -8,21 +8,24 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 
-import psutil
-from fastapi import FastAPI
-from pydantic import SecretStr, ValidationError
+from shared.interpreter import collecting_later
 
-from services.sandbox.app import create_app
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import SandboxState, open_state
-from shared.client import GatewayClient
-from shared.credentials import Credentials
-from shared.errors import InvalidRequest
-from shared.membership import Membership
-from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
-from shared.service_app import at_work
-from shared.service_main import run_service
-from shared.settings import ServiceSettings
+with collecting_later():
+    import psutil
+    from fastapi import FastAPI
+    from pydantic import SecretStr, ValidationError
+
+    from services.sandbox.app import create_app
+    from services.sandbox.settings import SandboxSettings
+    from services.sandbox.state import SandboxState, open_state
+    from shared.client import GatewayClient
+    from shared.credentials import Credentials
+    from shared.errors import InvalidRequest
+    from shared.membership import Membership
+    from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
+    from shared.service_app import at_work
+    from shared.service_main import run_service
+    from shared.settings import ServiceSettings
 
 TRUE = {"1", "true", "yes"}
 VARIABLES = {

@@ -34,7 +34,9 @@ class TextConfig(Described):
     An unknown key is an error, and field docstrings become the schema's descriptions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 class Config(TextConfig):

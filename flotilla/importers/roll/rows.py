@@ -10,7 +10,8 @@ DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
 PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
-    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
+    "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
+    "is computed"
 )
 ENGINE = (
     "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "

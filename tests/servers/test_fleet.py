@@ -27,10 +27,13 @@ RUN_SECONDS = 1500
 
 
 def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
-    """Take the example as it is, but for the engine."""
-    text = (EXAMPLE / "experiment.yaml").read_text().replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
+    """Take the example as it is, but for the engine; vLLM's has wider heads."""
+    text = (EXAMPLE / ("vllm.yaml" if kind == "vllm" else "experiment.yaml")).read_text()
+    text = text.replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
     spec: dict[str, Any] = yaml.safe_load(text.replace("prepare.py", str(EXAMPLE / "prepare.py")))
-    spec["rollout"]["engine"] = {"kind": kind, "slots": 64, "context_tokens": 128}
+    spec["name"] = "arithmetic"
+    if kind == "sglang":
+        spec["rollout"]["engine"] = {"kind": kind, "slots": 64, "context_tokens": 128}
     spec["optimisation"]["steps"] = steps
     spec["asynchrony"]["on_weight_update"] = mode
     if mode == "drain":

@@ -48,7 +48,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model("qwen3", path)
+    save_model("qwen3-32", path)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
     return path
@@ -57,7 +57,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models() -> tuple[nn.Module, nn.Module]:
     """Those of odd versions and of even ones; the server starts with the odd."""
-    return make_model("qwen3", seed=1), make_model("qwen3", seed=0)
+    return make_model("qwen3-32", seed=1), make_model("qwen3-32", seed=0)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -164,7 +164,7 @@ async def test_an_abort_gives_what_there_is(engine: ServerEngine, models: tuple[
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
 async def test_a_wrong_image_is_refused_and_the_server_lives(engine: ServerEngine, tmp_path: Path, name: str) -> None:
-    model = make_model("qwen3")
+    model = make_model("qwen3-32")
     version = (await engine.load()).version
     wrong = save_image(model, tmp_path / "wrong.safetensors", **{name: torch.zeros(7)})
 

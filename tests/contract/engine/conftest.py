@@ -31,7 +31,7 @@ LONG = 1500
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model("qwen3", path)
+    save_model("qwen3-32", path)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
     return path
@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_image(make_model("qwen3", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
+    return save_image(make_model("qwen3-32", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
 
 
 @pytest.fixture(scope="module")

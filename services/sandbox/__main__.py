@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from shared.interpreter import collecting_later
 
 with collecting_later():
-    import psutil
     from fastapi import FastAPI
     from pydantic import SecretStr, ValidationError
 
@@ -20,9 +19,10 @@ with collecting_later():
     from services.sandbox.state import SandboxState, open_state
     from shared.client import GatewayClient
     from shared.credentials import Credentials
+    from shared.devices import host_capabilities
     from shared.errors import InvalidRequest
     from shared.membership import Membership
-    from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
+    from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
     from shared.service_app import at_work
     from shared.service_main import run_service
     from shared.settings import ServiceSettings
@@ -102,7 +102,7 @@ async def _member(settings: ServiceSettings, address: str, credentials: Credenti
         address=address,
         host=socket.gethostname(),
         pid=os.getpid(),
-        capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
+        capabilities=await asyncio.to_thread(host_capabilities),
         incarnation=secrets.token_hex(8),
     )
     waiting = Waiting()

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Config, Device, Threads
+from shared.config.base import Config, DeviceChoice, Threads
 from shared.schemas.engine import EngineCapability
 
 OptionValue = bool | int | float | str | None
@@ -111,8 +111,9 @@ class TorchEngineConfig(Config):
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
     full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
-    device: Device = "cpu"
-    """Torch device, such as cpu or cuda:0."""
+    device: DeviceChoice = "auto"
+    """Torch device, such as cpu or cuda:0. auto: cuda where every rollout that the experiment starts with has a GPU
+    that its torch can use, else cpu."""
 
 
 class ServerEngineConfig(Config):
@@ -126,8 +127,9 @@ class ServerEngineConfig(Config):
     """Completions sampled at the same time (SGLang's --max-running-requests, vLLM's --max-num-seqs)."""
     context_tokens: int = Field(2048, ge=8)
     """Longest prompt and completion together (--context-length, --max-model-len)."""
-    device: Device = "cpu"
-    """Torch device, such as cpu or cuda:0; with tensor parallelism the first one."""
+    device: DeviceChoice = "auto"
+    """Torch device, such as cpu or cuda:0; with tensor parallelism the first one. auto: cuda where every rollout that
+    the experiment starts with has as many GPUs as the server needs, else cpu."""
     options: Options = Field(default={})
     """Further arguments of the server, such as SGLang's tp_size, mem_fraction_static or quantization, or vLLM's
     tensor_parallel_size or gpu_memory_utilization: names as the server has them, with or without dashes; true for a

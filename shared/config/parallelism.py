@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config, Device, Threads
+from shared.config.base import Config, DeviceChoice, Threads
 
 RANKS = frozenset(
     {
@@ -46,15 +46,17 @@ class ParallelismConfig(Config):
     """The trainer: one process on one device, or several ranks, on one machine or several, that share weights and
     work."""
 
-    device: Device = "cpu"
-    """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one."""
+    device: DeviceChoice = "auto"
+    """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one. auto:
+    cuda where the first trainer service has a GPU for each rank, else cpu; what was decided then stays."""
     threads: Threads = "auto"
     """Compute threads of each training process. auto: all cores of its host while nothing else of the fleet computes
     there, else a part of them, the larger the more of the time it computes; figures of two runs then differ in their
     last bits. With a number it always takes that many; more than there are free cores make it slower, not faster."""
     ranks: int = Field(1, ge=1, le=64)
     """Training processes on all machines together. Each keeps a part of weights, gradients and optimiser state (FSDP2),
-    and computes a part of each mini-batch. 1 trains in one process that has all of them."""
+    and computes a part of each mini-batch. 1 trains in one process that has all of them. Left out, it is
+    resources.trainer.devices on each of nodes where that is a number, else 1."""
     nodes: int = Field(1, ge=1, le=64)
     """Trainer services that the ranks are on, each ranks / nodes of them, usually one service per machine. All of them
     must see the gateway's data directory under the same path. 1: all ranks are on one trainer's machine."""

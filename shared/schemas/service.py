@@ -40,10 +40,32 @@ class WorkState(StrEnum):
     FAILED = "failed"
 
 
+class GpuDevice(Wire):
+    """A GPU that a service may compute on."""
+
+    index: int | None = Field(None, ge=0)
+    """Its number on its machine, as nvidia-smi counts; None where it is known by its UUID alone."""
+    uuid: str | None = None
+    """What the driver calls it everywhere; None where nothing could be asked."""
+    name: str | None = None
+    memory_bytes: int = Field(0, ge=0)
+    """0 where it is not known."""
+
+    @property
+    def label(self) -> str:
+        """What CUDA_VISIBLE_DEVICES calls it."""
+        return str(self.index) if self.index is not None else self.uuid or ""
+
+
 class Capabilities(Wire):
     """What a service can offer to a scheduler."""
 
     device: str = "cpu"
+    """What its torch computes on: cuda where there are devices and its build can use them, else cpu."""
+    devices: tuple[GpuDevice, ...] = ()
+    """GPUs that it may use; an experiment gets all of them with the service."""
+    machine: str | None = None
+    """Identity of the machine, the same in all its containers; with a device's number it names the device."""
     engines: tuple[EngineOffer, ...] = ()
     """What a rollout can sample with."""
     cores: int = Field(1, ge=1)
@@ -52,6 +74,10 @@ class Capabilities(Wire):
     """Weight transports that it can receive or send by."""
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
+
+    def device_ids(self, host: str) -> frozenset[str]:
+        """Name the devices so that two services that may use the same one name it alike."""
+        return frozenset(each.uuid or f"{self.machine or host}/{each.label}" for each in self.devices)
 
     @model_validator(mode="before")
     @classmethod

@@ -52,6 +52,7 @@ class LiveService:
 
     Attributes:
         engines: kinds of engines that it can start.
+        devices: identities of the GPUs that it may use.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
@@ -72,6 +73,7 @@ class LiveService:
         """Record its capabilities."""
         self.capabilities = capabilities
         self.engines = frozenset(offer.kind for offer in capabilities.engines if offer.can_start)
+        self.devices = capabilities.device_ids(self.record.host)
 
     @property
     def id(self) -> str:

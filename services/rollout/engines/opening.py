@@ -9,12 +9,23 @@ from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.vllm.engine import VllmEngine
-from shared.config.engine import ServerEngineConfig, SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
+from shared.config.device_rules import split_sizes
+from shared.config.engine import (
+    Options,
+    ServerEngineConfig,
+    SglangEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from shared.config.spec import ExperimentSpec
+from shared.devices import decided_here
 from shared.errors import InvalidSpec
 from shared.model_hub import model_directory
 from shared.schemas.engine import EngineCapability, EngineOffer
 from shared.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
+
+TENSOR_PARALLEL = {"sglang": "tp_size", "vllm": "tensor_parallel_size"}
+"""The argument that divides a model among devices, by the engine's kind."""
 
 
 def make_engine(
@@ -30,6 +41,7 @@ def make_engine(
     Raises:
         InvalidSpec: this service cannot start what the spec asks for.
     """
+    spec = decided_here(spec)
     engine = spec.rollout.engine
     if isinstance(engine, TorchEngineConfig):
         return ProcessEngine(embedded_settings(spec, engine))
@@ -47,7 +59,8 @@ def make_engine(
 
 
 def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:
-    """Read what the embedded engine needs from a spec."""
+    """Read what the embedded engine needs from a spec in which nothing is left to ``auto``."""
+    assert spec.model.dtype != "auto"
     return EngineSettings(
         model_path=str(model_directory(spec.model)),
         dtype=spec.model.dtype,
@@ -73,11 +86,19 @@ def server_settings(
         slots=engine.slots,
         context_tokens=engine.context_tokens,
         decodes=bool(spec.rollout.sampling.stop),
-        options=engine.options,
+        options=_options(spec, engine),
         start_seconds=engine.start_seconds,
         load_seconds=engine.load_seconds,
         networks=networks,
     )
+
+
+def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:
+    """Divide the model among the devices that are asked for, where the options do not say how."""
+    count = spec.resources.rollouts.devices
+    if count in {"auto", 1} or split_sizes(engine.options):
+        return engine.options
+    return {**engine.options, TENSOR_PARALLEL[engine.kind]: count}
 
 
 def offers(pythons: Mapping[str, Path]) -> tuple[EngineOffer, ...]:

@@ -93,7 +93,10 @@ def entered(
 
 def device_of(config: ParallelismConfig, place: Place) -> torch.device:
     """Return the device of a rank: of several on GPUs, each has the one with its number on its machine."""
-    return torch.device(config.device, place.local_rank) if config.device == "cuda" else torch.device(config.device)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -35,8 +35,8 @@ class RolloutQuotaConfig(QuotaConfig):
     """How many rollouts work for the experiment, and what each must have."""
 
     devices: DeviceCount = "auto"
-    """GPUs that a rollout service must have: those of one engine. SGLang gets as many as tp_size where its options do
-    not say how it divides the model; the embedded engine takes 1. auto: as many as the engine's device and options
+    """GPUs that a rollout service must have: those of one engine. SGLang and vLLM divide the model among that many
+    where their options do not say how; the embedded engine takes 1. auto: as many as the engine's device and options
     need, none on a CPU."""
 
 
@@ -44,8 +44,8 @@ class TrainerQuotaConfig(Config):
     """What the trainer, of which there is always one, must have."""
 
     devices: DeviceCount = "auto"
-    """GPUs that the trainer service must have: one for each of parallelism.ranks, which is as many where it is left
-    out. auto: as many as parallelism needs, none on a CPU."""
+    """GPUs that each trainer service must have: one for each of its ranks. parallelism.ranks is this many on each of
+    parallelism.nodes where it is left out. auto: as many as parallelism needs, none on a CPU."""
 
 
 class Sharing(StrEnum):

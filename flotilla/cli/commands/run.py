@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
+from flotilla.cli.device_division import wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.output import new_console, short_path
@@ -75,6 +76,7 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
         port=arguments.port,
         redis_url=arguments.redis_url,
         log_level=arguments.log_level,
+        devices=wishes_of(launch.spec),
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")

@@ -36,7 +36,11 @@ def test_a_spec_that_says_nothing_asks_for_no_device_and_uses_those_it_gets() ->
         ({"resources": {"trainer": {"devices": 4}}, "parallelism": {"nodes": 2}}, (4, True), (0, True)),
         ({"parallelism": {"device": "cuda", "ranks": 4, "nodes": 2}}, (2, True), (0, True)),
         ({"parallelism": {"offload": {"optimiser": True}}}, (1, True), (0, True)),
-        ({"rollout": {"engine": {"kind": "vllm", "device": "cuda", "options": {"tensor_parallel_size": 2}}}}, (0, True), (2, True)),
+        (
+            {"rollout": {"engine": {"kind": "vllm", "device": "cuda", "options": {"tensor_parallel_size": 2}}}},
+            (0, True),
+            (2, True),
+        ),
         ({"resources": {"rollouts": {"devices": 1}}}, (0, True), (1, True)),
         ({"rollout": {"engine": {**SGLANG, "options": {"--tp-size": 2, "pp": 2}}}}, (0, True), (4, True)),
         ({"rollout": {"engine": SGLANG}, "resources": {"rollouts": {"devices": 2}}}, (0, True), (2, True)),

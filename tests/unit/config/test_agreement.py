@@ -34,7 +34,7 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"ranks": 4, "replicas": 3}}, "parallelism", "does not divide 4 ranks"),
         ({"parallelism": {"ranks": 2, "replicas": 2}}, "parallelism", "does not divide 2 ranks"),
         ({"parallelism": {"ranks": 2, "device": "cuda:0"}}, "parallelism", "write cuda"),
-        ({"parallelism": {"offload": {"optimiser": True}}}, "parallelism", "no effect while parallelism.device is cpu"),
+        ({"parallelism": {"offload": {"optimiser": True}, "device": "cpu"}}, "parallelism", "has no effect while"),
         ({"parallelism": {"offload": {"parameters": True}, "device": "cuda"}}, "parallelism", "raise parallelism.r"),
         ({"parallelism": {"offload": {"parameters": True, "optimiser": True}, "device": "cuda", "ranks": 2}},
          "parallelism", "offload.optimiser has no effect beside offload.parameters"),

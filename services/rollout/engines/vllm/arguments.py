@@ -12,7 +12,7 @@ MAX_SOCKET_PATH = 100
 """A Unix socket's path has 107 bytes at most on Linux."""
 GIB = 1 << 30
 
-ON_CPU: Mapping[str, OptionValue] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * GIB}
+ON_CPU: Mapping[str, OptionValue] = {"enforce_eager": True, "kv_cache_memory_bytes": GIB}
 """What the server needs where it has no GPU, unless options say otherwise: it would take most of the memory."""
 
 

@@ -9,7 +9,6 @@ pytest_plugins = [
     "tests.suite.collection",
     "tests.suite.hangs",
     "tests.suite.retries",
-    "tests.suite.run_folder",
     "tests.suite.schedule",
     "tests.suite.timings",
 ]

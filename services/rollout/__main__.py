@@ -2,12 +2,9 @@
 
 import sys
 
-from shared.interpreter import collecting_later
-
-with collecting_later():
-    from services.rollout.app import create_app
-    from shared.prompts import keep_torch_out
-    from shared.service_main import run_service
+from services.rollout.app import create_app
+from shared.prompts import keep_torch_out
+from shared.service_main import run_service
 
 
 def main() -> int:

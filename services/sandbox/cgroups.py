@@ -67,14 +67,9 @@ class Group:
     pids: Path
     is_unified: bool
 
-    def add(self, pid: int) -> None:
-        """Put a process into the group.
-
-        Raises:
-            OSError: the kernel refused.
-        """
-        for directory in {self.memory, self.pids}:
-            (directory / "cgroup.procs").write_text(str(pid))
+    def entrances(self) -> list[Path]:
+        """List the files to which a process of one thread writes 0 to join the group."""
+        return [self.memory / "cgroup.procs"] if self.is_unified else [self.memory / "tasks", self.pids / "tasks"]
 
     def bound(self, limits: Limits) -> None:
         """Set what the next program may use.
@@ -96,15 +91,22 @@ class Group:
         bound.write_text(str(memory))
         _write_if_present(with_swap, str(memory))
 
-    def held_bytes(self) -> int:
-        """Sum the memory in use that the kernel cannot take back: of processes, and in memory file systems.
+    def holds_more(self, bound_bytes: int) -> bool:
+        """Tell whether memory is in use that the kernel cannot take back: of processes, and in memory file systems.
+
+        Args:
+            bound_bytes: more than so much.
 
         Raises:
             OSError: it cannot be read.
         """
+        # All that is charged can be read at once, which the parts of it cannot.
+        charged = self.memory / ("memory.current" if self.is_unified else "memory.usage_in_bytes")
+        if int(charged.read_bytes()) <= bound_bytes:
+            return False
         names = {"anon", "shmem"} if self.is_unified else {"rss", "shmem"}
         lines = (line.split() for line in (self.memory / "memory.stat").read_text().splitlines())
-        return sum(int(value) for name, value in lines if name in names)
+        return sum(int(value) for name, value in lines if name in names) > bound_bytes
 
     def num_memory_kills(self) -> int:
         """Count the processes that the kernel ended because the group's memory was used up."""

@@ -59,7 +59,6 @@ class Conversation:
             SandboxFailed: the sandbox failed; the session is over.
             TimeoutError: likewise.
         """
-        kills_before = self._server.num_memory_kills()
         with self._server.used_by(self._caller):
             async with asyncio.timeout(longest_seconds(cell.timeout_seconds) + CELL_SECONDS):
                 self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
@@ -70,7 +69,7 @@ class Conversation:
             answer = CellResult(JobResult((PhaseResult("run", OVER_LIMIT, -int(SIGKILL), 0.0, detail=detail),)), False)
         if answer.result.error:
             raise SandboxFailed(f"the guard failed: {answer.result.error}")
-        if self._server.num_memory_kills() > kills_before:
+        if self._server.has_used_up_memory():
             return CellResult(blame_memory(answer.result, self._limits), answer.is_alive)
         return answer
 

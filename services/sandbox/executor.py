@@ -1,7 +1,7 @@
 """Running one program: have the slot's fork server run it, read the guard's result, leave nothing behind.
 
-The service trusts the guard's result only as far as the program cannot gain by forging it. Whatever happens, when
-``run`` returns no process and no file of the program is left.
+The service trusts the guard's result only as far as the program cannot gain by forging it. Whatever happens, when a
+slot is renewed no process and no file of its program is left; the answer does not wait for that.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.sandbox.conversation import Conversation, answer_bytes, blame_memory
 from services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
@@ -21,7 +22,7 @@ from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseR
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits, longest_seconds
 from services.sandbox.slots import sweep
-from services.sandbox.trees import remove_tree
+from services.sandbox.trees import remove_if_small, remove_tree
 from shared.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Executor:
         self._groups = groups
         self._servers: dict[int, ForkServer] = {}
         self._spoiled: dict[int, str] = {}
+        self._attempts: dict[int, asyncio.Task[None]] = {}
         self._is_closed = False
         self.num_spoiled = 0
         """How often something was left behind in a slot."""
@@ -61,22 +63,55 @@ class Executor:
         """How often a fork server ended by itself."""
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
-        """Run a program in a slot that nobody else uses.
+        """Run a program in a slot that nobody else uses. What is left of it is removed before the slot is renewed.
 
         Raises:
             SandboxFailed: the program could not be run; nothing is known about it.
         """
+        await self._settled(slot)
+        answered: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        attempt = asyncio.create_task(self._attempt(slot, program, answered))
+        self._attempts[slot.number] = attempt
+        either: list[asyncio.Future[Any]] = [answered, attempt]
         try:
-            async with self._directory(slot):
-                try:
-                    return await self._run_once(slot, program)
-                except ConnectionError:
-                    self.num_servers_lost += 1
-                    log.warning("a fork server was lost and is replaced", extra={"slot": slot.number})
-            async with self._directory(slot):
-                return await self._run_once(slot, program)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            attempt.cancel()
+            await asyncio.wait([attempt])
+            raise
+        if not answered.done():
+            await attempt
+        return answered.result()
+
+    async def _attempt(self, slot: Slot, program: Program, answered: "asyncio.Future[JobResult]") -> None:
+        """Run a program, once more if its server is lost, until nothing of it is left; answers as soon as it can.
+
+        Raises:
+            SandboxFailed: the program could not be run.
+        """
+        try:
+            for is_last in (False, True):
+                async with self._directory(slot):
+                    try:
+                        await self._run_once(slot, program, answered)
+                        return
+                    except ConnectionError:
+                        self.num_servers_lost += 1
+                        log.warning("a fork server was lost and is replaced", extra={"slot": slot.number})
+                        if answered.done():
+                            return
+                        if is_last:
+                            raise
         except (OSError, TimeoutError, Unavailable) as error:
+            if answered.done():
+                log.warning("a fork server was replaced", extra={"slot": slot.number, "error": repr(error)})
+                return
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
+
+    async def _settled(self, slot: Slot) -> None:
+        """Wait until nothing of the program that a slot has run is left; how it went is in its answer."""
+        if (attempt := self._attempts.pop(slot.number, None)) is not None:
+            await asyncio.wait([attempt])
 
     @asynccontextmanager
     async def session(self, slot: Slot, program: Program) -> AsyncIterator[Conversation]:
@@ -120,6 +155,8 @@ class Executor:
     async def close(self) -> None:
         """End all fork servers."""
         self._is_closed = True
+        if attempts := list(self._attempts.values()):
+            await asyncio.wait(attempts)
         servers, self._servers = self._servers, {}
         for server in servers.values():
             await server.end()
@@ -130,6 +167,7 @@ class Executor:
         Returns:
             None as long as processes of the slot live: another program would share their uid.
         """
+        await self._settled(slot)
         if slot.number not in self._spoiled:
             await self._warm(slot)
             return slot
@@ -167,7 +205,7 @@ class Executor:
             self.num_spoiled += 1
             log.exception("a slot could not be cleaned and is replaced", extra={"slot": slot.number})
 
-    async def _run_once(self, slot: Slot, program: Program) -> JobResult:
+    async def _run_once(self, slot: Slot, program: Program, answered: "asyncio.Future[JobResult]") -> None:
         """Run a program on the slot's server, which is ended unless all of the run is surely gone.
 
         Raises:
@@ -176,19 +214,21 @@ class Executor:
         is_clean = False
         try:
             server = await self._server(slot, program.limits)
-            kills_before = server.num_memory_kills()
-            answer = await server.run(
+            async with server.run(
                 json.dumps(self._job(slot, program).to_wire()).encode(),
                 caller=program.caller,
                 phases=len(program.phases),
                 max_bytes=answer_bytes(program.limits),
                 seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
-            )
-            result = _read_result(answer, program)
+            ) as answer:
+                result = _read_result(answer, program)
+                if server.has_used_up_memory():
+                    result = blame_memory(result, program.limits)
+                if answer:
+                    answered.set_result(result)
+            if not answer:  # the guard was killed: by its program, unless the server was, which would have shown by now
+                answered.set_result(result)
             is_clean = bool(answer) and await server.is_empty()
-            if server.num_memory_kills() > kills_before:
-                return blame_memory(result, program.limits)
-            return result
         finally:
             if not is_clean:
                 with self._cleaning(slot):
@@ -214,16 +254,8 @@ class Executor:
             await sweep(slot.uid, self.isolation.place.python)
 
     def _job(self, slot: Slot, program: Program, *, is_session: bool = False) -> Job:
-        return Job(
-            self.isolation.work_directory(slot),
-            program.files,
-            program.phases,
-            program.fetch,
-            self.isolation.environment(slot),
-            program.limits,
-            self.isolation.confinement(slot),
-            is_session,
-        )
+        orders = self.isolation.orders(slot)
+        return Job(orders, program.files, program.phases, program.fetch, program.limits, is_session)
 
     @asynccontextmanager
     async def _directory(self, slot: Slot) -> AsyncIterator[None]:
@@ -239,7 +271,8 @@ class Executor:
             yield
         finally:
             with self._cleaning(slot):
-                await asyncio.shield(asyncio.to_thread(remove_tree, work))
+                if not remove_if_small(work):
+                    await asyncio.shield(asyncio.to_thread(remove_tree, work))
 
 
 def _sibling(directory: Path) -> Path:

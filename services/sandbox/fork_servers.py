@@ -8,12 +8,12 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
-from services.sandbox.guard.job import DONE, PHASE_OVER, READY, Orders
+from services.sandbox.guard.job import ANSWER_END, DONE, JOINED, PHASE_OVER, READY
 from services.sandbox.guard.messages import framed
 from services.sandbox.guard.watch import descendants
 from services.sandbox.isolation import Isolation, Slot
@@ -25,6 +25,7 @@ from shared.processes import reap
 START_SECONDS = 20.0
 EMPTY_SECONDS = 1.0
 MAX_COMPLAINT_BYTES = 4096
+CHUNK_BYTES = 262_144
 MAX_RUNS = 256
 """After so many runs a server is replaced: layout of memory and hash seed are the same for all of one server."""
 
@@ -67,14 +68,18 @@ class ForkServer:
     group: Group | None = None
     share: ProcessorGroup | None = None
     num_runs: int = 0
+    _num_kills: int = field(default=0, init=False)
 
     @property
     def is_usable(self) -> bool:
         """Whether it may run one more program."""
         return self.process.returncode is None and self.num_runs < MAX_RUNS
 
-    async def run(self, job: bytes, *, caller: str, phases: int, max_bytes: int, seconds: float) -> bytes:
-        """Run one job in a sandbox of its own, until all of it is gone.
+    @asynccontextmanager
+    async def run(
+        self, job: bytes, *, caller: str, phases: int, max_bytes: int, seconds: float
+    ) -> AsyncIterator[bytes]:
+        """Run one job in a sandbox of its own; gives the answer as soon as there is one, and ends when all is gone.
 
         Args:
             job: see ``Job``.
@@ -83,8 +88,7 @@ class ForkServer:
             max_bytes: longest answer.
             seconds: latest end.
 
-        Returns:
-            The guard's answer; empty if the guard was killed.
+        Gives the guard's answer; empty if the guard was killed.
 
         Raises:
             SandboxFailed: the answer is longer than any right one.
@@ -92,16 +96,13 @@ class ForkServer:
             TimeoutError: it took longer than ``seconds``.
         """
         with self.used_by(caller) as over:
-            async with asyncio.timeout(seconds), self.asked(job) as (reader, _):
-                for _ in range(phases):
-                    if (first := await reader.read(1)) != PHASE_OVER:
-                        break
-                over()
-                answer = first.strip() + await read_at_most(reader, max_bytes + 1)
-                if len(answer) > max_bytes:
-                    raise SandboxFailed("the guard's answer is too long")
+            async with asyncio.timeout(seconds):
+                with self._handed() as stream:
+                    with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
+                        await asyncio.get_running_loop().sock_sendall(stream, framed(job))
+                    answer = await _read_answer(stream, phases, max_bytes, over)
+                yield answer
                 await self.done()
-        return answer
 
     def used_by(self, caller: str) -> AbstractContextManager[Callable[[], None]]:
         """Weigh a program of a caller against what else wants the processors; see ``ProcessorGroup.used_by``."""
@@ -114,14 +115,11 @@ class ForkServer:
         Raises:
             OSError: the server is gone.
         """
-        self.num_runs += 1
-        ours, theirs = socket.socketpair()
+        stream = self._handed()
         try:
-            with theirs:
-                socket.send_fds(self.control, [b"r"], [theirs.fileno()])
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            reader, writer = await asyncio.open_unix_connection(sock=stream)
         except BaseException:
-            ours.close()
+            stream.close()
             raise
         try:
             with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
@@ -130,6 +128,23 @@ class ForkServer:
             yield reader, writer
         finally:
             writer.close()
+
+    def _handed(self) -> socket.socket:
+        """Hand a stream to the guard of the next run; returns the other end of it.
+
+        Raises:
+            OSError: the server is gone.
+        """
+        self.num_runs += 1
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                socket.send_fds(self.control, [b"r"], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
     async def done(self) -> None:
         """Wait until all of a run is gone.
@@ -149,16 +164,19 @@ class ForkServer:
             self.group.bound(limits)
             self.limits = limits
 
-    def num_memory_kills(self) -> int:
-        """Count the processes that the kernel ended because the group's memory was used up."""
-        return 0 if self.group is None else self.group.num_memory_kills()
+    def has_used_up_memory(self) -> bool:
+        """Tell whether the kernel has ended processes, since this was asked last, because the memory was used up."""
+        if self.group is None:
+            return False
+        kills_before, self._num_kills = self._num_kills, self.group.num_memory_kills()
+        return self._num_kills > kills_before
 
     async def is_empty(self) -> bool:
         """Tell whether the last program's memory, too, is free again for the next one; waits for that a little."""
         if self.group is None:
             return True
         end = time.monotonic() + EMPTY_SECONDS
-        while self.group.held_bytes() > OWN_BYTES // 2:
+        while self.group.holds_more(OWN_BYTES // 2):
             if time.monotonic() > end:
                 return False
             await asyncio.sleep(0.005)
@@ -207,42 +225,43 @@ class ForkServer:
             raise
         server = cls(slot, process, control, limits)
         try:
-            await server._greet()
-            with nullcontext() if groups.processors is None else groups.processors.raised():
-                joining = asyncio.ensure_future(asyncio.to_thread(server._join, groups, limits))
-                try:
-                    await asyncio.shield(joining)
-                finally:
-                    await asyncio.wait([joining])  # what it makes is removed with the server, also if nobody waits
-            orders = Orders(isolation.confinement(slot), isolation.limits)
-            await asyncio.get_running_loop().sock_sendall(control, json.dumps(orders.to_wire()).encode())
+            await server._greet(READY)
+            making = asyncio.ensure_future(asyncio.to_thread(server._make_groups, groups, limits))
+            try:
+                await asyncio.shield(making)
+            finally:
+                await asyncio.wait([making])  # what it makes is removed with the server, also if nobody waits
+            server._order(json.dumps(isolation.orders(slot).to_wire()).encode())
+            await server._greet(JOINED)
         except BaseException:
             await asyncio.shield(server.end())
             raise
         return server
 
-    def _join(self, groups: Groups, limits: Limits) -> None:
-        """Put the server into groups of its own. It has forked nothing yet: all its runs are born in them."""
+    def _make_groups(self, groups: Groups, limits: Limits) -> None:
         name = f"flotilla-sandbox-{os.getpid()}-{self.slot.number}-{secrets.token_hex(4)}"
         if groups.bounds is not None:
             self.group = groups.bounds.create(name, limits)
         if groups.processors is not None:
             self.share = groups.processors.create(name)
-        for group in (self.group, self.share):
-            if group is not None:
-                group.add(self._pid())
 
-    def _pid(self) -> int:
-        """Find the interpreter: bwrap has processes of its own above it, which need no bounds."""
-        below = descendants(self.process.pid)
-        return next(iter(below.keys() - {status.parent for status in below.values()}), self.process.pid)
+    def _order(self, orders: bytes) -> None:
+        """Give the server its orders, and have it join its groups: alone, for bwrap's processes need no bounds."""
+        with ExitStack() as files:
+            entrances = [
+                files.enter_context(entrance.open("wb", buffering=0)).fileno()
+                for group in (self.group, self.share)
+                if group is not None
+                for entrance in group.entrances()
+            ]
+            socket.send_fds(self.control, [orders], entrances)
 
-    async def _greet(self) -> None:
+    async def _greet(self, message: bytes) -> None:
         assert self.process.stderr is not None
         try:
             async with asyncio.timeout(START_SECONDS):
                 try:
-                    await self._expect(READY)
+                    await self._expect(message)
                 except ConnectionError:
                     said = (await read_at_most(self.process.stderr, MAX_COMPLAINT_BYTES)).decode(errors="replace")
                     raise SandboxFailed(f"the guard did not start: {said.strip() or 'it said nothing'}") from None
@@ -264,6 +283,35 @@ async def _spawn(isolation: Isolation, slot: Slot, control: socket.socket) -> as
         start_new_session=True,
         **identity,
     )
+
+
+async def _read_answer(stream: socket.socket, phases: int, max_bytes: int, over: Callable[[], None]) -> bytes:
+    """Read the answer of a guard; empty if it was killed.
+
+    Args:
+        stream: its other end.
+        phases: how many the job has, at most.
+        max_bytes: longest answer.
+        over: is called once the last phase is over.
+
+    Raises:
+        SandboxFailed: the answer is longer than any right one.
+    """
+    content, is_over = bytearray(), False
+    while not content.endswith(ANSWER_END):
+        try:
+            piece = await asyncio.get_running_loop().sock_recv(stream, CHUNK_BYTES)
+        except ConnectionError:
+            piece = b""
+        content += piece
+        if not is_over and (len(content) >= phases or content.strip(PHASE_OVER) or not piece):
+            is_over = True
+            over()
+        if not piece:
+            break
+        if len(content) > phases + max_bytes:
+            raise SandboxFailed("the guard's answer is too long")
+    return bytes(content.strip())
 
 
 async def read_at_most(stream: asyncio.StreamReader, max_bytes: int) -> bytes:

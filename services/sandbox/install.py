@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import shutil
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -109,9 +110,8 @@ async def _test(executor: Executor, slot: Slot, marker: Path) -> None:
         Unavailable: it could not be run, or got out.
     """
     python = executor.isolation.place.python
-    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        host, port = server.sockets[0].getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as server:  # who connects is not waited for
+        host, port = server.getsockname()
         argv = (python, "-s", "-B", "test.py", host, str(port), str(marker))
         program = Program(
             files={"test.py": base64.b64encode(SELF_TEST.encode()).decode()},

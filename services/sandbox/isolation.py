@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.sandbox.guard import landlock, namespaces, seccomp
-from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement
+from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement, Orders
 from services.sandbox.languages import TOOL_PATH, python_command
 from services.sandbox.limits import Limits
 from shared.errors import Unavailable
@@ -109,6 +109,10 @@ class Isolation:
         """Make the environment of the slot's fork server, which finds the guard where the module path says."""
         code = namespaces.CODE if self.has_private_root else self.place.code
         return {**self.environment(slot), "PYTHONPATH": f"{code}/{START}:{code}"}
+
+    def orders(self, slot: Slot) -> Orders:
+        """What all runs of the slot have in common."""
+        return Orders(self.work_directory(slot), self.environment(slot), self.confinement(slot), self.limits)
 
     def confinement(self, slot: Slot) -> Confinement:
         """What the guard does to the program."""

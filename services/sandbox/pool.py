@@ -103,7 +103,7 @@ class SlotPool:
 
     @asynccontextmanager
     async def taken(self, caller: str = "") -> AsyncIterator[Slot]:
-        """Wait for a slot, and give it back.
+        """Wait for a slot, and give it back; it is the caller's still until it has been looked at.
 
         Args:
             caller: for whom.
@@ -116,8 +116,13 @@ class SlotPool:
         try:
             yield slot
         finally:
-            # A task of its own: a caller that is cancelled here still gives its slot back.
-            await asyncio.shield(self._start(self._return(slot, caller)))
+            # A task of its own: nobody who has an answer waits for it.
+            self._start(self._return(slot, caller))
+
+    async def settled(self) -> None:
+        """Wait until every slot that was given back has been looked at."""
+        while self._returning:
+            await asyncio.wait(self._returning)
 
     async def _next(self, caller: str) -> Slot:
         self._look_again()

@@ -1,9 +1,8 @@
 """How programs share the processors: beside whatever else the machine does, and fairly among themselves.
 
-A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has just begun,
-of a caller that has used little lately, has several times that weight; one that has used more than a moment, or whose
-caller has used much lately, has hardly any, but for moments in which it has the weight of a slot. Where the service
-may not make such groups, programs are only nice.
+A slot has the weight of a part of an ordinary process, however many processes run in it. There are three weights: for a
+program that has just begun, of a caller that has used little lately; for the other programs that have just begun; and
+for those that have used more than a moment. Where the service may not make such groups, programs are only nice.
 
 Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst;
 Arpaci-Dusseau, Operating Systems: Three Easy Pieces, 1.10, chapter 8 (the multi-level feedback queue).
@@ -24,15 +23,14 @@ from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
 LONG_PART = 4
-"""A program that takes long, or whose caller has used much, is idle, which a process that wants to run interrupts at
-once: without that it may wait until the program's turn is over, which is some milliseconds for each message between
-processes of the fleet. An older kernel gives it the weight of a slot divided by this."""
+"""A program that takes long is idle, which a process that wants to run interrupts at once: without that it may wait
+until the program's turn is over, which is some milliseconds for each message between processes of the fleet. An older
+kernel gives it the weight of a slot divided by this."""
 LONG_SECONDS = 0.25
 """Processor time after which a program takes long."""
 LOOK_SECONDS = 0.1
-LONG_LOW_SECONDS, LOW_SECONDS, RAISED_SECONDS = 1.0, 0.2, 0.05
-"""For how long a program that takes long has little weight, for how long another one of a caller that has used much,
-and then the weight of a slot."""
+LOW_SECONDS, RAISED_SECONDS = 1.0, 0.05
+"""For how long a program that takes long has little weight, and then the weight of a slot."""
 PERIOD_MICROSECONDS = 100_000
 LEAST_SHARES, MOST_SHARES = 2, 262_144
 
@@ -46,46 +44,28 @@ class ProcessorGroup:
         usage: what it has used; None where that is not counted.
         shares: its weight.
         allowances: what callers have left.
-        all_groups: this one and the others.
     """
 
     cpu: Path
     usage: Path | None
     shares: int
     allowances: Allowances
-    all_groups: "ProcessorGroups"
-    _wanted: int = field(default=0, init=False)
     _weight: int = field(default=0, init=False)
     _is_idle: bool = field(default=False, init=False)
     _caller: str | None = field(default=None, init=False)
     _counted: float = field(default=0.0, init=False)
 
-    def add(self, pid: int) -> None:
-        """Put a process into the group.
-
-        Raises:
-            OSError: the kernel refused.
-        """
-        for directory in _distinct(self.cpu, self.usage):
-            (directory / "cgroup.procs").write_text(str(pid))
+    def entrances(self) -> list[Path]:
+        """List the files to which a process of one thread writes 0 to join the group."""
+        return [directory / "tasks" for directory in _distinct(self.cpu, self.usage)]
 
     def weigh(self, weight: int) -> None:
-        """Set the weight: from the next moment on in which all are not raised.
-
-        Raises:
-            OSError: the kernel refused.
-        """
-        self._wanted = weight
-        self.apply()
-
-    def apply(self) -> None:
         """Tell the kernel the weight, or that the group is idle.
 
         Raises:
             OSError: the kernel refused.
         """
-        wanted = self.shares * FIRST_FACTOR if self.all_groups.num_raising else self._wanted
-        weight = min(max(wanted, LEAST_SHARES), MOST_SHARES)
+        weight = min(max(weight, LEAST_SHARES), MOST_SHARES)
         if weight != self._weight:
             self._set_idle(is_idle=weight < self.shares)
             if not self._is_idle:
@@ -127,26 +107,25 @@ class ProcessorGroup:
             over()  # between programs the server makes the next one's place: nobody's program is to delay that
 
     async def _watch(self, caller: str, before: float) -> None:
-        """Lower a program's weight but for moments when its caller has nothing left, or when it takes long.
+        """Lower a program's weight when its caller has nothing left; when it takes long, lower it but for moments.
 
         Its guard is weighed with it, and would not see a limit exceeded if it never ran.
         """
         with suppress(OSError):  # the group was removed: what ran there has ended
+            while self._counted - before < LONG_SECONDS:
+                await asyncio.sleep(LOOK_SECONDS)
+                self._count()
+                self._weigh_for(caller)
             while True:
-                is_long = self._counted - before >= LONG_SECONDS
-                self._weigh_for(caller, is_long=is_long)
-                if self._wanted >= self.shares:
-                    await asyncio.sleep(LOOK_SECONDS)
-                else:
-                    await asyncio.sleep(LONG_LOW_SECONDS if is_long else LOW_SECONDS)
-                    self._count()
-                    self.weigh(self.shares)
-                    await asyncio.sleep(RAISED_SECONDS)
+                self.weigh(self.shares // LONG_PART)
+                await asyncio.sleep(LOW_SECONDS)
+                self._count()
+                self.weigh(self.shares)
+                await asyncio.sleep(RAISED_SECONDS)
                 self._count()
 
-    def _weigh_for(self, caller: str, *, is_long: bool = False) -> None:
-        is_first = not is_long and self.allowances.left(caller) > 0
-        self.weigh(self.shares * FIRST_FACTOR if is_first else self.shares // LONG_PART)
+    def _weigh_for(self, caller: str) -> None:
+        self.weigh(self.shares * FIRST_FACTOR if self.allowances.left(caller) > 0 else self.shares)
 
     def _count(self) -> None:
         """Take what was used since the last look from whom it was used for; of what counts for little nothing."""
@@ -162,7 +141,6 @@ class ProcessorGroup:
         Raises:
             OSError: one does not end.
         """
-        self.all_groups.forget(self)
         for directory in _distinct(self.cpu, self.usage):
             _remove(directory)
 
@@ -182,8 +160,6 @@ class ProcessorGroups:
         self._usage = usage
         self._shares = shares
         self._allowances = Allowances(os.cpu_count() or 1, time.monotonic)
-        self._groups: set[ProcessorGroup] = set()
-        self.num_raising = 0
         self._quota = max(1000, int(processors * PERIOD_MICROSECONDS))
 
     @classmethod
@@ -202,7 +178,7 @@ class ProcessorGroups:
             OSError: the kernel refused.
         """
         usage = None if self._usage is None else self._usage / name
-        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances, self)
+        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances)
         for directory in _distinct(group.cpu, group.usage):
             directory.mkdir()
         try:
@@ -213,32 +189,7 @@ class ProcessorGroups:
         except OSError:
             group.remove()
             raise
-        self._groups.add(group)
         return group
-
-    def forget(self, group: ProcessorGroup) -> None:
-        """Raise a group no more, which is about to be removed."""
-        self._groups.discard(group)
-
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Give all groups weight while a process is put into a group.
-
-        The kernel then waits for every fork and every end of a process that has begun, and each that is to begin waits
-        for it: a program without weight in the midst of a fork would stop all others, of the whole machine.
-        """
-        self.num_raising += 1
-        self._apply_all()
-        try:
-            yield
-        finally:
-            self.num_raising -= 1
-            self._apply_all()
-
-    def _apply_all(self) -> None:
-        for group in list(self._groups):
-            with suppress(OSError):
-                group.apply()
 
 
 def _nothing() -> None:

@@ -86,6 +86,8 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
             yield SandboxState(settings, executor, pool, sessions, find_languages(python), unavailable, metrics)
         finally:
             await sessions.close()
+            for part in (pool, session_pool):
+                await part.settled()
             await executor.close()
 
 

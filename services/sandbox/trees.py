@@ -4,6 +4,31 @@ import os
 import stat
 from pathlib import Path
 
+FEW = 16
+SMALL_BYTES = 1 << 20
+"""So many files of so many bytes together are removed in less time than it takes to have a thread do it."""
+
+
+def remove_if_small(path: Path) -> bool:
+    """Remove a directory that holds a few small files and nothing else, and return whether it was one."""
+    try:
+        found: list[Path] = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if len(found) == FEW or not _is_small(entry.stat(follow_symlinks=False)):
+                    return False
+                found.append(Path(entry.path))
+        for file in found:
+            file.unlink()
+        path.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _is_small(status: os.stat_result) -> bool:
+    return status.st_size <= SMALL_BYTES // FEW and not stat.S_ISDIR(status.st_mode)
+
 
 def remove_tree(path: Path) -> None:
     """Remove a directory with all that is in it; nothing happens if there is none. No process may use it any more.

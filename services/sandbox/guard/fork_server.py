@@ -22,11 +22,12 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from services.sandbox.guard import kernel, main, namespaces, seccomp
-from services.sandbox.guard.job import DONE, KILL_NAMESPACE, KILL_UID, READY, Orders
+from services.sandbox.guard import kernel, landlock, main, namespaces, seccomp
+from services.sandbox.guard.job import DONE, JOINED, KILL_NAMESPACE, KILL_UID, READY, Orders
 from services.sandbox.guard.process import IsProgram
 
 MESSAGE_BYTES = 65536
+MOST_GROUPS = 8
 
 
 def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
@@ -44,15 +45,36 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
     control = socket.socket(fileno=os.dup(0))
     _warm_up()
     control.send(READY)
-    message = control.recv(MESSAGE_BYTES)
+    message, groups, _, _ = socket.recv_fds(control, MESSAGE_BYTES, MOST_GROUPS)
     try:
         if message:
-            _run_all(control, Orders.from_wire(json.loads(message)))
+            orders = Orders.from_wire(json.loads(message))
+            _join(groups)
+            if orders.confinement.kill_scope == KILL_NAMESPACE:
+                namespaces.prepare()
+            control.send(JOINED)
+            _forget(set(paths), known)
+            _run_all(control, orders)
     except IsProgram as program:
-        is_session = program.is_session
-        _forget(set(paths), known)
-        return is_session
+        return program.is_session
     os._exit(0)
+
+
+def _join(groups: "list[int]") -> None:
+    """Join control groups, before anything is forked: all runs are born in them.
+
+    For any other than a thread that moves itself the kernel waits until every fork on the machine is over, and lets
+    none begin meanwhile.
+
+    Args:
+        groups: files that were opened by the service, whose right to them counts.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    for group in groups:
+        os.write(group, b"0")
+        os.close(group)
 
 
 def _run_all(control: socket.socket, orders: Orders) -> None:
@@ -141,7 +163,8 @@ def _guard(control: socket.socket, orders: Orders, asked: int, *, is_ahead: bool
         control.close()
         os.write(asked, b"a")
         os.close(asked)
-        main.attend(int.from_bytes(ancillary[0][2], sys.byteorder), place if has_place else _place(orders))
+        caller = int.from_bytes(ancillary[0][2], sys.byteorder)
+        main.attend(caller, place if has_place else _place(orders), orders)
     except IsProgram:
         raise
     except BaseException:  # this is a copy of the server and must not go on as one
@@ -163,6 +186,7 @@ def _warm_up() -> None:
     for denies_metadata in (False, True):
         if platform.machine() in seccomp.ARCHITECTURES:
             seccomp.filter_for(platform.machine(), denies_metadata)
+    landlock.version()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # should a guard be killed, its programs are found below the server
     gc.collect()
@@ -170,7 +194,7 @@ def _warm_up() -> None:
 
 
 def _forget(paths: "set[str]", modules_before: "set[str]") -> None:
-    """Leave the interpreter as if the guard had never been imported."""
+    """Leave the interpreter as if the guard had never been imported: here and not in each program."""
     ours = {name: module for name, module in sys.modules.items() if name not in modules_before}
     # Held for ever: taking the modules apart would cost more than the program's start, and change shared pages.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(ours))

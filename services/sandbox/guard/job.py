@@ -1,6 +1,6 @@
 """What the service asks of the guard and what the guard answers: JSON, one message each way.
 
-The job comes after its length; the answer ends with the stream.
+The job comes after its length; the answer ends with a line.
 """
 
 import base64
@@ -11,12 +11,17 @@ from typing import Any, TypeVar
 from services.sandbox.limits import Limits
 
 READY = b"ready"
-"""What the fork server says when it is warm and has forked nothing yet: the moment to put it into a control group."""
+"""What the fork server says when it is warm and has forked nothing yet."""
+JOINED = b"joined"
+"""What it says when it has read its orders, and joined the control groups whose files came with them."""
 DONE = b"done"
 """What it says when all of a run is gone."""
 
 PHASE_OVER = b" "
-"""What the guard writes before the answer, for each command that is over and is ended now with all it has left."""
+"""What the guard writes before the answer for each command that is over and is ended now with all it has left, unless
+that has ended by itself within a moment."""
+ANSWER_END = b"\n"
+"""What it writes after the answer, which has no such byte."""
 
 KILL_NAMESPACE, KILL_UID, KILL_DESCENDANTS = "namespace", "uid", "descendants"
 
@@ -70,12 +75,15 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the places of all runs of one fork server have in common.
+    """What all runs of one fork server have in common.
 
     Attributes:
+        directory: where programs work.
         limits: of the service; a program's own may be lower.
     """
 
+    directory: str
+    environment: Mapping[str, str]
     confinement: Confinement
     limits: Limits
 
@@ -86,7 +94,8 @@ class Orders:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Orders":
         """Read what ``to_wire`` made, after its way through JSON."""
-        return cls(Confinement.from_wire(wire["confinement"]), Limits.from_wire(wire["limits"]))
+        confinement, limits = Confinement.from_wire(wire["confinement"]), Limits.from_wire(wire["limits"])
+        return cls(wire["directory"], wire["environment"], confinement, limits)
 
 
 @dataclass(frozen=True)
@@ -119,32 +128,50 @@ class Job:
             one phase's time limit is processor time, of all cells together.
     """
 
-    directory: str
+    orders: Orders
     files: Mapping[str, str]
     phases: tuple[Phase, ...]
     fetch: tuple[str, ...]
-    environment: Mapping[str, str]
     limits: Limits
-    confinement: Confinement
     is_session: bool = False
 
     def to_wire(self) -> dict[str, Any]:
-        """Make a plain mapping of it."""
-        return asdict(self)
+        """Make a plain mapping of what the orders do not say."""
+        return {
+            "files": self.files,
+            "phases": [vars(phase) for phase in self.phases],
+            "fetch": self.fetch,
+            "limits": None if self.limits == self.orders.limits else vars(self.limits),
+            "is_session": self.is_session,
+        }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> "Job":
-        """Read what ``to_wire`` made, after its way through JSON."""
-        return _made(
-            cls,
-            {
-                **wire,
-                "phases": tuple(_made(Phase, {**phase, "argv": tuple(phase["argv"])}) for phase in wire["phases"]),
-                "fetch": tuple(wire["fetch"]),
-                "limits": _made(Limits, wire["limits"]),
-                "confinement": Confinement.from_wire(wire["confinement"]),
-            },
-        )
+    def from_wire(cls, wire: "dict[str, Any]", orders: Orders) -> "Job":
+        """Read what ``to_wire`` made, after its way through JSON; changes it."""
+        phases = wire["phases"]
+        for phase in phases:
+            phase["argv"] = tuple(phase["argv"])
+        limits = wire["limits"]
+        wire["orders"] = orders
+        wire["phases"] = tuple([_made(Phase, phase) for phase in phases])
+        wire["fetch"] = tuple(wire["fetch"])
+        wire["limits"] = orders.limits if limits is None else _made(Limits, limits)
+        return _made(cls, wire)
+
+    @property
+    def directory(self) -> str:
+        """Where it works."""
+        return self.orders.directory
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What its commands find in their environment."""
+        return self.orders.environment
+
+    @property
+    def confinement(self) -> Confinement:
+        """How its commands are confined."""
+        return self.orders.confinement
 
 
 @dataclass(frozen=True)

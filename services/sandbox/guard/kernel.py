@@ -73,8 +73,9 @@ def drop_capabilities() -> None:
     Raises:
         OSError: the kernel refused.
     """
+    call, nothing = _LIBRARY.prctl, ctypes.c_ulong(0)
     for capability in range(LAST_CAPABILITY + 1):
-        if _LIBRARY.prctl(ctypes.c_int(PR_CAPBSET_DROP), *[ctypes.c_ulong(value) for value in (capability, 0, 0, 0)]):
+        if call(PR_CAPBSET_DROP, capability, nothing, nothing, nothing):
             break  # the first number that the kernel does not know
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     if _LIBRARY.capset(header, (ctypes.c_uint32 * 6)()) != 0:

@@ -5,19 +5,30 @@ import os
 
 from services.sandbox.guard import kernel, namespaces, session
 from services.sandbox.guard.files import fetch, write_files
-from services.sandbox.guard.job import EXITED, KILL_NAMESPACE, KILL_UID, CellResult, Confinement, Job, JobResult, Orders
+from services.sandbox.guard.job import (
+    ANSWER_END,
+    EXITED,
+    KILL_NAMESPACE,
+    KILL_UID,
+    CellResult,
+    Confinement,
+    Job,
+    JobResult,
+    Orders,
+)
 from services.sandbox.guard.messages import read_message, write_all
 from services.sandbox.guard.process import Surroundings, run_phase
 
 _DECODER = json.JSONDecoder()
 
 
-def attend(caller: int, place: "int | Exception") -> None:
+def attend(caller: int, place: "int | Exception", orders: Orders) -> None:
     """Run one job from a stream of the service and write its result there.
 
     Args:
         caller: the stream.
         place: what ``furnish`` returned, or raised.
+        orders: those of the fork server.
 
     Raises:
         IsProgram: in the child that is the program.
@@ -27,7 +38,7 @@ def attend(caller: int, place: "int | Exception") -> None:
         return  # the service went away before it had a job
     is_session = False
     try:
-        job = Job.from_wire(_DECODER.raw_decode(text.decode())[0])
+        job = Job.from_wire(_DECODER.raw_decode(text.decode())[0], orders)
         is_session = job.is_session
         if isinstance(place, Exception):
             raise place
@@ -41,7 +52,7 @@ def attend(caller: int, place: "int | Exception") -> None:
     if is_session:
         session.tell(caller, CellResult(result, is_alive=False))
     else:
-        write_all(caller, json.dumps(result.to_wire()).encode())
+        write_all(caller, json.dumps(result.to_wire()).encode() + ANSWER_END)
 
 
 def run_job(job: Job, surroundings: Surroundings) -> JobResult:

@@ -27,6 +27,17 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108
 SHARED_MEMORY_BYTES = 16 * MEBIBYTE
 
 
+def prepare() -> None:
+    """Change the fork server's root to what every run's copy of it begins with, once all of the guard is in memory.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    kernel.mount("", "/", RECURSIVE | PRIVATE)  # what a run mounts must not appear here
+    for seen in (CODE, "/dev/pts"):  # terminals are counted by the whole machine
+        kernel.unmount(seen, DETACH)
+
+
 def fork() -> int:
     """Fork into the namespaces of a run; returns as ``os.fork``.
 
@@ -45,8 +56,6 @@ def furnish(limits: Limits) -> int:
     Raises:
         OSError: the kernel refused.
     """
-    # What is mounted here must not appear in the fork server's root.
-    kernel.mount("", "/", RECURSIVE | PRIVATE)
     inodes = 2 * limits.files + 64  # beyond what the guard reports by name
     memory = f"nr_inodes={inodes},mode=0700"
     # A little more than the quota that the guard reports by name.
@@ -57,8 +66,6 @@ def furnish(limits: Limits) -> int:
     try:
         hardness = os.open("oom_score_adj", os.O_RDWR | os.O_CLOEXEC, dir_fd=own)
         _mount_processes()
-        for seen in (CODE, "/dev/pts"):  # all of the guard is in memory; terminals are counted by the whole machine
-            kernel.unmount(seen, DETACH)
         os.chdir(WORK)
         kernel.unshare(NEW_USER)
         for file, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} 0 1"), ("gid_map", f"{NOBODY} 0 1")):

@@ -123,8 +123,9 @@ def run_phase(phase: Phase, job: Job, surroundings: Surroundings) -> PhaseResult
     else:
         given = binascii.a2b_base64(phase.stdin)
         outcome, detail = _attend(command.pid, phase, job, surroundings.caller, command.stdin, given, drains)
-    with suppress(OSError):  # nobody waits any more
-        os.write(surroundings.caller, PHASE_OVER)
+    if outcome != EXITED or time.monotonic() > started + POLL_SECONDS:
+        with suppress(OSError):  # nobody waits any more
+            os.write(surroundings.caller, PHASE_OVER)
     status = end_all(command.pid, job.confinement)
     for drain in drains:
         drain.read_rest()
@@ -262,8 +263,12 @@ def _attend(
     poll = select.poll()
     for descriptor in (*open_drains, caller):
         poll.register(descriptor, select.POLLIN)
-    os.set_blocking(stdin, False)
-    poll.register(stdin, select.POLLOUT)
+    if given:
+        os.set_blocking(stdin, False)
+        poll.register(stdin, select.POLLOUT)
+    else:
+        os.close(stdin)
+        stdin = -1
     ending = _open_pidfd(pid)
     if ending is not None:
         poll.register(ending, select.POLLIN)

@@ -77,10 +77,13 @@ CLONE_NEW_ANY = 0x7E020080
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 
 LOAD = 0x20  # BPF_LD | BPF_W | BPF_ABS
+JUMP = 0x05  # BPF_JMP | BPF_JA
 JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 JUMP_AT_LEAST = 0x35  # BPF_JMP | BPF_JGE | BPF_K
 JUMP_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET | BPF_K
 RETURN = 0x06  # BPF_RET | BPF_K
+MOST_SKIPPED = 255
+"""What a conditional jump can skip."""
 
 OFFSET_NUMBER, OFFSET_ARCHITECTURE, OFFSET_ARGUMENTS = 0, 4, 16
 
@@ -124,10 +127,7 @@ def build_filter(machine: str, *, denies_metadata: bool) -> list[Instruction]:
         Instruction(RETURN, 0, 0, KILL_PROCESS),
         Instruction(LOAD, 0, 0, OFFSET_NUMBER),
     ]
-    if machine == "x86_64":
-        program += _when(JUMP_AT_LEAST, X32_BIT, DENY)
-    for number in denied:
-        program += _when(JUMP_EQUAL, number, DENY)
+    program += _deny(denied, from_number=X32_BIT if machine == "x86_64" else None)
     # clone3 hides its flags behind a pointer, which a filter cannot follow; without it the C library uses clone.
     program += _when(JUMP_EQUAL, CLONE3[column], NO_SUCH_CALL)
     program += _unless_ordinary_clone(CLONE[column])
@@ -138,6 +138,32 @@ def build_filter(machine: str, *, denies_metadata: bool) -> list[Instruction]:
     # A process that is not dumpable would hide its open files from the guard's accounting.
     program += _when_argument(PRCTL[column], 0, JUMP_EQUAL, kernel.PR_SET_DUMPABLE, DENY, ALLOW)
     return [*program, Instruction(RETURN, 0, 0, ALLOW)]
+
+
+def _deny(denied: Sequence[int], *, from_number: int | None) -> list[Instruction]:
+    """Search for a call's number by halves: the kernel tries a filter with every number when it is installed.
+
+    Args:
+        denied: numbers of calls, ascending.
+        from_number: from here on all are denied; None if there is no such number.
+    """
+    # Where it changes whether numbers are denied; below the first they are not.
+    changes = sorted({*denied} ^ {number + 1 for number in denied})
+    changes += [] if from_number is None else [from_number]
+    program = _search(changes, 0, len(changes))
+    return [
+        instruction._replace(value=len(program) - position - 1) if instruction.code == JUMP else instruction
+        for position, instruction in enumerate(program)
+    ]
+
+
+def _search(changes: Sequence[int], low: int, high: int) -> list[Instruction]:
+    if low == high:
+        return [Instruction(RETURN, 0, 0, DENY) if low % 2 else Instruction(JUMP, 0, 0, 0)]  # to the end of the search
+    middle = (low + high) // 2
+    below, above = _search(changes, low, middle), _search(changes, middle + 1, high)
+    assert len(below) <= MOST_SKIPPED
+    return [Instruction(JUMP_AT_LEAST, len(below), 0, changes[middle]), *below, *above]
 
 
 def _when(test: int, value: int, verdict: int) -> list[Instruction]:

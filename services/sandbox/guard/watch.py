@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from services.sandbox.guard.job import STARVED, TIMED_OUT
 from services.sandbox.limits import Limits, longest_seconds
@@ -20,6 +19,7 @@ BLOCK_BYTES = 512
 BUFFER_BYTES = {"socket": 212_992, "pipe": 65_536}
 """What a socket or pipe can hold, as the kernel counts it: neither can be made larger here."""
 MAPPING_BYTES = 256
+CHUNK_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,27 @@ class ProcessStatus:
     is_blocked: bool = False
 
 
+def read(path: str) -> bytes:
+    """Read a file of /proc, which pathlib would take many pages of memory for, each copied in a fork.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = piece = os.read(descriptor, CHUNK_BYTES)
+        while len(piece) > 0:
+            piece = os.read(descriptor, CHUNK_BYTES)
+            content += piece
+        return content
+    finally:
+        os.close(descriptor)
+
+
 def read_status(pid: int) -> "ProcessStatus | None":
     """Read one process; None if it is gone."""
     try:
-        line = Path(f"/proc/{pid}/stat").read_bytes()
+        line = read(f"/proc/{pid}/stat")
     except OSError:
         return None
     # The command name, in parentheses, may hold anything; the numbers start behind the last parenthesis.
@@ -55,14 +72,14 @@ def read_status(pid: int) -> "ProcessStatus | None":
 
 
 def _living_thread(pid: int) -> "tuple[int, list[bytes]] | None":
-    for directory in Path(f"/proc/{pid}/task").iterdir():
+    for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
         try:
-            line = (directory / "stat").read_bytes()
+            line = read(f"/proc/{pid}/task/{thread}/stat")
         except OSError:
             continue
         fields = line[line.rindex(b")") + 2 :].split()
         if fields[0] not in (b"Z", b"X"):
-            return int(directory.name), fields
+            return int(thread), fields
     return None
 
 
@@ -90,11 +107,11 @@ def descendants(root: int) -> dict[int, ProcessStatus]:
 def proportional_bytes(pid: int) -> "int | None":
     """Read what a process holds, shared pages counted in parts; None if that cannot be read."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = read(f"/proc/{pid}/smaps_rollup")
     except OSError:
         return None
     for line in text.splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
     return None
 
@@ -173,7 +190,7 @@ def _descriptors(pid: int) -> "list[str]":
 
 def _mappings(pid: int) -> "list[bytes]":
     try:
-        return Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+        return read(f"/proc/{pid}/maps").splitlines()
     except OSError:
         return []
 
@@ -206,7 +223,7 @@ def cpu_seconds(tree: "dict[int, ProcessStatus]") -> float:
 def queued_seconds(pid: int) -> float:
     """Return how long a process has waited for a processor, ready to run; 0 if that is not known any more."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+        return int(read(f"/proc/{pid}/schedstat").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):  # gone, or a kernel that does not count it
         return 0.0
 

@@ -18,14 +18,6 @@ class Opening(Wire):
     log_format: LogFormat
 
 
-class Find(Wire):
-    """Look for a file that the leader wrote: all ranks must see the experiment's directory."""
-
-    kind: Literal["find"] = "find"
-    path: str
-    content: str
-
-
 class Restore(Wire):
     """Build the learner from a checkpoint, or from the spec's model where there is none."""
 
@@ -51,14 +43,14 @@ class KeepVersion(Wire):
 
 
 class Snapshot(Wire):
-    """Write into an image, whose header is written already; on other hosts send what belongs there to the leader."""
+    """Write into an image, whose header is written already."""
 
     kind: Literal["snapshot"] = "snapshot"
     path: str
 
 
 class Save(Wire):
-    """Write into the files of a checkpoint, which have their size and their headers already; or send, likewise."""
+    """Write into the files of a checkpoint, which have their size and their headers already."""
 
     kind: Literal["save"] = "save"
     directory: str
@@ -83,5 +75,5 @@ class End(Wire):
     kind: Literal["end"] = "end"
 
 
-Command = Find | Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
+Command = Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
 COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

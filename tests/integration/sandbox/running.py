@@ -47,4 +47,6 @@ async def run(state: SandboxState, code: str, language: str = "python", **fields
     async with state.pool.taken() as slot:
         directory = state.executor.isolation.work_directory(slot)
         program = make_program(request, choose(state.languages, language), directory, state)
-        return make_response(await state.executor.run(slot, program), state.executor.isolation.level)
+        answer = make_response(await state.executor.run(slot, program), state.executor.isolation.level)
+    await state.pool.settled()
+    return answer

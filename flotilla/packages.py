@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from shared.config.engine import SglangEngineConfig
+from shared.config.engine import ServerEngineConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, Unavailable
-from shared.settings import SGLANG_PYTHON, sglang_python_from
+from shared.settings import ENGINE_PYTHONS, engine_pythons_from
 
 LOCAL_FLEET = ("torch", "transformers", "safetensors", "jinja2")
 """Of rollouts and trainer; everything else is a dependency of the package."""
@@ -39,8 +39,10 @@ def check_engine(spec: ExperimentSpec, environment: Mapping[str, str]) -> None:
         InvalidSpec: they cannot.
     """
     engine = spec.rollout.engine
-    if isinstance(engine, SglangEngineConfig) and engine.url is None and sglang_python_from(environment) is None:
+    if not isinstance(engine, ServerEngineConfig) or engine.url is not None:
+        return
+    if engine.kind not in engine_pythons_from(environment):
         raise InvalidSpec(
-            f"rollout.engine.kind sglang needs {SGLANG_PYTHON}, the interpreter of an environment that has SGLang "
-            "(docs/engines.md), or rollout.engine.url, the address of a server"
+            f"rollout.engine.kind {engine.kind} needs {ENGINE_PYTHONS[engine.kind]}, the interpreter of an environment "
+            f"that has it (docs/engines.md), or rollout.engine.url, the address of a server"
         )

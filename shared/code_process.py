@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from shared.secret_variables import without_secrets
 
 START_SECONDS = 300.0
 """A file may import much."""
+END_SECONDS = 5.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -51,7 +53,7 @@ class CodeProcess:
 
         Raises:
             InvalidSpec: the code cannot be loaded.
-            WorkerDied: the process did not start.
+            WorkerDied: the process did not start, or was killed meanwhile: not the code's fault.
         """
         async with self._starting:
             if self.process is not None and self.process.returncode is None:
@@ -82,6 +84,11 @@ class CodeProcess:
         process.stdin.write(json.dumps(self._opening).encode() + b"\n")
         line = await process.stdout.readline()
         if not line.endswith(b"\n"):
+            # Its output is closed; a process that goes on without it is of no use.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_SECONDS)
+            if process.returncode == -signal.SIGKILL:
+                raise WorkerDied(f"the process of {self._what} was ended by SIGKILL while it loaded the file")
             raise InvalidSpec(f"{self._what}: its process ended while it loaded the file")
         answer = json.loads(line)
         if "ready" not in answer:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from shared.errors import FlotillaError
+from shared.errors import FlotillaError, WorkerDied
 from shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
 from shared.start_backoff import StartBackoff
 from shared.telemetry.logging import experiment_id as logged_experiment
@@ -160,7 +160,8 @@ class SessionFollower(StateFollower, Generic[AnySession]):
             task.add_done_callback(self._on_lane_end)
 
     def _on_failed_start(self, error: FlotillaError) -> None:
-        if error.retryable:
+        # A process that was killed while it started is, unlike code that cannot be loaded, worth another try.
+        if error.retryable or isinstance(error, WorkerDied):
             pause = self._backoff.postpone()
             log.warning("the start is tried again", extra={"error": error.detail, "pause_seconds": pause})
             self._failure = Failure(component=self.component, cause=error.detail, fatal=False)

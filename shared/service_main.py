@@ -7,6 +7,7 @@ from functools import partial
 
 from fastapi import FastAPI
 
+from shared.devices import limit_devices
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.processes import die_with_parent
@@ -32,6 +33,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
     try:
         settings = read_settings()
         forget_secrets()
+        limit_devices()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)
         configure_logging(name, settings.log_level, settings.log_format)

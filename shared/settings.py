@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
@@ -17,7 +17,8 @@ PUBLIC_URL = "FLOTILLA_PUBLIC_URL"
 LOOPBACK: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
 """A grader on the reward service's own host: what a fleet on a laptop has."""
 VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
-SGLANG_PYTHON = "FLOTILLA_SGLANG_PYTHON"
+ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
+"""Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
 
 
@@ -38,7 +39,7 @@ class ServiceSettings:
         parent_pid: end when this process ends; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
         grader_networks: networks that are not public and that a spec's graders may be in.
-        sglang_python: interpreter that has SGLang, for rollouts; None where there is none.
+        engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
     """
 
     gateway_url: str
@@ -52,7 +53,7 @@ class ServiceSettings:
     lease_seconds: float = 60.0
     parent_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
-    sglang_python: Path | None = None
+    engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
     public_url: str | None = None
 
@@ -95,7 +96,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
-        sglang_python=sglang_python_from(values),
+        engine_pythons=engine_pythons_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,
     )
@@ -118,19 +119,22 @@ def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork
         raise InvalidRequest(f"{name} must be networks, such as 127.0.0.0/8,10.3.0.0/16, or none: {error}") from None
 
 
-def sglang_python_from(values: Mapping[str, str]) -> Path | None:
-    """Read which interpreter has SGLang; None where none is named.
+def engine_pythons_from(values: Mapping[str, str]) -> dict[str, Path]:
+    """Read which interpreters have an engine, by its kind; what is not named is not there.
 
     Raises:
-        InvalidRequest: it is not the absolute path of a program.
+        InvalidRequest: one is not the absolute path of a program.
     """
-    text = values.get(SGLANG_PYTHON, "")
-    if not text:
-        return None
-    path = Path(text)
-    if not (path.is_absolute() and path.is_file() and os.access(path, os.X_OK)):
-        raise InvalidRequest(f"{SGLANG_PYTHON} must be the absolute path of a Python interpreter, got {text!r}")
-    return path
+    found = {}
+    for kind, variable in ENGINE_PYTHONS.items():
+        text = values.get(variable, "")
+        if not text:
+            continue
+        path = Path(text)
+        if not (path.is_absolute() and path.is_file() and os.access(path, os.X_OK)):
+            raise InvalidRequest(f"{variable} must be the absolute path of a Python interpreter, got {text!r}")
+        found[kind] = path
+    return found
 
 
 def allows_volatile_redis(values: Mapping[str, str]) -> bool:

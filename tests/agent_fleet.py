@@ -75,7 +75,10 @@ class Rollout:
         prefix = lambda: f"{EXPERIMENT}.{self.service_id}"  # noqa: E731
         self.episodes = AgentEpisodes(self.engine, template, fleet.spec, fleet.plane.mailbox, prefix)
         self.gate = VersionGate()
-        lanes = [(LaneConfig("train", fleet.max_groups, None), fleet.plane.hop(HopName.TASKS, name))]
+        lanes = [
+            (LaneConfig(lane.value, fleet.max_groups, None), plane.hop(HopName.TASKS, name))
+            for lane, plane in fleet.planes.items()
+        ]
         self.consumer = RolloutConsumer(lanes, self.episodes, self.gate, lambda _: None)
 
     @asynccontextmanager
@@ -116,10 +119,13 @@ class AgentFleet:
         gateway: its state.
     """
 
-    def __init__(self, spec: ExperimentSpec, writes: Writes, plane: DataPlane, max_groups: int, **engine: Any) -> None:
+    def __init__(
+        self, spec: ExperimentSpec, writes: Writes, planes: dict[Lane, DataPlane], max_groups: int, **engine: Any
+    ) -> None:
         self.spec = spec
         self.writes = writes
-        self.plane = plane
+        self.planes = planes
+        self.plane = planes[Lane.TRAIN]
         self.max_groups = max_groups
         self.engine = engine
         self.rollouts: list[Rollout] = []
@@ -187,7 +193,8 @@ async def agent_fleet(
     from tests.unit.gateway.builders import MemoryPlanes
 
     planes = MemoryPlanes()
-    fleet = AgentFleet(spec, writes, planes(EXPERIMENT, Lane.TRAIN), max_groups, **engine)
+    lanes: dict[Lane, DataPlane] = {lane: planes(EXPERIMENT, lane) for lane in Lane}
+    fleet = AgentFleet(spec, writes, lanes, max_groups, **engine)
     async with fleet.running(num_rollouts, planes):
         yield fleet
 

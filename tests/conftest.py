@@ -9,6 +9,7 @@ pytest_plugins = [
     "tests.suite.collection",
     "tests.suite.hangs",
     "tests.suite.retries",
+    "tests.suite.run_folder",
     "tests.suite.schedule",
     "tests.suite.timings",
 ]

@@ -1,17 +1,14 @@
 """Whole fleets for tests: a tiny random model, an experiment on it, and `flotilla up` in a process."""
 
-import atexit
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import psutil
 
 from shared.client import GatewayClient
+from tests.suite.run_folder import made_once
 
 ROOT = Path(__file__).parents[1]
 FLOTILLA = (sys.executable, "-m", "flotilla")
@@ -76,12 +74,9 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-@cache
 def tiny_model() -> Path:
-    """Make the model once in a process: it takes seconds, and is the same each time."""
-    directory = Path(tempfile.mkdtemp(prefix="flotilla-tests-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return make_model(directory / "model")
+    """Find the model, which takes seconds to make and is the same each time; nobody writes to it."""
+    return made_once("model", make_model)
 
 
 def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Settings:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-PRESETS = ("standard", "hard")
+PRESETS = ("standard", "hard", "wide-heads")
 
 
 def settings_of(preset: str, seed: int) -> Settings:
@@ -88,6 +88,9 @@ def settings_of(preset: str, seed: int) -> Settings:
     """
     if preset == "standard":
         return Settings(preset, seed)
+    if preset == "wide-heads":
+        # As wide as vLLM's kernels for CPUs need them.
+        return Settings(preset, seed, model=ModelSettings(num_heads=2, num_kv_heads=1))
     if preset == "hard":
         return Settings(
             preset,

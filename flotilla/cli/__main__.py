@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.exit_codes import ExitCode, exit_code_of
 from shared.errors import FlotillaError
+from shared.interpreter import collecting_later
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     arguments.owns_process = argv is None
     try:
-        return asyncio.run(_until_done(find_command(arguments.function), arguments))
+        with collecting_later() if arguments.owns_process else contextlib.nullcontext():
+            command = find_command(arguments.function)
+        return asyncio.run(_until_done(command, arguments))
     except FlotillaError as error:
         sys.stderr.write(f"flotilla: {error.detail}\n")
         return exit_code_of(error)

@@ -89,6 +89,11 @@ def _add_fleet(commands: "Commands") -> None:
     parsing.add_fleet(up, port=DEFAULT_PORT)
     up.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     up.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
+    each = "GPUs of each %s service, 0 for none (default: an even part of those that there are)"
+    up.add_argument("--trainer-devices", type=parsing.at_least_zero, metavar="N", help=each % "trainer")
+    up.add_argument("--rollout-devices", type=parsing.at_least_zero, metavar="N", help=each % "rollout")
+    shared = "trainers divide all GPUs, and so do rollouts: for resources.sharing time"
+    up.add_argument("--share-devices", action="store_true", help=shared)
     up.add_argument("--no-sandbox", action="store_true", help="start no sandbox service")
     up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
     down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")

@@ -21,6 +21,7 @@ REST_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LIVE = ("resources.", "optimisation.steps")
+AUTO = ("parallelism.device", "rollout.engine.device", "model.dtype")
 MAX_NAMED = 5
 
 
@@ -73,6 +74,9 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
         Conflict: a key differs; the detail names it with both values and the ways out.
     """
     others = {path: pair for path, pair in differences(recorded, wanted).items() if not path.startswith(LIVE)}
+    for path in [path for path in AUTO if others.get(path, ("", ""))[1] == "auto"]:
+        # What it was decided to be when the run began stays.
+        del others[path]
     if wanted.model.is_hub_name and not COMMIT.fullmatch(wanted.model.revision or ""):
         # A branch or tag, or none: the commit that it was when the run began stays.
         others.pop("model.revision", None)

@@ -16,16 +16,18 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from flotilla.cli.device_division import Wishes, divide
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from shared.access import PassKey
 from shared.client import GatewayClient
+from shared.devices import given_to, machine_devices, own_devices
 from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
 from shared.ports import lasting_port
 from shared.processes import end_family, python_module
@@ -51,6 +53,7 @@ class FleetOptions:
         host, port: where the gateway listens; port 0 takes a free one.
         redis_url: a server to use; None starts one.
         log_level: of every service.
+        devices: how the machine's GPUs are divided among trainers and rollouts.
     """
 
     data: Path
@@ -62,6 +65,7 @@ class FleetOptions:
     port: int = 8470
     redis_url: str | None = None
     log_level: str = "INFO"
+    devices: Wishes = field(default_factory=Wishes)
 
 
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
@@ -182,6 +186,7 @@ class LocalFleet:
         environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
         environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
         self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        given = await self._divide_devices()
         # Importing torch takes the longest, so those start first.
         for kind, count in (
             ("trainer", self.options.num_trainers),
@@ -194,12 +199,24 @@ class LocalFleet:
             for number in range(count):
                 name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
                 is_optional, may_leave = kind == "sandbox", kind == "rollout"
-                self._add(name, f"services.{kind}", own, is_optional=is_optional, may_leave=may_leave)
+                own_devices = given[kind][number] if kind in given else {}
+                self._add(name, f"services.{kind}", own | own_devices, is_optional=is_optional, may_leave=may_leave)
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")
         await self._wait_until_ready()
         self._write_fleet_file(data)
+
+    async def _divide_devices(self) -> dict[str, list[dict[str, str]]]:
+        """Divide the GPUs of this machine, and say so; return variables for its services, by kind."""
+        machine = await asyncio.to_thread(machine_devices)
+        labels = tuple(each.label for each in own_devices(machine, os.environ))
+        counts = {"num_trainers": self.options.num_trainers, "num_rollouts": self.options.num_rollouts}
+        division = divide(labels, self.options.devices, **counts)
+        if division.sentence:
+            self._say(f"devices    {division.sentence}")
+        parts = {"trainer": division.trainers, "rollout": division.rollouts}
+        return {kind: [given_to(part) for part in dealt] for kind, dealt in parts.items() if dealt is not None}
 
     def _take_lock(self, data: Path) -> None:
         lock = (data / "lock").open("w")

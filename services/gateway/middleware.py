@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 SELF_AUTHORISED = "/v1/gradings/"
 """What is below it is let in by what the route itself compares: graders are not members of the fleet."""
-NEVER_KEPT = re.compile(r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions)/?")
+NEVER_KEPT = re.compile(r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions|responses)/?")
 """Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
 ends with its lease. What the model writes: the episode's rollout knows a request that is sent again."""
 LONGEST_KEY = 200

@@ -2,8 +2,11 @@
 
 import sys
 
-from services.reward.app import create_app
-from shared.service_main import run_service
+from shared.interpreter import collecting_later
+
+with collecting_later():
+    from services.reward.app import create_app
+    from shared.service_main import run_service
 
 
 def main() -> int:

@@ -131,7 +131,7 @@ def used_names(config: RewardConfig) -> frozenset[str]:
 
 def why_filtered(group: Group, config: RewardConfig) -> str | None:
     """Return why a graded group is not worth training on, if so."""
-    rewards = group.rewards()
+    rewards = group.episode_rewards()
     metric = None if config.group_filter is None else config.group_filter.metric
     if metric is not None:
         scored = [t for t in group.trajectories if t.reward is not None and not t.is_baseline]

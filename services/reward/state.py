@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from redis.asyncio import Redis
 
 from services.reward.consumer import RewardConsumer, RewardLane
@@ -21,13 +20,14 @@ from shared.config.reward import RemoteConfig, RewardConfig
 from shared.config.reward_model import RewardModelConfig
 from shared.config.spec import ExperimentSpec
 from shared.credentials import Credentials
+from shared.devices import host_capabilities
 from shared.errors import Unavailable
 from shared.membership import Membership
 from shared.model_hub import fetched
 from shared.places import read_places
 from shared.samples.recorder import SampleRecorder
 from shared.schemas.experiment import Page
-from shared.schemas.service import Assignment, Capabilities, Registration, ServiceKind, ServiceView
+from shared.schemas.service import Assignment, Registration, ServiceKind, ServiceView
 from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -160,7 +160,7 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
+            capabilities=await asyncio.to_thread(host_capabilities),
             incarnation=incarnation,
         )
         membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)

@@ -2,9 +2,12 @@
 
 import sys
 
-from services.rollout.app import create_app
-from shared.prompts import keep_torch_out
-from shared.service_main import run_service
+from shared.interpreter import collecting_later
+
+with collecting_later():
+    from services.rollout.app import create_app
+    from shared.prompts import keep_torch_out
+    from shared.service_main import run_service
 
 
 def main() -> int:

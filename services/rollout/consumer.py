@@ -26,7 +26,7 @@ from shared.retry import DATA_PLANE, retry
 from shared.schemas.task import Task
 from shared.schemas.trajectory import Group
 from shared.streams.holding import holding
-from shared.streams.hop import Claim, Hop, Renewal, Resolution
+from shared.streams.hop import REDUNDANT, Claim, Hop, Renewal, Resolution
 from shared.streams.partials import is_finished
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,17 @@ class LaneConfig:
         max_groups: groups in work at the same time.
         task_seconds: longest time to sample one task's group, once its version serves; None where the episodes end
             by times of their own.
+        max_lag: groups are ended that a version makes older than so many versions; None: they are finished.
     """
 
     name: str
     max_groups: int
     task_seconds: float | None
+    max_lag: int | None = None
+
+
+class _TooOld(Exception):  # no error: others were finished first
+    """A new version makes what is being sampled too old."""
 
 
 class RolloutConsumer:
@@ -229,16 +235,55 @@ class RolloutConsumer:
                 await hop.hand_back(claim)
                 return None
             sampling = asyncio.timeout(config.task_seconds)
+            oldest = min(version, claim.header.oldest_version) if partials else version
             try:
                 with self.busy.sampling():
-                    async with sampling:
+                    async with sampling, self._while_young(config, oldest):
                         return await self._episodes.run(task, partials, version, delivery=claim.token)
+            except _TooOld:
+                log.info("group is ended, others were finished first", extra={"entry_id": claim.entry_id})
+                await retry(partial(hop.resolve, claim, Resolution.DROPPED, REDUNDANT), waiting_for=DATA_PLANE)
+                return None
             except TimeoutError:
                 if not sampling.expired():
                     raise
                 log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
                 await self._fail(hop, claim, ROLLOUT_TIMEOUT, f"not sampled within {config.task_seconds:g} s")
                 return None
+
+    @asynccontextmanager
+    async def _while_young(self, config: LaneConfig, oldest: int) -> AsyncIterator[None]:
+        """End the block once a version comes that makes tokens of version ``oldest`` too old.
+
+        Raises:
+            _TooOld: it did.
+        """
+        if config.max_lag is None:
+            yield
+            return
+        ends_at, block = oldest + config.max_lag + 1, asyncio.current_task()
+        assert block is not None
+        cancellations, is_too_old = block.cancelling(), False
+
+        async def end() -> None:
+            nonlocal is_too_old
+            await self._gate.comes(ends_at)
+            is_too_old = True
+            block.cancel()
+
+        try:
+            watching = asyncio.create_task(end(), name="age")
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+        except BaseException as error:
+            # As where a claim is lost: the cancellation is taken back, and another one from outside stays one.
+            is_ours = is_too_old and block.uncancel() <= cancellations
+            if is_ours and isinstance(error, asyncio.CancelledError):
+                raise _TooOld from error
+            raise
 
     @asynccontextmanager
     async def _holding(self, config: LaneConfig, hop: Hop, claim: Claim) -> AsyncIterator[None]:

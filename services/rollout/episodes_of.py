@@ -87,7 +87,7 @@ def make_episodes(
     renderer.check_continuation()
     limits = Limits.of(config, spec.rollout.engine.context_tokens)
     conversations = EnvironmentConversations(config, process)
-    return MultiTurnEpisodes(engine, renderer, turns, limits, conversations, resume, tally)
+    return MultiTurnEpisodes(engine, renderer, turns, limits, conversations, resume, tally, config.redundant_members)
 
 
 async def _nothing_to_close() -> None:

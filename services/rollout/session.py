@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -85,7 +85,7 @@ class SessionOpener:
         pull: fetches versions that were missed.
         host: address that this service is reached at.
         service_id: what the gateway calls this service.
-        sglang_python: interpreter that has SGLang; None where there is none.
+        engine_pythons: interpreters that have an engine, by its kind.
         places: where code and programs of a spec may be, and its tools behind URLs.
         sandboxes: how the sandboxes of an experiment are reached, by its id.
         published: where other rollouts get the images that this one keeps.
@@ -98,7 +98,7 @@ class SessionOpener:
     host: str
     service_id: Callable[[], str]
     places: Places
-    sglang_python: Path | None = None
+    engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     sandboxes: Callable[[str], Sandboxes] | None = None
     published: PublishedImages | None = None
 
@@ -118,7 +118,7 @@ class SessionOpener:
         """
         check_episodes(spec.rollout.episodes, self.places)
         directory = str(await fetched(spec.model))
-        engine = make_engine(spec, self.sglang_python, self.places.networks)
+        engine = make_engine(spec, self.engine_pythons, self.places.networks)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -198,6 +198,7 @@ class SessionOpener:
             max_groups = math.ceil(SURPLUS * spec.rollout.engine.slots / group_size)
             # What agents drive ends by times of its own, which begin when the first agent does.
             seconds = spec.rollout.task_seconds if spec.rollout.agents is None else None
-            config = LaneConfig(lane.value, max_groups, seconds)
+            ends_old = lane is Lane.TRAIN and spec.asynchrony.redundant_groups > 0
+            config = LaneConfig(lane.value, max_groups, seconds, spec.asynchrony.resolved_max_lag if ends_old else None)
             lanes.append((config, plane.hop(HopName.TASKS, self.holder)))
         return lanes

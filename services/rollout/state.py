@@ -8,19 +8,18 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import psutil
-
 from services.rollout.engines.opening import offers
-from services.rollout.engines.sglang.model import sweep_places
+from services.rollout.engines.servers.model import sweep_places
 from services.rollout.service import RolloutService
 from services.rollout.session import SessionOpener
 from services.rollout.tools.code_interpreter import Sandboxes
 from shared.client import GatewayClient
 from shared.credentials import Credentials
+from shared.devices import host_capabilities
 from shared.membership import Membership
 from shared.places import read_places
 from shared.sandbox_address import sandbox_address
-from shared.schemas.service import Capabilities, Registration, ServiceKind
+from shared.schemas.service import Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.streams.hop import holder_name
@@ -58,7 +57,7 @@ async def open_state(
             pull=WeightPuller(credentials),
             host=settings.host,
             service_id=lambda: membership.service_id or "",
-            sglang_python=settings.sglang_python,
+            engine_pythons=settings.engine_pythons,
             places=read_places(os.environ, settings.data),
             published=published,
             sandboxes=lambda experiment_id: Sandboxes(
@@ -73,10 +72,9 @@ async def open_state(
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=Capabilities(
-                engines=offers(settings.sglang_python),
-                cores=os.cpu_count() or 1,
-                memory_bytes=psutil.virtual_memory().total,
+            capabilities=await asyncio.to_thread(
+                host_capabilities,
+                engines=offers(settings.engine_pythons),
                 transports=("gloo", "nccl", "pull"),
                 shared_memory=shared_memory_identity(),
             ),

@@ -8,21 +8,24 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 
-import psutil
-from fastapi import FastAPI
-from pydantic import SecretStr, ValidationError
+from shared.interpreter import collecting_later
 
-from services.sandbox.app import create_app
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import SandboxState, open_state
-from shared.client import GatewayClient
-from shared.credentials import Credentials
-from shared.errors import InvalidRequest
-from shared.membership import Membership
-from shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind, WorkState
-from shared.service_app import at_work
-from shared.service_main import run_service
-from shared.settings import ServiceSettings
+with collecting_later():
+    from fastapi import FastAPI
+    from pydantic import SecretStr, ValidationError
+
+    from services.sandbox.app import create_app
+    from services.sandbox.settings import SandboxSettings
+    from services.sandbox.state import SandboxState, open_state
+    from shared.client import GatewayClient
+    from shared.credentials import Credentials
+    from shared.devices import host_capabilities
+    from shared.errors import InvalidRequest
+    from shared.membership import Membership
+    from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
+    from shared.service_app import at_work
+    from shared.service_main import run_service
+    from shared.settings import ServiceSettings
 
 TRUE = {"1", "true", "yes"}
 VARIABLES = {
@@ -99,7 +102,7 @@ async def _member(settings: ServiceSettings, address: str, credentials: Credenti
         address=address,
         host=socket.gethostname(),
         pid=os.getpid(),
-        capabilities=Capabilities(cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total),
+        capabilities=await asyncio.to_thread(host_capabilities),
         incarnation=secrets.token_hex(8),
     )
     waiting = Waiting()

@@ -1,8 +1,9 @@
 """How programs share the processors: beside whatever else the machine does, and fairly among themselves.
 
-A slot has the weight of a part of an ordinary process, however many processes run in it. There are three weights: for a
-program that has just begun, of a caller that has used little lately; for the other programs that have just begun; and
-for those that have used more than a moment. Where the service may not make such groups, programs are only nice.
+A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has just begun,
+of a caller that has used little lately, has several times that weight; one that has used more than a moment, or whose
+caller has used much lately, has hardly any, but for moments in which it has the weight of a slot. Where the service
+may not make such groups, programs are only nice.
 
 Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst;
 Arpaci-Dusseau, Operating Systems: Three Easy Pieces, 1.10, chapter 8 (the multi-level feedback queue).
@@ -23,14 +24,15 @@ from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
 LONG_PART = 4
-"""A program that takes long is idle, which a process that wants to run interrupts at once: without that it may wait
-until the program's turn is over, which is some milliseconds for each message between processes of the fleet. An older
-kernel gives it the weight of a slot divided by this."""
+"""A program that takes long, or whose caller has used much, is idle, which a process that wants to run interrupts at
+once: without that it may wait until the program's turn is over, which is some milliseconds for each message between
+processes of the fleet. An older kernel gives it the weight of a slot divided by this."""
 LONG_SECONDS = 0.25
 """Processor time after which a program takes long."""
 LOOK_SECONDS = 0.1
-LOW_SECONDS, RAISED_SECONDS = 1.0, 0.05
-"""For how long a program that takes long has little weight, and then the weight of a slot."""
+LONG_LOW_SECONDS, LOW_SECONDS, RAISED_SECONDS = 1.0, 0.2, 0.05
+"""For how long a program that takes long has little weight, for how long another one of a caller that has used much,
+and then the weight of a slot."""
 PERIOD_MICROSECONDS = 100_000
 LEAST_SHARES, MOST_SHARES = 2, 262_144
 
@@ -107,25 +109,26 @@ class ProcessorGroup:
             over()  # between programs the server makes the next one's place: nobody's program is to delay that
 
     async def _watch(self, caller: str, before: float) -> None:
-        """Lower a program's weight when its caller has nothing left; when it takes long, lower it but for moments.
+        """Lower a program's weight but for moments when its caller has nothing left, or when it takes long.
 
         Its guard is weighed with it, and would not see a limit exceeded if it never ran.
         """
         with suppress(OSError):  # the group was removed: what ran there has ended
-            while self._counted - before < LONG_SECONDS:
-                await asyncio.sleep(LOOK_SECONDS)
-                self._count()
-                self._weigh_for(caller)
             while True:
-                self.weigh(self.shares // LONG_PART)
-                await asyncio.sleep(LOW_SECONDS)
-                self._count()
-                self.weigh(self.shares)
-                await asyncio.sleep(RAISED_SECONDS)
+                is_long = self._counted - before >= LONG_SECONDS
+                self._weigh_for(caller, is_long=is_long)
+                if self._weight >= self.shares:
+                    await asyncio.sleep(LOOK_SECONDS)
+                else:
+                    await asyncio.sleep(LONG_LOW_SECONDS if is_long else LOW_SECONDS)
+                    self._count()
+                    self.weigh(self.shares)
+                    await asyncio.sleep(RAISED_SECONDS)
                 self._count()
 
-    def _weigh_for(self, caller: str) -> None:
-        self.weigh(self.shares * FIRST_FACTOR if self.allowances.left(caller) > 0 else self.shares)
+    def _weigh_for(self, caller: str, *, is_long: bool = False) -> None:
+        is_first = not is_long and self.allowances.left(caller) > 0
+        self.weigh(self.shares * FIRST_FACTOR if is_first else self.shares // LONG_PART)
 
     def _count(self) -> None:
         """Take what was used since the last look from whom it was used for; of what counts for little nothing."""

@@ -1,5 +1,6 @@
 """What a trainer service opens at start-up. No torch here: only the worker needs it."""
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -8,14 +9,13 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import psutil
-
 from services.trainer.supervisor.served_images import ServedImages
 from services.trainer.supervisor.supervisor import Addresses, Supervisor
 from shared.client import GatewayClient
 from shared.credentials import Credentials
+from shared.devices import host_capabilities
 from shared.membership import Membership
-from shared.schemas.service import Capabilities, Registration, ServiceKind
+from shared.schemas.service import Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.telemetry.logging import format_for
@@ -50,11 +50,8 @@ async def open_state(
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=Capabilities(
-                cores=os.cpu_count() or 1,
-                memory_bytes=psutil.virtual_memory().total,
-                transports=("gloo", "nccl", "pull"),
-                shared_memory=shared_memory_identity(),
+            capabilities=await asyncio.to_thread(
+                host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
             ),
             incarnation=secrets.token_hex(8),
         )

@@ -13,6 +13,9 @@ from shared.schemas.service import Assignment, DeviceOrder, DeviceReport, Failur
 from shared.schemas.wire import Wire
 from shared.telemetry.logging import LogFormat
 
+EXIT_PEER_LOST = 4
+"""A worker ends with it when another rank is gone: whoever started the ranks says which."""
+
 
 class Line(Wire):
     """One message."""
@@ -90,6 +93,13 @@ class ImageReady(Line):
     """Of the snapshot: who pulls holds what arrives against it."""
 
 
+class StoreOpened(Line):
+    """First node of a job on several hosts to its supervisor: where the others find the job's store."""
+
+    kind: Literal["store"] = "store"
+    port: int
+
+
 class Failed(Line):
     """Worker to supervisor: why it ends."""
 
@@ -104,6 +114,5 @@ class Failed(Line):
 TO_WORKER: TypeAdapter[Launch | Order | Offered | Renewed] = TypeAdapter(
     Annotated[Launch | Order | Offered | Renewed, Field(discriminator="kind")]
 )
-FROM_WORKER: TypeAdapter[Status | ImageReady | Failed] = TypeAdapter(
-    Annotated[Status | ImageReady | Failed, Field(discriminator="kind")]
-)
+FromWorker = Status | ImageReady | StoreOpened | Failed
+FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])

@@ -1,5 +1,7 @@
 """Episodes that agents from outside drive, through an OpenAI-compatible endpoint of the gateway."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from shared.config.base import Config
@@ -19,5 +21,9 @@ class AgentsConfig(Config):
     """Completions of one episode, all branches together."""
     max_branches: int = Field(8, ge=1, le=1024)
     """Conversations of one episode that do not continue each other; each is a trajectory of its own."""
+    branches: Literal["as_one", "each"] = "as_one"
+    """What an episode of several branches counts for. as_one: like an episode of one: its reward, the mean of theirs,
+    is compared with those of the other episodes of its group, all its branches get that advantage, and the weights of
+    their losses add up to 1. each: every branch is compared and weighs like an episode of its own."""
     max_attempts: int = Field(4, ge=1, le=1000)
     """How often an episode that is abandoned again and again is handed out; then its group goes on without it."""

@@ -42,6 +42,11 @@ class AsynchronyConfig(Config):
     on_max_lag: Literal["pace", "drop"] = "pace"
     """pace: the trainer waits for old groups before it publishes a version that would make them too old;
     drop: it publishes and drops them, counted with their reason."""
+    redundant_groups: int = Field(0, ge=0)
+    """Issue groups beyond the budget while fewer than this many are being sampled and the budget's are not all
+    finished. The first that are finished are trained. What a new version makes too old is ended: what is being sampled
+    is aborted, what is finished is left out, each counted as dropped, `redundant`. 0: none. It needs on_max_lag
+    drop."""
     publication: PublicationConfig = PublicationConfig()
     """How each version's weights travel."""
 
@@ -57,7 +62,12 @@ class AsynchronyConfig(Config):
                 f"asynchrony.max_lag {self.max_lag} has no effect while asynchrony.staleness_threshold is 0, since "
                 "nothing that is trained is older: raise staleness_threshold, or remove max_lag"
             )
-        if self.staleness_threshold == 0 and self.on_max_lag != "pace":
+        if self.redundant_groups and self.on_max_lag == "pace":
+            raise ValueError(
+                f"asynchrony.redundant_groups {self.redundant_groups} samples groups that are not all trained, and "
+                "asynchrony.on_max_lag pace would wait for each of them: set on_max_lag to drop"
+            )
+        if self.staleness_threshold == 0 and self.on_max_lag != "pace" and not self.redundant_groups:
             raise ValueError(
                 f"asynchrony.on_max_lag {self.on_max_lag} has no effect while asynchrony.staleness_threshold is 0, "
                 "since nothing gets old: raise staleness_threshold, or remove on_max_lag"

@@ -12,6 +12,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """At least 0 and below 1."""
 Device = Annotated[str, Field(pattern=r"^(?:cpu|cuda(?::[0-9]+)?)$")]
 """A torch device that is tested: cpu, cuda, cuda:1."""
+DeviceChoice = Annotated[str, Field(pattern=r"^(?:auto|cpu|cuda(?::[0-9]+)?)$")]
+"""The same, or ``auto``: GPUs where those that compute have some, else the CPU. Decided when services are assigned."""
+DeviceCount = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""How many GPUs a service must have; ``auto``: as many as what computes on them needs."""
 
 Threads = Annotated[int, Field(ge=1)] | Literal["auto"]
 """How many threads a process computes with; ``auto``: as many as there are cores for it now (``shared/cores.py``)."""
@@ -34,7 +38,9 @@ class TextConfig(Described):
     An unknown key is an error, and field docstrings become the schema's descriptions.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 class Config(TextConfig):

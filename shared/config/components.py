@@ -3,7 +3,6 @@
 import re
 from typing import Annotated
 
-import httpx
 from pydantic import AfterValidator, Field
 
 from shared.config.base import Config
@@ -41,6 +40,8 @@ class ComponentConfig(Config):
 
 
 def _is_url(text: str) -> str:
+    import httpx  # a tenth of a second of each process that reads a section, of which most are given no URL
+
     try:
         url = httpx.URL(text)
         has_host, port = bool(url.raw_host), url.port

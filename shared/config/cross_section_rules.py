@@ -61,6 +61,8 @@ class Sections(Protocol):
     @property
     def finished_job(self) -> FinishedJob | None: ...
     @property
+    def needs_reference(self) -> bool: ...
+    @property
     def trains(self) -> bool: ...
     @property
     def samples_answers(self) -> bool: ...
@@ -83,6 +85,7 @@ def check_sections(spec: Sections) -> None:
     _weights(spec)
     _held_out_sets(spec)
     _sharing(spec)
+    _offload(spec)
     if not spec.samples_answers:
         return
     _engine(spec)
@@ -125,6 +128,20 @@ def _weights(spec: Sections) -> None:
         )
 
 
+def _offload(spec: Sections) -> None:
+    chosen = spec.parallelism.offload.chosen
+    if chosen and spec.shares_devices:
+        raise ValueError(
+            f"parallelism.offload.{chosen[0]} and resources.sharing time both move what the trainer has off its "
+            "device: leave one of both out"
+        )
+    if spec.parallelism.offload.reference and (spec.model.lora is not None or not spec.needs_reference):
+        why = (
+            "no reference model is used" if spec.model.lora is None else "the reference is the model without model.lora"
+        )
+        raise ValueError(f"parallelism.offload.reference has no effect, since {why}: leave it out")
+
+
 def _engine(spec: Sections) -> None:
     engine = spec.rollout.engine
     if spec.asynchrony.publication.overlap_load and EngineCapability.SPARE_COPY not in engine.CAPABILITIES:
@@ -142,6 +159,11 @@ def _sharing(spec: Sections) -> None:
         raise ValueError(
             f"resources.sharing time lets trainer and rollouts take turns, and in a job of this kind "
             f"{'there is no trainer' if not spec.trains else 'training needs no rollouts'}: leave it out"
+        )
+    if spec.parallelism.nodes > 1:
+        raise ValueError(
+            f"resources.sharing time lets one host's trainer and rollouts take turns, and parallelism.nodes is "
+            f"{spec.parallelism.nodes}: leave one of both out"
         )
     if EngineCapability.SLEEP not in engine.CAPABILITIES:
         raise ValueError(
@@ -315,9 +337,4 @@ def _agents(spec: Sections) -> None:
         raise ValueError(
             "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
             "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
-        )
-    if spec.evaluation is not None:
-        raise ValueError(
-            "evaluation is answered by the fleet itself, and rollout.agents lets agents drive the episodes: remove "
-            "evaluation, and watch the reward of training"
         )

@@ -1,49 +1,87 @@
-"""The engines that sample completions: the embedded one, and SGLang.
+"""The engines that sample completions: the embedded one, and servers, SGLang's and vLLM's.
 
 Each class names what its engine promises, and which of the spec's wishes need a promise that it does not make.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Config, Device, Threads
+from shared.config.base import Config, DeviceChoice, Threads
 from shared.schemas.engine import EngineCapability
 
 OptionValue = bool | int | float | str | None
 Options = Mapping[str, OptionValue | tuple[OptionValue, ...]]
 OWNED_OPTIONS: Mapping[str, str] = {
-    "model": "model.path",
-    "model_path": "model.path",
     "host": "nothing: the server listens on the loopback address",
     "port": "nothing: a free port is taken",
     "dtype": "model.dtype",
+    "api_key": "nothing: the server gets a key of its own",
+    "data_parallel_size": "resources.rollouts: one server is one replica",
+    "nnodes": "nothing: a server runs on one node",
+    "node_rank": "nothing: a server runs on one node",
+    "ssl_keyfile": "nothing: the server listens on the loopback address",
+    "ssl_certfile": "nothing: the server listens on the loopback address",
+    "config": "rollout.engine.options: it would override what is set here",
+    "trust_remote_code": "nothing: code from a model directory is never run",
+    "model": "model.path",
+    "skip_tokenizer_init": "nothing: it depends on rollout.sampling.stop",
+}
+"""Arguments of any server that follow from the rest of the spec, and what sets them instead."""
+SGLANG_OPTIONS: Mapping[str, str] = {
+    "model_path": "model.path",
     "device": "rollout.engine.device",
     "base_gpu_id": "rollout.engine.device",
     "max_running_requests": "rollout.engine.slots",
     "context_length": "rollout.engine.context_tokens",
-    "skip_tokenizer_init": "nothing: it depends on rollout.sampling.stop",
     "weight_version": "nothing: it is the policy version",
-    "api_key": "nothing: the server gets a key of its own",
     "admin_api_key": "nothing: the server gets a key of its own",
-    "data_parallel_size": "resources.rollouts: one server is one replica",
     "dp_size": "resources.rollouts: one server is one replica",
     "dp": "resources.rollouts: one server is one replica",
-    "nnodes": "nothing: a server runs on one node",
-    "node_rank": "nothing: a server runs on one node",
     "allow_auto_truncate": "nothing: what does not fit the context is refused",
     "tokenizer_worker_num": "nothing: several do not check the server's key",
     "preferred_sampling_params": "rollout.sampling",
-    "ssl_keyfile": "nothing: the server listens on the loopback address",
-    "ssl_certfile": "nothing: the server listens on the loopback address",
     "grpc_mode": "nothing: the server speaks HTTP",
-    "config": "rollout.engine.options: it would override what is set here",
-    "trust_remote_code": "nothing: code from a model directory is never run",
     "custom_weight_loader": "nothing: it names a module, which would be imported",
     "forward_hooks": "nothing: they name modules, which would be imported",
 }
-"""Server arguments that follow from the rest of the spec, and what sets them instead."""
+"""Those of SGLang."""
+VLLM_OPTIONS: Mapping[str, str] = {
+    name: instead
+    for instead, names in {
+        "model.path": ("model_tag", "tokenizer", "revision"),
+        "rollout.engine.slots": ("max_num_seqs",),
+        "rollout.engine.context_tokens": ("max_model_len",),
+        "rollout.sampling": ("generation_config", "override_generation_config", "logprobs_mode"),
+        "resources.rollouts: one server is one replica": (
+            *("data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address"),
+            *(
+                "data_parallel_rpc_port",
+                "data_parallel_backend",
+                "data_parallel_external_lb",
+                "data_parallel_hybrid_lb",
+            ),
+            "data_parallel_multi_port_external_lb",
+        ),
+        "nothing: the server listens where only its rollout reaches it": ("uds", "ssl_ca_certs", "root_path"),
+        "nothing: the server speaks HTTP": ("headless", "grpc", "grpc_port"),
+        "nothing: its endpoints are how it is asked": ("enable_scale_out", "tokens_only"),
+        "nothing: its load is read from them": ("disable_log_stats",),
+        "nothing: several do not know each other's requests": ("api_server_count",),
+        "nothing: the model has no other name": ("served_model_name",),
+        "nothing: a server does not lend its memory here": ("enable_sleep_mode",),
+        "nothing: weights are read from images": ("weight_transfer_config",),
+        "nothing: a draft model would keep its initial weights": ("speculative_config", "spec_model", "spec_method"),
+        "nothing: it names modules, which would be imported": (
+            *("middleware", "tool_parser_plugin", "reasoning_parser_plugin", "io_processor_plugin"),
+            *("logits_processors", "worker_cls", "worker_extension_cls", "scheduler_cls", "compilation_config"),
+            *("kv_transfer_config", "ec_transfer_config", "additional_config", "model_loader_extra_config"),
+        ),
+    }.items()
+    for name in names
+}
+"""Those of vLLM."""
 
 
 class TorchEngineConfig(Config):
@@ -56,6 +94,7 @@ class TorchEngineConfig(Config):
             EngineCapability.SPARE_COPY,
             EngineCapability.EXACT_SPANS,
             EngineCapability.SLEEP,
+            EngineCapability.UNCUT_LOG_PROBS,
         }
     )
 
@@ -72,29 +111,30 @@ class TorchEngineConfig(Config):
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
     full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
-    device: Device = "cpu"
-    """Torch device, such as cpu or cuda:0."""
+    device: DeviceChoice = "auto"
+    """Torch device, such as cpu or cuda:0. auto: cuda where every rollout that the experiment starts with has a GPU
+    that its torch can use, else cpu."""
 
 
-class SglangEngineConfig(Config):
-    """An SGLang 0.5.23 server for each rollout service, under an interpreter of its own.
+class ServerEngineConfig(Config):
+    """What all engines that are servers have in common."""
 
-    The service starts it with the interpreter that FLOTILLA_SGLANG_PYTHON names, or uses the one at url.
-    """
+    CAPABILITIES: ClassVar[frozenset[EngineCapability]]
+    OWNED: ClassVar[Mapping[str, str]]
 
-    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset()
-
-    kind: Literal["sglang"]
+    kind: str
     slots: int = Field(128, ge=1)
-    """Completions sampled at the same time (--max-running-requests)."""
+    """Completions sampled at the same time (SGLang's --max-running-requests, vLLM's --max-num-seqs)."""
     context_tokens: int = Field(2048, ge=8)
-    """Longest prompt and completion together (--context-length)."""
-    device: Device = "cpu"
-    """Torch device, such as cpu or cuda:0; with tensor parallelism the first one."""
+    """Longest prompt and completion together (--context-length, --max-model-len)."""
+    device: DeviceChoice = "auto"
+    """Torch device, such as cpu or cuda:0; with tensor parallelism the first one. auto: cuda where every rollout that
+    the experiment starts with has as many GPUs as the server needs, else cpu."""
     options: Options = Field(default={})
-    """Further arguments of the server, such as tp_size, mem_fraction_static or quantization: names as SGLang has them,
-    with or without dashes; true for a switch, a list for several values. Those that follow from the spec are refused
-    here, those that the server does not know by the server."""
+    """Further arguments of the server, such as SGLang's tp_size, mem_fraction_static or quantization, or vLLM's
+    tensor_parallel_size or gpu_memory_utilization: names as the server has them, with or without dashes; true for a
+    switch, a list for several values. Those that follow from the spec are refused here, those that the server does not
+    know by the server."""
     url: str | None = Field(None, pattern=r"^https?://[^/]+$")
     """Use the server at this address, which serves model.path, instead of starting one; no other rollout may use it.
     127.0.0.1 is one server for each machine that has a rollout service."""
@@ -107,10 +147,10 @@ class SglangEngineConfig(Config):
     @classmethod
     def _options_are_ours_to_give(cls, options: Options) -> Options:
         for name in options:
-            plain = name.lstrip("-").replace("-", "_")
-            if (instead := OWNED_OPTIONS.get(plain)) is not None:
+            plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
+            if (instead := cls.OWNED.get(plain)) is not None:
                 raise ValueError(f"{name!r} may not be given: it is set by {instead}")
-            if any(owned.startswith(plain) for owned in OWNED_OPTIONS):
+            if any(owned.startswith(plain) for owned in cls.OWNED):
                 raise ValueError(
                     f"{name!r} may not be given: the server would take it for a longer name; write that out"
                 )
@@ -119,7 +159,7 @@ class SglangEngineConfig(Config):
         return options
 
     @model_validator(mode="after")
-    def _options_have_an_effect(self) -> "SglangEngineConfig":
+    def _options_have_an_effect(self) -> Self:
         if self.url is not None and self.options:
             raise ValueError(
                 "rollout.engine.options have no effect with rollout.engine.url, whose server runs already: give them "
@@ -128,4 +168,28 @@ class SglangEngineConfig(Config):
         return self
 
 
-EngineConfig = Annotated[TorchEngineConfig | SglangEngineConfig, Field(discriminator="kind")]
+class SglangEngineConfig(ServerEngineConfig):
+    """An SGLang 0.5.23 server for each rollout service, under an interpreter of its own.
+
+    The service starts it with the interpreter that FLOTILLA_SGLANG_PYTHON names, or uses the one at url.
+    """
+
+    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset({EngineCapability.UNCUT_LOG_PROBS})
+    OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **SGLANG_OPTIONS}
+
+    kind: Literal["sglang"]
+
+
+class VllmEngineConfig(ServerEngineConfig):
+    """A vLLM 0.32 server for each rollout service, under an interpreter of its own.
+
+    The service starts it with the interpreter that FLOTILLA_VLLM_PYTHON names, or uses the one at url.
+    """
+
+    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset({EngineCapability.EXACT_SPANS})
+    OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **VLLM_OPTIONS}
+
+    kind: Literal["vllm"]
+
+
+EngineConfig = Annotated[TorchEngineConfig | SglangEngineConfig | VllmEngineConfig, Field(discriminator="kind")]

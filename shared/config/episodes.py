@@ -81,6 +81,10 @@ class EnvironmentEpisodesConfig(TurnLimits):
     kind: Literal["environment"]
     environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
     """One, or several of which each task takes the first that is for its data source."""
+    redundant_members: int = Field(0, ge=0)
+    """Play so many episodes more than `rollout.group_size` of each task; the first that are finished without an error
+    are the group, and the others are ended. A group so does not wait for its slowest, nor lack what failed. It favours
+    short episodes. Evaluation plays none more."""
 
     @model_validator(mode="after")
     def _each_can_be_reached(self) -> Self:

@@ -111,7 +111,18 @@ def changed_live(spec: ExperimentSpec, changes: Mapping[str, Any]) -> Experiment
     changed = with_changes(spec, changes)
     if changed.optimisation.steps != spec.optimisation.steps:
         with_steps(spec, changed.optimisation.steps)
+    _check_devices_stay(spec, changed)
     return changed
+
+
+def _check_devices_stay(spec: ExperimentSpec, changed: ExperimentSpec) -> None:
+    for kind in ("trainer", "rollouts"):
+        before, after = (getattr(each.resources, kind).devices for each in (spec, changed))
+        if before != after:
+            path = f"resources.{kind}.devices"
+            allowed = f"{before} cannot be changed once an experiment was created: what it computes on is decided"
+            entry: dict[str, Scalar] = {"path": path, "value": after, "allowed": allowed}
+            raise InvalidSpec(f"{path}: {allowed}", errors=[entry])
 
 
 def _not_live(changes: Mapping[str, Any]) -> list[str]:

@@ -26,8 +26,9 @@ class ModelConfig(Config):
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of a hub's model; null is its main branch. The gateway replaces it by the commit that it is
     when the experiment is created."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of the weights in training and sampling. On a CPU without AMX, bfloat16 is much slower."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Element type of the weights in training and sampling. auto: bfloat16 where all that compute with them do so on
+    GPUs, else float32: on a CPU without AMX, bfloat16 is much slower."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
 

@@ -5,31 +5,61 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config, Device, Threads
+from shared.config.base import Config, DeviceChoice, Threads
 
 RANKS = frozenset(
     {
-        "world_size", "nodes", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
+        "world_size", "num_nodes", "nnodes", "devices", "num_devices", "gpus", "num_gpus",
         "data_parallel", "tensor_parallel_size", "pipeline_parallel", "context_parallel", "sequence_parallel_size",
         "expert_parallel_size", "fsdp", "zero_stage",
     }
 )  # fmt: skip
 """What asks for several training processes under other names, with or without ``_size``."""
-OF_SEVERAL = ("replicas", "tensor_parallel", "expert_parallel", "sequence_parallel", "collective_timeout_seconds")
+OF_SEVERAL = (
+    "nodes",
+    "replicas",
+    "tensor_parallel",
+    "expert_parallel",
+    "sequence_parallel",
+    "collective_timeout_seconds",
+)
+
+
+class OffloadConfig(Config):
+    """What is in the host's memory while a GPU does not need it; on a CPU all of it is there anyhow."""
+
+    parameters: bool = False
+    """Sharded weights, their gradients and optimiser state: a GPU has the layer that it computes, and the host's cores
+    make the updates. Of all models that the trainer has. Needs several ranks."""
+    optimiser: bool = False
+    """AdamW's two moments, 8 bytes per trained parameter: an update takes them to the GPU a bucket at a time."""
+    reference: bool = False
+    """The reference model, which is on the GPU for its pass alone, once per step."""
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of what is offloaded."""
+        return [name for name in type(self).model_fields if getattr(self, name)]
 
 
 class ParallelismConfig(Config):
-    """The trainer: one process on one device, or several ranks on one machine that share weights and work."""
+    """The trainer: one process on one device, or several ranks, on one machine or several, that share weights and
+    work."""
 
-    device: Device = "cpu"
-    """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one."""
+    device: DeviceChoice = "auto"
+    """Torch device of the trainer, such as cpu or cuda:0. With several ranks cuda, of which each rank takes one. auto:
+    cuda where the first trainer service has a GPU for each rank, else cpu; what was decided then stays."""
     threads: Threads = "auto"
     """Compute threads of each training process. auto: all cores of its host while nothing else of the fleet computes
     there, else a part of them, the larger the more of the time it computes; figures of two runs then differ in their
     last bits. With a number it always takes that many; more than there are free cores make it slower, not faster."""
     ranks: int = Field(1, ge=1, le=64)
-    """Training processes on the trainer's machine. Each keeps a part of weights, gradients and optimiser state (FSDP2),
-    and computes a part of each mini-batch. 1 trains in one process that has all of them."""
+    """Training processes on all machines together. Each keeps a part of weights, gradients and optimiser state (FSDP2),
+    and computes a part of each mini-batch. 1 trains in one process that has all of them. Left out, it is
+    resources.trainer.devices on each of nodes where that is a number, else 1."""
+    nodes: int = Field(1, ge=1, le=64)
+    """Trainer services that the ranks are on, each ranks / nodes of them, usually one service per machine. All of them
+    must see the gateway's data directory under the same path. 1: all ranks are on one trainer's machine."""
     replicas: int = Field(1, ge=1)
     """Copies of the weights that the ranks keep together, each divided among ranks / replicas of them (HSDP)."""
     tensor_parallel: int = Field(1, ge=1)
@@ -45,6 +75,8 @@ class ParallelismConfig(Config):
     divides the ranks and the model's attention heads."""
     collective_timeout_seconds: float = Field(600.0, ge=10, le=7200)
     """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
+    offload: OffloadConfig = OffloadConfig()
+    """What is in the host's memory while a GPU does not need it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,7 +89,7 @@ class ParallelismConfig(Config):
         if asked:
             raise ValueError(
                 f"parallelism.{asked[0]} asks for several training processes in a way that there is not: "
-                "parallelism.ranks processes share the weights (FSDP2) on the trainer's machine, in "
+                "parallelism.ranks processes share the weights (FSDP2), on parallelism.nodes trainers' machines, in "
                 "parallelism.replicas copies (HSDP); of these parallelism.tensor_parallel share each layer, "
                 "parallelism.expert_parallel the experts of a layer, or parallelism.sequence_parallel each sequence "
                 "(Ulysses); for more samples at a time raise resources.rollouts.min"
@@ -80,7 +112,32 @@ class ParallelismConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_offload(self) -> "ParallelismConfig":
+        chosen = self.offload.chosen
+        if chosen and self.device == "cpu":
+            raise ValueError(
+                f"parallelism.offload.{chosen[0]} has no effect while parallelism.device is cpu: the host's memory has "
+                "it already; leave it out"
+            )
+        if self.offload.parameters and self.ranks == self.tensor_parallel:
+            raise ValueError(
+                "parallelism.offload.parameters needs weights that ranks share among them (FSDP2), and there is one "
+                "rank for each part: raise parallelism.ranks, or use offload.optimiser"
+            )
+        if self.offload.parameters and len(chosen) > 1:
+            raise ValueError(
+                f"parallelism.offload.{chosen[1]} has no effect beside offload.parameters, which takes all models and "
+                "their optimiser state to the host's memory: leave it out"
+            )
+        return self
+
     def _check_divisors(self) -> None:
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"parallelism.ranks {self.ranks} counts the ranks of all nodes: parallelism.nodes {self.nodes} must "
+                "divide it"
+            )
         if self.ranks % self.tensor_parallel:
             raise ValueError(
                 f"parallelism.tensor_parallel {self.tensor_parallel} must divide parallelism.ranks {self.ranks}"

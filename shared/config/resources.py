@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Config
+from shared.config.base import Config, DeviceCount
 
 MEBIBYTE = 1024**2
 GIBIBYTE = 1024**3
@@ -31,6 +31,23 @@ class QuotaConfig(Config):
         return self.max == self.min
 
 
+class RolloutQuotaConfig(QuotaConfig):
+    """How many rollouts work for the experiment, and what each must have."""
+
+    devices: DeviceCount = "auto"
+    """GPUs that a rollout service must have: those of one engine. SGLang and vLLM divide the model among that many
+    where their options do not say how; the embedded engine takes 1. auto: as many as the engine's device and options
+    need, none on a CPU."""
+
+
+class TrainerQuotaConfig(Config):
+    """What the trainer, of which there is always one, must have."""
+
+    devices: DeviceCount = "auto"
+    """GPUs that each trainer service must have: one for each of its ranks. parallelism.ranks is this many on each of
+    parallelism.nodes where it is left out. auto: as many as parallelism needs, none on a CPU."""
+
+
 class Sharing(StrEnum):
     """Whether trainer and rollouts have devices of their own."""
 
@@ -45,7 +62,9 @@ class ResourcesConfig(Config):
     that run, by weight, and given back (drained, with a notice) when an experiment needs them for its minimum.
     """
 
-    rollouts: QuotaConfig = QuotaConfig()
+    trainer: TrainerQuotaConfig = TrainerQuotaConfig()
+    """The trainer service."""
+    rollouts: RolloutQuotaConfig = RolloutQuotaConfig()
     """Rollout services."""
     rewards: QuotaConfig = QuotaConfig()
     """Reward services."""

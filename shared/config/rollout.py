@@ -62,6 +62,18 @@ class RolloutConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _log_probs_are_those_to_train_on(self) -> "RolloutConfig":
+        sampling = self.sampling
+        cuts = sampling.top_k > 0 or sampling.top_p < 1
+        if cuts and sampling.temperature != 1 and EngineCapability.UNCUT_LOG_PROBS not in self.engine.CAPABILITIES:
+            raise ValueError(
+                f"rollout.engine.kind {self.engine.kind} gives log-probabilities either before temperature or after "
+                f"top-k and top-p, and training needs those between: with top_k or top_p set rollout.sampling."
+                f"temperature to 1, not {sampling.temperature}, or leave both out, or use another engine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _context_holds_a_completion(self) -> "RolloutConfig":
         if self.sampling.max_new_tokens >= self.engine.context_tokens:
             raise ValueError(

@@ -10,6 +10,7 @@ from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
+from shared.config.device_rules import check_devices, with_ranks_of_devices
 from shared.config.episodes import ToolEpisodesConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
@@ -109,6 +110,11 @@ class ExperimentSpec(Config):
         return sum(each.weight for each in self.reward.components if isinstance(each, EnvironmentRewardConfig))
 
     @property
+    def joins_branches(self) -> bool:
+        """Whether the branches of an agent's episode count as one."""
+        return self.rollout.agents is not None and self.rollout.agents.branches == "as_one"
+
+    @property
     def groups_per_step(self) -> int:
         """R: the groups that one step trains."""
         return self.optimisation.groups_per_mini_batch * self.asynchrony.require_batches
@@ -150,10 +156,11 @@ class ExperimentSpec(Config):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_job(cls, given: Any) -> Any:
-        return with_defaults_of_the_job(given)
+        return with_ranks_of_devices(with_defaults_of_the_job(given))
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_job(self)
         check_sections(self)
+        check_devices(self)
         return self

@@ -14,6 +14,7 @@ class VerlScorer(StrEnum):
     MATH = "math"
     DAPO = "dapo"
     GEOMETRY = "geometry"
+    PRIME = "prime"
     SEARCH = "search"
     CODE = "code"
 
@@ -30,6 +31,12 @@ BY_SOURCE = {
     "math": VerlScorer.DAPO,
     "math_dapo_reasoning": VerlScorer.DAPO,
     "hiyouga/geometry3k": VerlScorer.GEOMETRY,
+    "numina_aops_forum": VerlScorer.PRIME,
+    "numina_synthetic_math": VerlScorer.PRIME,
+    "numina_amc_aime": VerlScorer.PRIME,
+    "numina_synthetic_amc": VerlScorer.PRIME,
+    "numina_cn_k12": VerlScorer.PRIME,
+    "numina_olympiads": VerlScorer.PRIME,
     "searchR1_nq": VerlScorer.SEARCH,
     "searchR1_triviaqa": VerlScorer.SEARCH,
     "searchR1_popqa": VerlScorer.SEARCH,

@@ -20,6 +20,11 @@ class EngineCapability(StrEnum):
     SLEEP = "sleep"
     """Its device memory can be given to somebody else, and be taken again."""
 
+    UNCUT_LOG_PROBS = "uncut_log_probs"
+    """Log-probabilities are those before top-k and top-p at any temperature. Without it, only at temperature 1 or
+    where nothing is cut; those of answers that are sampled otherwise, in evaluations, are of the cut distribution or of
+    temperature 1."""
+
 
 class EngineOffer(Wire):
     """One kind of engine that a rollout service can use."""

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, FiniteFloat
 
+from shared.schemas.task import Lane
 from shared.schemas.wire import TolerantWire, Wire
 
 LONGEST_WAIT_SECONDS: Final = 30.0
@@ -29,7 +30,9 @@ class EpisodeTask(Wire):
     """What the agent shall do: a row of the dataset."""
 
     group_id: int
-    """Episodes of the same task have the same, and are compared with each other."""
+    """Episodes of the same task have the same, and are compared with each other; each split counts its own."""
+    split: Lane = Lane.TRAIN
+    """evaluation: a held-out task, whose result is reported and never trained."""
     index: int
     """Which of its group it is, from 0."""
     row: int

@@ -40,10 +40,32 @@ class WorkState(StrEnum):
     FAILED = "failed"
 
 
+class GpuDevice(Wire):
+    """A GPU that a service may compute on."""
+
+    index: int | None = Field(None, ge=0)
+    """Its number on its machine, as nvidia-smi counts; None where it is known by its UUID alone."""
+    uuid: str | None = None
+    """What the driver calls it everywhere; None where nothing could be asked."""
+    name: str | None = None
+    memory_bytes: int = Field(0, ge=0)
+    """0 where it is not known."""
+
+    @property
+    def label(self) -> str:
+        """What CUDA_VISIBLE_DEVICES calls it."""
+        return str(self.index) if self.index is not None else self.uuid or ""
+
+
 class Capabilities(Wire):
     """What a service can offer to a scheduler."""
 
     device: str = "cpu"
+    """What its torch computes on: cuda where there are devices and its build can use them, else cpu."""
+    devices: tuple[GpuDevice, ...] = ()
+    """GPUs that it may use; an experiment gets all of them with the service."""
+    machine: str | None = None
+    """Identity of the machine, the same in all its containers; with a device's number it names the device."""
     engines: tuple[EngineOffer, ...] = ()
     """What a rollout can sample with."""
     cores: int = Field(1, ge=1)
@@ -52,6 +74,10 @@ class Capabilities(Wire):
     """Weight transports that it can receive or send by."""
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
+
+    def device_ids(self, host: str) -> frozenset[str]:
+        """Name the devices so that two services that may use the same one name it alike."""
+        return frozenset(each.uuid or f"{self.machine or host}/{each.label}" for each in self.devices)
 
     @model_validator(mode="before")
     @classmethod
@@ -119,6 +145,29 @@ class DeviceReport(Wire):
     """Whether it cannot go on without the devices (trainer)."""
 
 
+class JobReport(Wire):
+    """What a trainer service says of its node of a training job on several hosts."""
+
+    epoch: int
+    """The trainer epoch that the job belongs to: what is said of another one counts for nothing."""
+    host: str | None = None
+    port: int | None = None
+    """Where the job's store listens; the first node says it once it does."""
+    ended: str | None = None
+    """Why the job ended here. It is not started again in this epoch."""
+
+
+class JobNode(Wire):
+    """A trainer service's place in a training job on several hosts."""
+
+    rank: int
+    """Of the node, from 0. The first one has the store, and the rank that leads."""
+    count: int
+    host: str | None = None
+    port: int | None = None
+    """Where the first node's store listens; None while it has not said so, and for that node itself."""
+
+
 class ObservedState(Wire):
     """All that a service says about itself at one instant."""
 
@@ -142,6 +191,8 @@ class ObservedState(Wire):
     """What it has sampled in training (rollout)."""
     device: DeviceReport | None = None
     """Where devices are shared in turns: what it has there. None before it has had an order."""
+    job: JobReport | None = None
+    """Of its node of a job on several hosts; None where there is none."""
 
 
 class Assignment(Wire):
@@ -155,7 +206,10 @@ class Assignment(Wire):
     directory: str
     """Where the experiment keeps its checkpoints and files, as the gateway's data directory has it."""
     trainer_epoch: int = 0
-    """How often a trainer was assigned; the latest one alone may plan and commit."""
+    """How often a trainer was assigned; the latest one alone may plan and commit. With several nodes it also rises when
+    one is lost or its ranks end: the job of each epoch is another one."""
+    node: JobNode | None = None
+    """Its place in the epoch's job; None where there is one node, and while others are missing."""
 
 
 class DesiredState(Wire):

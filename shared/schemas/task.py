@@ -59,6 +59,11 @@ class Task:
     greedy: bool = False
     issued_at: float = 0.0
 
+    @property
+    def lane(self) -> Lane:
+        """Which set of streams it travels."""
+        return Lane.TRAIN if self.pinned_version is None else Lane.EVALUATION
+
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it, for msgpack."""
         return {

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,14 @@ class Group:
     def rewards(self) -> list[float]:
         """List the rewards of the scored trajectories, a baseline's left out."""
         return [t.reward for t in self.trajectories if t.reward is not None and not t.is_baseline]
+
+    def episode_rewards(self) -> list[float]:
+        """List the same by episode: one of several branches has their mean."""
+        found: dict[object, list[float]] = {}
+        for number, each in enumerate(self.trajectories):
+            if each.reward is not None and not each.is_baseline:
+                found.setdefault(number if each.episode is None else each.episode, []).append(each.reward)
+        return [fmean(rewards) for rewards in found.values()]
 
     def has_body_of(self, other: "Group") -> bool:
         """Tell, without reading an array, whether all but the grades is surely the other's.

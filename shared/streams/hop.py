@@ -41,6 +41,10 @@ from shared.streams.partials import Partials, within
 log = logging.getLogger(__name__)
 
 TOO_MANY_DELIVERIES = "too_many_deliveries"
+STALE = "stale"
+"""Why a group is dropped whose tokens are too old to be trained."""
+REDUNDANT = "redundant"
+"""The same, where more groups are issued than are trained: others were finished first."""
 MAX_LOST_BY_THE_LIVING = 16
 """An entry delivered so many times as often as may be is given up whoever lost it, since it may itself be what makes
 those who work on it late."""

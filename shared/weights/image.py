@@ -28,6 +28,8 @@ from shared.weights.loopback import is_loopback, send_on_loopback
 from shared.weights.pages import populate, reserve_range
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (files there are created with O_EXCL and mode 0600)
+HOST_ID = "FLOTILLA_HOST_ID"
+"""Environment variable with a name of the host: processes with different ones never map each other's images."""
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
 
@@ -324,14 +326,20 @@ def shared_memory_identity() -> str | None:
     """Name the shared memory that this process sees; None where there is none that others can be known to see.
 
     Equal for two processes that can open each other's images: same boot of the same kernel, same file system mounted
-    there (containers usually have their own each), same user.
+    there (containers usually have their own each), same user. ``FLOTILLA_HOST_ID`` adds a name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         device = SHARED_MEMORY.stat().st_dev
     except OSError:
         return None
-    return f"{boot}/{device}/{os.geteuid()}"
+    named = os.environ.get(HOST_ID)
+    return f"{boot}/{device}/{os.geteuid()}" + (f"/{named}" if named else "")
+
+
+def host_identity() -> str:
+    """Name this host: equal for two processes that see the same shared memory."""
+    return shared_memory_identity() or os.environ.get(HOST_ID) or socket.gethostname()
 
 
 def choose_directory(image_bytes: int, directory: Path | None = None) -> Path:

@@ -134,12 +134,10 @@ def reserve_file(path: Path, layout: ImageLayout) -> None:
             file.truncate(layout.image_bytes)
 
 
-def write_into(path: Path, layout: ImageLayout, parts: Iterable[Part]) -> None:
-    """Write this rank's elements into a file that :func:`reserve_file` made."""
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file that :func:`reserve_file` made. It is not closed by hand: the last view of it ends it."""
     with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    # Not closed here: views of it may still live, and the last one ends it.
-    write_parts(mapped, layout, parts)
+        return mmap.mmap(file.fileno(), 0)
 
 
 def localized(whole: Tensor, like: Tensor) -> Tensor:

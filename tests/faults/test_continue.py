@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ MOMENTS = (
     ("ctrl-c twice", 34),
     ("ctrl-c", 37),
 )
-LONG_STEPS, SHORT_STEPS = 40, 8
+LONG_STEPS = 40
+Curve = dict[int, dict[str, float]]
+"""What was measured of each step."""
 
 
 def write_spec(directory: Path, steps: int) -> None:
@@ -153,9 +155,9 @@ class Fleet:
     def until_state(self, state: str, name: str = "trial") -> Any:
         return until(lambda: (v := self.view(name)) and v["state"] == state and v, PATIENCE_SECONDS, state)
 
-    def curve(self, experiment_id: str) -> dict[int, dict[str, float]]:
+    def curve(self, experiment_id: str) -> Curve:
         """Read what was measured of each step."""
-        found: dict[int, dict[str, float]] = {}
+        found: Curve = {}
         with closing(sqlite3.connect(self.data / "gateway.sqlite")) as database:
             marks = ",".join("?" * len(COMPARED))
             query = f"SELECT step, name, value FROM metrics WHERE experiment_id = ? AND name IN ({marks})"
@@ -164,7 +166,7 @@ class Fleet:
         return found
 
 
-def check_equal(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]], steps: range) -> None:
+def check_equal(found: Curve, expected: Curve, steps: range) -> None:
     for step in steps:
         assert found[step] == pytest.approx(expected[step], abs=TOLERANCE, rel=TOLERANCE), step
     # Two curves that stand still would be equal, too.
@@ -184,15 +186,23 @@ def page_commands() -> Iterator[list[str]]:
         yield shlex.split(text)
 
 
+@contextmanager
+def a_terminal(directory: Path) -> Iterator[Terminal]:
+    """Open a terminal; afterwards nothing that was started from it may live."""
+    found = Terminal(directory)
+    try:
+        yield found
+    finally:
+        left = found.family()
+        for pid in left:
+            os.kill(pid, signal.SIGTERM)
+        found.until_all_ended()
+
+
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    """A terminal; afterwards nothing that was started from it may live."""
-    found = Terminal(tmp_path)
-    yield found
-    left = found.family()
-    for pid in left:
-        os.kill(pid, signal.SIGTERM)
-    found.until_all_ended()
+    with a_terminal(tmp_path) as found:
+        yield found
 
 
 @pytest.mark.long
@@ -298,8 +308,12 @@ def end(how: str, command: Command, terminal: Terminal) -> None:
     terminal.until_all_ended()
 
 
-def end_at(moments: Sequence[tuple[str, int]], terminal: Terminal, steps: int) -> None:
-    """End a run at some moments, go on to its end, and compare it with one that nothing ends."""
+def end_at(moments: Sequence[tuple[str, int]], terminal: Terminal, steps: int, quiet: Curve | None = None) -> None:
+    """End a run at some moments, go on to its end, and compare it with one that nothing ends.
+
+    Args:
+        quiet: what was measured of that one; None to run it, too.
+    """
     directory = terminal.directory
     write_spec(directory, steps)
     run = Fleet(directory / "runs" / "trial" / "fleet")
@@ -308,19 +322,17 @@ def end_at(moments: Sequence[tuple[str, int]], terminal: Terminal, steps: int) -
         run.until_step(step)
         end(how, command, terminal)
     terminal.type("run", "experiment.yaml", "--continue")
-    terminal.type("run", "experiment.yaml", "--name", "quiet")
 
     summary = summary_of(directory)
     ledger = summary["ledger"]
     assert (summary["status"], summary["steps"]) == ("completed", steps)
     assert ledger["balanced"] and ledger["issued"] == ledger["trained"] == steps * GROUPS
-    quiet = Fleet(directory / "runs" / "quiet" / "fleet")
-    (other,) = [path.name for path in (quiet.data / "experiments").iterdir()]
-    check_equal(run.curve(summary["experiment_id"]), quiet.curve(other), range(1, steps + 1))
-
-
-def test_a_killed_run_takes_its_processes_with_it_and_goes_on(terminal: Terminal) -> None:
-    end_at((("kill its owner", 3),), terminal, SHORT_STEPS)
+    if quiet is None:
+        terminal.type("run", "experiment.yaml", "--name", "quiet")
+        other = Fleet(directory / "runs" / "quiet" / "fleet")
+        (experiment_id,) = [path.name for path in (other.data / "experiments").iterdir()]
+        quiet = other.curve(experiment_id)
+    check_equal(run.curve(summary["experiment_id"]), quiet, range(1, steps + 1))
 
 
 @pytest.mark.long

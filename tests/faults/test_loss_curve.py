@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shared.client import GatewayClient
+from tests.faults import test_continue as continuing
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 STEPS_BETWEEN = 3
 LAST_STEPS = 5
+KILLED_RUNS_STEPS = 8
 EACH = (
     "services.rollout",
     "services.rollout.engines.process.child",
@@ -64,10 +66,16 @@ async def kill_in_turn(
         step = min(view["step"] + STEPS_BETWEEN, held_steps)
 
 
+@pytest.fixture(scope="module")
+def quiet() -> continuing.Curve:
+    """What is measured of a run that nothing ends: filled by the first test, empty where another is run alone."""
+    return {}
+
+
 @pytest.mark.parametrize(
     "victims", [pytest.param(EACH, id="each"), pytest.param(AGAIN, id="some again", marks=pytest.mark.long)]
 )
-async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence[str]) -> None:
+async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence[str], quiet: continuing.Curve) -> None:
     # The last steps wait until everybody was killed.
     held_steps = STEPS_BETWEEN * len(victims) - 1
     steps = held_steps + LAST_STEPS
@@ -80,9 +88,10 @@ async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence
     )
     with running_fleet(tmp_path / "fleet", rollouts=2) as fleet:
         async with fleet.client() as client:
-            quiet = await start(client, spec)
-            await until_completed(client, quiet)
-            without = await curve_of(client, quiet, steps)
+            undisturbed = await start(client, spec)
+            await until_completed(client, undisturbed)
+            without = await curve_of(client, undisturbed, steps)
+            quiet |= {step: {name: found[name] for name in continuing.COMPARED} for step, found in without.items()}
             hold = hold_back(spec, tmp_path, after_step=held_steps)
             faulty = await start(client, spec)
             await kill_in_turn(fleet, client, faulty, victims, held_steps)
@@ -100,3 +109,8 @@ async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence
             assert under[step][name] == pytest.approx(without[step][name], abs=TOLERANCE, rel=TOLERANCE), (step, name)
     # A curve that stood still would be equal, too.
     assert len({without[step]["loss/total"] for step in without}) > steps // 2
+
+
+def test_a_killed_run_takes_its_processes_with_it_and_goes_on(tmp_path: Path, quiet: continuing.Curve) -> None:
+    with continuing.a_terminal(tmp_path) as terminal:
+        continuing.end_at((("kill its owner", 3),), terminal, KILLED_RUNS_STEPS, quiet or None)

@@ -24,7 +24,7 @@ from shared.client import GatewayClient
 from shared.errors import NotFound
 from shared.schemas.service import ServiceView
 from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from tests.fleet import FLOTILLA, ROOT, RunningFleet, running_fleet
+from tests.fleet import FLOTILLA, ROOT, RunningFleet, is_running, running_fleet
 
 STEP_SECONDS = 0.015
 """What a step of an engine takes at least, so that the engines that load meanwhile get their share of few cores."""
@@ -65,7 +65,7 @@ class Trial:
         return {
             view.pid: view
             for view in views
-            if psutil.pid_exists(view.pid)
+            if is_running(view.pid)
             and view.observed.experiment_id == self.id
             and view.observed.policy_version is not None
         }

@@ -1,7 +1,7 @@
 """Which worker runs which file: xdist's ``loadfile``, but for whole fleets, and for what it does after a crash.
 
-Fleets come first, one at a time, beside all other files; once those are handed out, side by side. Fleets whose time is
-measured come last, each alone.
+Fleets come first, by half of the workers, beside all other files, of which short ones fill the end; once those are
+handed out, by all workers. Fleets whose time is measured come last, each alone.
 
 xdist 3.8 gives a worker that replaces a crashed one files that are done already, or a single test, and both wait for
 ever then; the test that crashed is run again at once, and crashes again. Here it is done, and has failed.
@@ -69,8 +69,8 @@ class FileSchedule(LoadFileScheduling):
 
     def _is_there_work_for(self, node: WorkerController) -> bool:
         """Whether there is a file for a worker; puts it to the front."""
-        has_neighbour = any(self._has_fleet(other) for other in self.nodes if other is not node)
-        if self._sharing and not (has_neighbour and self.workqueue):
+        num_fleets = sum(self._has_fleet(other) for other in self.nodes if other is not node)
+        if self._sharing and (num_fleets < max(1, len(self.nodes) // 2) or not self.workqueue):
             file = next(iter(self._sharing))
             self.workqueue[file] = self._sharing.pop(file)
             self.workqueue.move_to_end(file, last=False)

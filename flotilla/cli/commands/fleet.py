@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from flotilla.cli.device_division import Wish, Wishes
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo, is_running, typed
@@ -37,6 +38,9 @@ async def up(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         redis_url=arguments.redis_url,
         log_level=arguments.log_level,
+        devices=Wishes(
+            Wish(arguments.trainer_devices), Wish(arguments.rollout_devices), are_shared=arguments.share_devices
+        ),
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
         console.print(f"gateway    {fleet.gateway_url}   token in {data / 'token'}   logs in {data / 'logs'}")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
+from flotilla.cli.device_division import wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.output import new_console, short_path
@@ -68,13 +69,14 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
     options = FleetOptions(
         data=directory.path / FLEET,
         num_rollouts=arguments.rollouts or (resources.rollouts.min if sampled else 0),
-        num_trainers=(arguments.trainers or 1) if launch.spec.trains else 0,
+        num_trainers=(arguments.trainers or launch.spec.parallelism.nodes) if launch.spec.trains else 0,
         num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
         num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),
         host="127.0.0.1",
         port=arguments.port,
         redis_url=arguments.redis_url,
         log_level=arguments.log_level,
+        devices=wishes_of(launch.spec),
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")

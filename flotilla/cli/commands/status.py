@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,9 @@ from flotilla.connection import FLEET_FILE, FleetInfo, open_client
 from shared.errors import FlotillaError
 from shared.schemas.experiment import Page
 from shared.schemas.fleet import FleetView
-from shared.schemas.service import ServiceKind
+from shared.schemas.service import Capabilities, ServiceKind
 
+GIGABYTE = 1024**3
 EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin", "health")
 
 
@@ -58,9 +60,22 @@ def _service(service: Any) -> dict[str, Any]:
         "experiment": service["experiment_id"] or observed["experiment_id"],
         "leaving": service["leaving"],
         "policy_version": observed["policy_version"],
+        "devices": devices_of(Capabilities.model_validate(service["capabilities"])),
         "lease_expires_in_seconds": service["lease_expires_in_seconds"],
         "failure": observed["failure"],
     }
+
+
+def devices_of(capabilities: Capabilities) -> str:
+    """Name what a service computes on, such as ``cpu`` or ``cuda 0,1 (2 x 80 GB)``."""
+    devices = capabilities.devices
+    if not devices:
+        return "cpu"
+    sizes = Counter(round(each.memory_bytes / GIGABYTE) for each in devices if each.memory_bytes)
+    facts = [f"{count} x {size} GB" for size, count in sizes.items()]
+    facts += [] if capabilities.device == "cuda" else ["torch without CUDA"]
+    named = ",".join(each.label for each in devices)
+    return f"cuda {named} ({', '.join(facts)})" if facts else f"cuda {named}"
 
 
 def _show(content: dict[str, Any]) -> None:
@@ -78,8 +93,8 @@ def _show(content: dict[str, Any]) -> None:
 def _services(services: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> Table:
     columns = [
         name
-        for name in ("kind", "id", "pid", "address", "state", "experiment", "policy_version")
-        if name not in left_out
+        for name in ("kind", "id", "pid", "address", "state", "experiment", "devices", "policy_version")
+        if name not in left_out and (name != "devices" or any(each[name] != "cpu" for each in services))
     ]
     rows = [["" if each[name] is None else str(each[name]) for name in columns] for each in services]
     return table_of((*columns[:-1], "version"), rows, whole=("id", "address", "experiment"))

@@ -36,8 +36,9 @@ COMMON: tuple[Parameter, ...] = (
     *(OPENRLHF.parameters[name] for name in SHARED),
     *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules")),
     *ignored("the program is the job: job.kind", "python -m"),
-    *unsupported("how the model is sharded is said by parallelism.ranks, and nothing is offloaded: this changes speed "
-                 "and memory, not what is computed", "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
+    *unsupported("how the model is sharded is said by parallelism.ranks, and what a GPU's host keeps by "
+                 "parallelism.offload: this changes speed and memory, not what is computed",
+                 "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
                  "--overlap_comm", "--zpg", "--bf16", "--use_liger_kernel", "--deepcompile", "--grad_accum_dtype",
                  "--ring_attn_size", "--ring_head_stride", "--local_rank"),
     translated("--dataset", ("data.path", "data.sources"), pieces,
@@ -98,7 +99,8 @@ DPO_ROWS: tuple[Parameter, ...] = (
     applied("--nll_loss_coef", "job.supervised_coefficient", number, "weight of the preferred answers' likelihood",
             example=0.2, default=0.0),
     refused("--ref_pretrain", "the reference is the policy as it begins: leave it out", default=None, is_judged=True),
-    *ignored("the reference is never offloaded", "--ref_offload"),
+    *unsupported("what a GPU's host keeps is said by parallelism.offload (reference): this changes memory, not what is "
+                 "computed", "--ref_offload"),
 )  # fmt: skip
 RM_ROWS: tuple[Parameter, ...] = (
     refused("--loss", "the loss is Bradley-Terry's, of which sigmoid and logexp are two spellings", default="sigmoid",

@@ -12,11 +12,12 @@ WITH_LORA = WITHOUT_CRITIC | {"--lora_rank": 8}
 PLACEMENT = "each service has devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
-    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
+    "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
+    "is computed"
 )
 ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
-    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
+    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("actor", "critic", "ref", "reward")

@@ -40,7 +40,10 @@ ASIDE: Final = {
     "env_groups", "num_env_groups", "max_env_num_per_worker", "max_traj_per_env", "worker_cls", "max_running_requests",
     "num_gpus_per_worker", "world_size", "device_mapping",
 }  # fmt: skip
-READ: Final = {"tags", "num_groups_partition", "n_groups", "group_size", "format_penalty", "generating_args"}
+READ: Final = {
+    "tags", "num_groups_partition", "n_groups", "group_size", "group_size_redundancy", "format_penalty",
+    "generating_args",
+}  # fmt: skip
 HOW: Final = {"use_thread_lock", "max_env_step_concurrent", "agent_runner_cls"}
 MANAGERS: Final = ("TrajEnvManager", "StepConcatEnvManager")
 """Managers that show the policy its whole conversation."""
@@ -52,7 +55,8 @@ ROWS: tuple[Parameter, ...] = tuple(
     Parameter(name=name, verdict=Verdict.TRANSLATED, is_tree=True, targets=targets, reason=reason, aliases=aliases)
     for name, targets, reason, aliases in (
         (MANAGER, ("rollout.episodes", "rollout.group_size"),
-         "tags and their shares become rows, group_size the group's", ("train_env_manager",)),
+         "tags and their shares become rows, group_size the group's, group_size_redundancy redundant_members",
+         ("train_env_manager",)),
         (CUSTOM, ("rollout.episodes",), TREE, ()),
         (HELD_OUT, ("evaluation",), "tags and their shares become held-out rows", ()),
     )
@@ -149,6 +153,8 @@ def environments(source: Source) -> Fields:
     episodes: Fields = {"kind": "environment", "environments": list(made.values())}
     if limits:
         episodes["max_turns"] = max(limits)
+    if redundant := manager.get("group_size_redundancy"):
+        episodes["redundant_members"] = redundant
     groups = max(int(source.required("rollout_batch_size")) // group_size(source), 1)
     count = min(groups * max(int(source.required("max_steps")), 1), MOST_ROWS)
     source.files[TASKS] = _rows(custom, {tag: share for tag, share in tags.items() if tag in made}, count, 0)

@@ -4,17 +4,18 @@ from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
-from flotilla.importers.values import count, integer, number, pieces, text, texts, unchanged
+from flotilla.importers.values import count, flag, integer, number, pieces, text, texts, unchanged
 
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
 PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
-    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
+    "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
+    "is computed"
 )
 ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
-    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
+    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
 )
 CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
@@ -90,9 +91,12 @@ BATCHES: tuple[Parameter, ...] = (
     translated("max_running_requests", "rollout.engine.slots", count,
                "answers sampled at a time by one engine; where it is silent, our own default: it is a capacity",
                example=64, translate=lambda value: value),
-    refused("is_use_additional_prompts", "no more prompts are sampled than are trained: raise async_generation_ratio",
-            default=False),
-    *ignored("only read with is_use_additional_prompts, which is refused", "max_additional_running_prompts"),
+    translated("is_use_additional_prompts", ("asynchrony.redundant_groups", "asynchrony.on_max_lag"), flag,
+               "the first groups that are finished are trained, others are ended once a new version makes them too old",
+               example=True, default=False),
+    translated("max_additional_running_prompts", "asynchrony.redundant_groups", count,
+               "groups beyond the budget are issued while fewer than this are being sampled", example=8, default=16,
+               context={"is_use_additional_prompts": True}),
     applied("ppo_epochs", "optimisation.epochs_per_step", count, "passes over a step's groups", example=2, default=1),
     applied("max_grad_norm", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
             default=1.0),

@@ -136,6 +136,9 @@ def batches(source: Source) -> Fields:
             "asynchrony.on_max_lag": "drop",
             "asynchrony.on_weight_update": "interrupt",
         }
+    if source.required("is_use_additional_prompts"):
+        redundant = source.required("max_additional_running_prompts")
+        fields |= {"asynchrony.redundant_groups": redundant, "asynchrony.on_max_lag": "drop"}
     return fields
 
 

@@ -20,7 +20,8 @@ OPTIM = f"{ACTOR}.optim"
 
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
-    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
+    "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
+    "is computed"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
@@ -156,9 +157,15 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
     *unsupported(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
              f"{ACTOR}.entropy_checkpointing"),
     *unsupported(SHARDING, f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
-             f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload",
              f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
              f"{ACTOR}.fsdp_config.forward_prefetch"),
+    translated(f"{ACTOR}.fsdp_config.param_offload", "parallelism.offload.parameters", flag,
+               "weights, gradients and optimiser state, where the trainer's several GPUs are ranks (trainer.device is "
+               "cuda) and trainer and engine do not take turns", example=True, default=False, harmless=(False,),
+               context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
+    translated(f"{ACTOR}.fsdp_config.optimizer_offload", "parallelism.offload.optimiser", flag,
+               "AdamW's moments, where trainer.device is cuda; param_offload takes them along", example=True,
+               default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
     translated(f"{ACTOR}.fsdp_config.fsdp_size", "parallelism.replicas", integer,
                "GPUs that a copy of the weights is divided among, where those of the trainer are ranks (trainer.device "
                "is cuda): with fewer than these there are several copies (HSDP)",
@@ -183,7 +190,12 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 REFERENCE_ROWS: tuple[Parameter, ...] = (
-    *unsupported(SHARDING, f"{REF}.strategy", f"{REF}.fsdp_config.param_offload",
+    translated(f"{REF}.fsdp_config.param_offload", "parallelism.offload.reference", flag,
+               "the reference, where trainer.device is cuda, a KL needs it, and the actor's param_offload does not "
+               "take it along", example=True, default=False, harmless=(False,),
+               context=ON_FOUR_GPUS | {f"{ACTOR}.use_kl_loss": True},
+               unread=Verdict.UNSUPPORTED),
+    *unsupported(SHARDING, f"{REF}.strategy",
              f"{REF}.fsdp_config.reshard_after_forward", f"{REF}.fsdp_config.forward_prefetch",
              f"{REF}.fsdp_config.wrap_policy.min_num_params"),
     *unsupported(SHARDING, f"{REF}.ulysses_sequence_parallel_size", default=1),

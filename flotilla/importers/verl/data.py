@@ -82,8 +82,8 @@ DATA: tuple[Parameter, ...] = (
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
 ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For SGLang "
-    "itself set rollout.engine.kind to sglang, and its arguments in rollout.engine.options"
+    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
+    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
 )
 SINGLE = "an import makes single turns, without tools or a simulated user: leave it out"
 TOOLS = (

@@ -17,7 +17,8 @@ Fields = dict[str, Any]
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
-    "sequence_parallel), and nothing is offloaded: this changes speed and memory, not what is computed"
+    "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
+    "is computed"
 )
 
 

@@ -10,7 +10,19 @@ from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import given_variables, read_script
 from flotilla.importers.source import Given
 from flotilla.importers.system import System, make_system
-from flotilla.importers.verl import actor, algorithm, data, datasets, launch, learning, megatron, rules, tools, trainer
+from flotilla.importers.verl import (
+    actor,
+    algorithm,
+    data,
+    datasets,
+    launch,
+    learning,
+    megatron,
+    offload,
+    rules,
+    tools,
+    trainer,
+)
 
 OWN = frozenset(
     {*launch.OWN, "sft_trainer",
@@ -33,7 +45,8 @@ VERL: System = make_system(
     rules=(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
         learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling, rules.rewards,
-        rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, rules.publication, rules.tracking,
+        rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload,
+        rules.publication, rules.tracking,
         tools.episodes,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},

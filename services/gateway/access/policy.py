@@ -88,6 +88,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", "/v1/episodes/{episode_id}/reward"): ACTING,
     ("POST", "/v1/chat/completions"): ACTING,
     ("POST", "/v1/completions"): ACTING,
+    ("POST", "/v1/responses"): ACTING,
     ("GET", "/v1/models"): ACTING,
     ("POST", "/v1/experiments"): OPERATING,
     ("PATCH", EXPERIMENT): OPERATING,

@@ -1,12 +1,13 @@
 """What an evaluation found, as numbers: a pure function of graded groups."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from services.gateway.datasets.dataset import Part
 from services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
 from shared.reward_metrics import SeriesNames, describe_rewards
-from shared.schemas.trajectory import GradeStatus, Group
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 PREFIX = "evaluation/"
 RIGHT_OR_WRONG = (0.0, 1.0)
@@ -32,6 +33,7 @@ def summarise_sets(
         )
 
     names = SeriesNames()
+    groups = [_joined(group) for group in groups]
     metrics = measure(groups, num_issued - len(groups)) | _graders(groups, names)
     for part in parts:
         if part.name is not None:
@@ -45,6 +47,21 @@ def summarise_sets(
     for name, own in by_source.items():
         metrics |= _under(f"source/{name}", measure(own, 0))
     return metrics
+
+
+def _joined(group: Group) -> Group:
+    """Make one answer of the branches of an episode: the last of them, with their mean reward."""
+    found: dict[object, list[Trajectory]] = {}
+    for number, each in enumerate(group.trajectories):
+        found.setdefault(number if each.episode is None else each.episode, []).append(each)
+    if len(found) == len(group.trajectories):
+        return group
+    answers = []
+    for branches in found.values():
+        scored = [each for each in branches if each.reward is not None]
+        rewards = [each.reward for each in scored if each.reward is not None]
+        answers.append(scored[-1].graded(GradeStatus.SCORED, fmean(rewards)) if scored else branches[-1])
+    return replace(group, trajectories=tuple(answers))
 
 
 def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:

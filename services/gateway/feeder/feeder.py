@@ -125,18 +125,19 @@ class Feeder:
         if self._finished is not None:
             # What no policy sampled does not get old, however many steps a version has.
             ledger = ledger.model_copy(update={"consumed_since_publication": 0})
-        room = admitted(ledger, budget=spec.admission_budget, **wanted)
+        room = admitted(ledger, budget=spec.admission_budget, redundant=spec.asynchrony.redundant_groups, **wanted)
         if room == 0:
             if self._finished is None and groups_left(ledger, **wanted):
                 self._status.wait.hold(now)
             return BLOCKED_SECONDS
         # A server that has lost everything is told the beginning again before anything is issued.
         first = max(self._first_group_id, await self._admission.next_group_id())
-        result = await self._issue(range(first, first + min(room, BATCH)), version)
+        limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
+        result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
         return 0.0 if result.count else BLOCKED_SECONDS
 
-    async def _issue(self, group_ids: range, version: int) -> IssueResult:
-        limit, finished = self._experiment.spec.admission_budget, self._finished
+    async def _issue(self, group_ids: range, version: int, limit: int) -> IssueResult:
+        finished = self._finished
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         if finished is None:
             return await self._admission.issue_many(

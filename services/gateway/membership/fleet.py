@@ -14,6 +14,7 @@ from typing import Any
 from services.gateway.access.tokens import Tokens
 from services.gateway.events.log import EventLog
 from services.gateway.lifecycle.commands import ExperimentCommands
+from services.gateway.membership.training_jobs import TrainingJobs
 from services.gateway.monitoring.idle_ratios import IdleRatios
 from services.gateway.monitoring.measurements import Measurements
 from services.gateway.publications.negotiation import Reported
@@ -89,6 +90,7 @@ class Fleet:
         self.left = PerExperiment(Signal)
         self.measurements = PerExperiment(Measurements)
         self.bodies = DesiredBodies()
+        self.jobs = TrainingJobs(registry, repository, events)
 
     async def register(self, registration: Registration) -> Registered:
         """Add a service to the fleet."""
@@ -162,6 +164,8 @@ class Fleet:
         order = self._publications.order_for(service.id, experiment.id)
         facts = self._facts(experiment)
         service_facts = self._registry.facts(service)
+        if (node := self.jobs.place_of(service, experiment)) is not None:
+            service_facts = replace(service_facts, node=node)
         if lacks_version(service, facts.policy_version):
             rollouts = self._registry.of(experiment.id, ServiceKind.ROLLOUT)
             peers = tuple(peer.record.address for peer in peers_of(service, rollouts, facts.policy_checksum))
@@ -202,7 +206,7 @@ class Fleet:
         if experiment is not None:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
-            if observed.device != before.device:
+            if observed.device != before.device or observed.job != before.job:
                 self.wake(experiment.id)
             if observed.experiment_id == experiment.id:
                 self.measurements.of(experiment).add_reports(observed)
@@ -225,7 +229,7 @@ class Fleet:
         if service.kind is ServiceKind.ROLLOUT:
             await self._idle_ratios.record(experiment, service.id, observed)
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
-        if service.kind is ServiceKind.TRAINER:
+        if service is self._registry.trainer_of(experiment.id):
             await self._record_progress(service, experiment)
 
     async def _record_progress(self, service: LiveService, experiment: Experiment) -> None:
@@ -331,6 +335,7 @@ class Fleet:
             change.then(partial(self.wake, experiment_id))
         experiment = self._repository.find(experiment_id)
         if experiment is not None:
+            self.jobs.stage_departure(change, service, experiment, reason)
             facts = {name: value for name, value in service.observed.load.items() if name in HANDED_OVER_GAUGES}
             self._events.stage(
                 change,

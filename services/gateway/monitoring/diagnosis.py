@@ -85,6 +85,9 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
         return "redis", "the data plane does not answer"
     if situation.publication is not None:
         return "publication", f"a publication is {situation.publication}"
+    agents = situation.agents
+    if situation.evaluating_version is not None and agents is not None and (agents.num_open or agents.num_waiting):
+        return missing_agents(agents, agents.num_waiting) if agents.are_missing else None
     if situation.is_trained and situation.evaluating_version is not None:
         return "evaluation", f"the final evaluation of version {situation.evaluating_version} makes no progress"
     return _stuck_work(situation, situation.ledger)

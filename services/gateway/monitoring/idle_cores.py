@@ -51,8 +51,8 @@ def _threads(spec: ExperimentSpec) -> Mapping[ServiceKind, int]:
     """Tell how many threads each stage takes, where the spec has a number and they compute on cores at all."""
     found = {}
     engine, parallelism = spec.rollout.engine, spec.parallelism
-    if parallelism.threads != "auto" and parallelism.device == "cpu":
-        found[ServiceKind.TRAINER] = parallelism.threads * parallelism.ranks
-    if isinstance(engine, TorchEngineConfig) and engine.threads != "auto" and engine.device == "cpu":
+    if parallelism.threads != "auto" and not parallelism.device.startswith("cuda"):
+        found[ServiceKind.TRAINER] = parallelism.threads * (parallelism.ranks // parallelism.nodes)
+    if isinstance(engine, TorchEngineConfig) and engine.threads != "auto" and not engine.device.startswith("cuda"):
         found[ServiceKind.ROLLOUT] = engine.threads
     return found

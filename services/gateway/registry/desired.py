@@ -11,7 +11,7 @@ from services.gateway.digest import digest
 from services.gateway.registry.shifts import SHARERS
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.publication import PublicationOrder
-from shared.schemas.service import Assignment, DesiredState, DeviceOrder, ServiceKind, WorkState
+from shared.schemas.service import Assignment, DesiredState, DeviceOrder, JobNode, ServiceKind, WorkState
 
 MOST_BODIES = 64
 """How many encoded answers are kept: a few kilobytes each."""
@@ -32,6 +32,7 @@ class ServiceFacts:
         notice_ends: names the end of its notice; another end is another desired state.
         notice_seconds: what is left of it now.
         peers: addresses of rollouts that keep the image which this one lacks.
+        node: a trainer's place in a job on several hosts.
     """
 
     service_id: str
@@ -40,6 +41,7 @@ class ServiceFacts:
     notice_ends: float | None = None
     notice_seconds: float | None = None
     peers: tuple[str, ...] = ()
+    node: JobNode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ def desired(
             directory=experiment.directory,
             # Only for the trainer: the others have nothing to do when it is replaced.
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
+            node=service.node,
         ),
         policy_version=version,
         policy_checksum=experiment.policy_checksum if is_rollout else None,
@@ -121,7 +124,7 @@ def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder
 class DesiredStates:
     """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is for one service alone, an order, peers or the rest of its notice, is computed each time.
+    What is for one service alone, an order, peers, a node or the rest of its notice, is computed each time.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,7 @@ class DesiredStates:
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
     ) -> DesiredState:
         """Find what a service should do; the arguments are those of ``desired``."""
-        if order is not None or service.notice_ends is not None or service.peers:
+        if order is not None or service.notice_ends is not None or service.peers or service.node is not None:
             return desired(service, experiment, order)
         if experiment != self._experiment:
             self._experiment, self._answers = experiment, {}

@@ -52,6 +52,7 @@ class LiveService:
 
     Attributes:
         engines: kinds of engines that it can start.
+        devices: identities of the GPUs that it may use.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
@@ -72,6 +73,7 @@ class LiveService:
         """Record its capabilities."""
         self.capabilities = capabilities
         self.engines = frozenset(offer.kind for offer in capabilities.engines if offer.can_start)
+        self.devices = capabilities.device_ids(self.record.host)
 
     @property
     def id(self) -> str:
@@ -178,9 +180,14 @@ class Registry:
                 reports[each.id] = held
         return reports
 
+    def trainers_of(self, experiment_id: str) -> list[LiveService]:
+        """List the trainer services of an experiment as the nodes of its job: in the order of registration."""
+        found = list(self._trainers.get(experiment_id, {}).values())
+        return found if len(found) < 2 else sorted(found, key=lambda service: service.record.number)
+
     def trainer_of(self, experiment_id: str) -> LiveService | None:
-        """Find the trainer service of an experiment."""
-        return next(iter(self._trainers.get(experiment_id, {}).values()), None)
+        """Find the trainer service of an experiment; of several nodes the first, which leads."""
+        return next(iter(self.trainers_of(experiment_id)), None)
 
     def superseded_by(self, record: ServiceRecord) -> list[LiveService]:
         """List those whose address another process has now: they are dead, whatever is left of their leases."""

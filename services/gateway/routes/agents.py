@@ -105,6 +105,12 @@ async def text(request: Request) -> Response:
     return PassedOn("text", await request.body())
 
 
+@router.post("/responses", response_class=Response)
+async def responses(request: Request) -> Response:
+    """Sample a response to items, as OpenAI's endpoint of this name; calls of functions are items of it."""
+    return PassedOn("responses", await request.body())
+
+
 class PassedOn(Response):
     """The answer of the rollout that holds the key's episode."""
 

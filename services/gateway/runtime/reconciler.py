@@ -15,7 +15,7 @@ from services.gateway.records.repository import Experiment
 from services.gateway.registry.services import DRAINED, LiveService
 from services.gateway.runtime.heartbeat import Heartbeat
 from services.gateway.runtime.parts import GatewayParts
-from services.gateway.scheduler.placement import quotas_of
+from services.gateway.scheduler.demands import quotas_of
 from services.gateway.scheduler.quota import Scheduler
 from shared.errors import FlotillaError
 from shared.schemas.experiment import ExperimentState
@@ -106,6 +106,7 @@ class Reconciler:
                 await self._fleet.release(service, "its experiment was deleted")
         await self._scheduler.reconcile()
         for experiment in self._repository:
+            await self._fleet.jobs.reconcile(experiment)
             await self._advance(experiment)
             await self._ensure_task(experiment)
 

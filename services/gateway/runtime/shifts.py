@@ -101,5 +101,11 @@ class Shifts:
             return holder_of(self._experiment.record.device_shift) is ServiceKind.ROLLOUT
         origin = self._experiment.record.origin
         steps = spec.optimisation.steps - (0 if origin is None else origin["step"])
-        room = admitted(ledger, budget=spec.admission_budget, steps=steps, groups_per_step=spec.groups_per_step)
+        room = admitted(
+            ledger,
+            budget=spec.admission_budget,
+            steps=steps,
+            groups_per_step=spec.groups_per_step,
+            redundant=spec.asynchrony.redundant_groups,
+        )
         return bool(ledger.waiting.tasks or ledger.claimed.tasks or room)

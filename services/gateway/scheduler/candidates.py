@@ -6,12 +6,12 @@ It looks at all of a thousand services several times a second, and hardly one of
 from collections.abc import Iterable
 
 from services.gateway.registry.services import LiveService
-from services.gateway.scheduler.placement import Candidate
+from services.gateway.scheduler.demands import Candidate
 from services.gateway.store.records import ServiceRecord
 from shared.schemas.service import ServiceKind, WorkState
 
-Facts = tuple[ServiceRecord, bool, frozenset[str]]
-"""All that a candidate is made of: the record, whether it leaves, the engines that it can start."""
+Facts = tuple[ServiceRecord, bool, frozenset[str], frozenset[str]]
+"""All that a candidate is made of: the record, whether it leaves, the engines that it can start, its devices."""
 
 
 class Candidates:
@@ -28,7 +28,7 @@ class Candidates:
             # A draining trainer keeps its place until it is idle: an experiment never has two.
             if record.is_draining and not (service.kind is ServiceKind.TRAINER and record.experiment_id is not None):
                 continue
-            facts = (record, service.leaving is not None or _is_busy(service), service.engines)
+            facts = (record, service.leaving is not None or _is_busy(service), service.engines, service.devices)
             found = self._known.get(record.id)
             known[record.id] = found if found is not None and found[0] == facts else (facts, _candidate(service, facts))
         self._known = known
@@ -36,8 +36,8 @@ class Candidates:
 
 
 def _candidate(service: LiveService, facts: Facts) -> Candidate:
-    record, is_leaving, engines = facts
-    return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines)
+    record, is_leaving, engines, devices = facts
+    return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines, devices)
 
 
 def _is_busy(service: LiveService) -> bool:

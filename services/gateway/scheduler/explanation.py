@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from services.gateway.scheduler.placement import Candidate, Demand, Placement
+from services.gateway.scheduler.demands import Candidate, Demand
+from services.gateway.scheduler.devices import counts_of, others, owners_of
+from services.gateway.scheduler.placement import Placement
 from shared.schemas.service import ServiceKind as Kind
 
 PLURALS = {Kind.TRAINER: "trainers", Kind.ROLLOUT: "rollouts", Kind.REWARD: "rewards", Kind.SANDBOX: "sandboxes"}
@@ -21,17 +23,42 @@ def why_waiting(
     if lacking:
         holders = _holders(experiment_id, lacking, demands, candidates)
         how = f"to register or to fall free: {'; '.join(holders)}" if holders else "to register"
-        engine = next((demand.engine for demand in demands if demand.experiment_id == experiment_id), None)
-        able = f" with an interpreter for {engine}" if engine is not None and Kind.ROLLOUT in lacking else ""
-        return f"waiting for {_counted(lacking)}{able} {how}"
+        demand = next((demand for demand in demands if demand.experiment_id == experiment_id), None)
+        facts = [] if demand is None else _facts(demand, lacking, demands, candidates)
+        return f"waiting for {_counted(lacking, demand)} {how}{''.join(f'; {fact}' for fact in facts)}"
     coming = placement.coming.get(experiment_id)
     if coming:
         return f"waiting for {_counted(coming)}, {_givers(coming, candidates, placement)}"
     return None
 
 
-def _counted(counts: Mapping[Kind, int]) -> str:
-    return " and ".join(f"{count} {kind.value if count == 1 else PLURALS[kind]}" for kind, count in counts.items())
+def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
+    phrases = []
+    for kind, count in counts.items():
+        phrase = f"{count} {kind.value if count == 1 else PLURALS[kind]}"
+        if demand is not None:
+            engine, devices = demand.engine_of(kind), demand.need_of(kind).count
+            able = [] if not devices else [f"{devices} device{'' if devices == 1 else 's'}"]
+            able += [] if engine is None else [f"an interpreter for {engine}"]
+            phrase += f" with {' and '.join(able)}" if able else ""
+        phrases.append(phrase)
+    return " and ".join(phrases)
+
+
+def _facts(
+    demand: Demand, lacking: Mapping[Kind, int], demands: Sequence[Demand], candidates: Sequence[Candidate]
+) -> list[str]:
+    """Say what devices there are where a number of them is wanted, and which idle services lack only theirs."""
+    owners, facts = owners_of(demands, candidates), []
+    for kind in lacking:
+        if demand.need_of(kind).count and any(each.kind is kind for each in candidates):
+            facts.append(f"the devices of the fleet's {PLURALS[kind]}: {counts_of(kind, candidates)}")
+        idle = [each for each in candidates if each.kind is kind and each.experiment_id is None and not each.is_leaving]
+        for service in idle:
+            computing = sorted(others(service, owners) - {demand.experiment_id, ""})
+            if demand.suits(service) and computing:
+                facts.append(f"{' and '.join(computing)} computes on the devices of {service.service_id}")
+    return facts
 
 
 def _holders(
@@ -43,7 +70,8 @@ def _holders(
             held = sum(c.kind is kind and c.experiment_id == demand.experiment_id for c in candidates)
             if held and demand.experiment_id != experiment_id:
                 name = kind.value if held == 1 else PLURALS[kind]
-                needs = "" if kind is Kind.TRAINER else f" and needs {demand.quotas[kind].min}"
+                needed = demand.quotas[kind].min
+                needs = "" if kind is Kind.TRAINER and needed == 1 else f" and needs {needed}"
                 phrases.append(f"{demand.experiment_id} has {held} {name}{needs}")
     return phrases
 

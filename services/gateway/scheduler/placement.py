@@ -7,17 +7,16 @@ for its minimum, never is. The same facts give the same answer, and a placement 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.gateway.scheduler.demands import Candidate, Demand
+from services.gateway.scheduler.devices import Owners, in_order_of_use, may_use, owners_of
 from services.gateway.scheduler.sharing import Share, divide
-from shared.config.engine import SglangEngineConfig
-from shared.config.resources import QuotaConfig
-from shared.config.spec import ExperimentSpec
+from services.gateway.scheduler.uses import divided_by_use, reclaimed
 from shared.schemas.service import ServiceKind as Kind
 
-TRAINER = QuotaConfig(min=1, max=1)
 KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD, Kind.SANDBOX)
 
 
@@ -27,47 +26,6 @@ class WhyLeave(StrEnum):
     MINIMUM = "another experiment needs it for its minimum"
     SHARE = "it is more than the experiment's fair share of the surplus"
     MAXIMUM = "the experiment has more than its maximum"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A live service that may be given work.
-
-    Attributes:
-        experiment_id: what it is assigned to; None while it is idle.
-        is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
-        engines: kinds of engine that a rollout can start.
-    """
-
-    service_id: str
-    kind: Kind
-    experiment_id: str | None = None
-    is_leaving: bool = False
-    engines: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What an active experiment needs to run, and what it may have.
-
-    Attributes:
-        quotas: bounds by kind; a kind that is not here it does not use.
-        is_placed: it had all that it needs at one time, so it gets replacements one by one.
-        is_paused: it takes no surplus, and lends what it has to those who can use it.
-        engine: the kind of engine that its rollouts have to start; None if every rollout can.
-    """
-
-    experiment_id: str
-    quotas: Mapping[Kind, QuotaConfig]
-    is_placed: bool
-    weight: float = 1.0
-    priority: int = 0
-    is_paused: bool = False
-    engine: str | None = None
-
-    def uses(self, kind: Kind) -> bool:
-        """Whether services of this kind work for it."""
-        return kind in self.quotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +47,6 @@ class Placement:
     targets: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
 
 
-def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
-    """Read the bounds of what an experiment needs and may have."""
-    resources = spec.resources
-    quotas = {Kind.TRAINER: TRAINER} if spec.trains else {}
-    if spec.samples_answers:
-        quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
-    if spec.runs_code:
-        quotas[Kind.SANDBOX] = resources.sandboxes or QuotaConfig(min=1, max=1)
-    return quotas
-
-
-def engine_to_start(spec: ExperimentSpec) -> str | None:
-    """Name the engine that an experiment's rollouts must be able to start; None where any rollout will do."""
-    engine = spec.rollout.engine
-    return engine.kind if isinstance(engine, SglangEngineConfig) and engine.url is None else None
-
-
 def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placement:
     """Assign idle services to experiments, and say which services should leave theirs.
 
@@ -115,9 +56,54 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
     """
     # Those that run come first whatever their priority: nobody starts at their minimums' cost.
     demands = sorted(demands, key=lambda demand: (not demand.is_placed, -demand.priority))
-    pools = _pools(demands, candidates)
-    lacking: dict[str, dict[Kind, int]] = {}
-    admitted = []
+    owners = owners_of(demands, candidates)
+    pools = _pools(demands, candidates, owners, frozenset())
+    admitted, lacking = _admit(demands, pools)
+    taken_back = reclaimed(demands, candidates, lacking)
+    waiting = {d.experiment_id for d in demands if not d.is_placed} & lacking.keys() - taken_back.keys()
+    if waiting and len(pools) > len(KINDS):
+        # Services that do not let an experiment start now are not kept from others who could.
+        pools = _pools(demands, candidates, owners, waiting)
+        admitted, still = _admit(demands, pools)
+        lacking = {experiment_id: lacking.get(experiment_id, short) for experiment_id, short in still.items()}
+    for pool in pools:
+        pool.share_surplus(admitted)
+    coming = _give(pools, admitted)
+    half_served = _half_served(pools, [d for d in admitted if not d.is_placed and d.experiment_id not in coming])
+    leaving = {service_id: why for pool in pools for service_id, why in pool.leaving(admitted).items()}
+    for experiment_id, services in taken_back.items():
+        leaving |= dict.fromkeys(services, WhyLeave.MINIMUM)
+        coming[experiment_id] = lacking.pop(experiment_id, {})
+    assigned = {service_id: taker for pool in pools for service_id, taker in pool.assigned.items()}
+    served = [demand for demand in admitted if demand.experiment_id not in half_served]
+    return Placement(
+        assigned={service_id: taker for service_id, taker in assigned.items() if taker not in half_served},
+        leaving=leaving,
+        lacking=lacking | half_served,
+        coming=coming,
+        targets={d.experiment_id: {p.kind: p.targets[d.experiment_id] for p in pools if p.serves(d)} for d in served},
+    )
+
+
+def _pools(
+    demands: Sequence[Demand], candidates: Sequence[Candidate], owners: Owners, waiting: Set[str]
+) -> "list[_Pool]":
+    """Divide demands and candidates: one pool for each kind, and for each use of trainers and of rollouts."""
+    owners = dict(owners)
+    pools = []
+    for kind in KINDS:
+        if kind in {Kind.TRAINER, Kind.ROLLOUT}:
+            parts = divided_by_use(kind, demands, candidates, owners, waiting)
+            pools += [_Pool(kind, part.demands, part.candidates, owners) for part in parts]
+        else:
+            pools.append(_Pool(kind, demands, candidates, owners))
+    return pools
+
+
+def _admit(demands: Sequence[Demand], pools: "Sequence[_Pool]") -> tuple[list[Demand], dict[str, Mapping[Kind, int]]]:
+    """Set minimums aside; return who has, or can have, what it needs, and what the others lack."""
+    admitted: list[Demand] = []
+    lacking: dict[str, Mapping[Kind, int]] = {}
     for demand in demands:
         short = {pool.kind: count for pool in pools if (count := pool.short_of(demand)) > 0}
         if short:
@@ -126,9 +112,12 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
             admitted.append(demand)
             for pool in pools:
                 pool.secure(demand)
-    for pool in pools:
-        pool.share_surplus(admitted)
-    coming: dict[str, dict[Kind, int]] = {}
+    return admitted, lacking
+
+
+def _give(pools: "Sequence[_Pool]", admitted: Sequence[Demand]) -> dict[str, Mapping[Kind, int]]:
+    """Assign what is idle; return what minimums wait for until others have given it back."""
+    coming: dict[str, Mapping[Kind, int]] = {}
     for demand in admitted:
         awaited = {pool.kind: count for pool in pools if (count := pool.awaited_by(demand)) > 0}
         if awaited:
@@ -138,41 +127,31 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
             pool.give_minimum(demand, is_kept=bool(awaited) and not demand.is_placed)
     for pool in pools:
         pool.give_surplus([d for d in admitted if d.is_placed or d.experiment_id not in coming])
-    return Placement(
-        assigned={service_id: taker for pool in pools for service_id, taker in pool.assigned.items()},
-        leaving={service_id: why for pool in pools for service_id, why in pool.leaving(admitted).items()},
-        lacking=lacking,
-        coming=coming,
-        targets={d.experiment_id: {p.kind: p.targets[d.experiment_id] for p in pools if p.serves(d)} for d in admitted},
-    )
+    return coming
 
 
-def _pools(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> "list[_Pool]":
-    """Divide demands and candidates: one pool for each kind, and one for the rollouts of each engine that is asked for.
-
-    What can start an engine that an active experiment asks for is kept for such experiments, unless it has work.
-    """
-    pools = [_Pool(kind, demands, candidates) for kind in KINDS if kind is not Kind.ROLLOUT]
-    rollouts = [candidate for candidate in candidates if candidate.kind is Kind.ROLLOUT]
-    engine_of = {demand.experiment_id: demand.engine for demand in demands}
-    asked = sorted({engine for engine in engine_of.values() if engine is not None})
-
-    def belongs_to(candidate: Candidate) -> str | None:
-        if candidate.experiment_id in engine_of:
-            return engine_of[candidate.experiment_id]
-        return next((engine for engine in asked if engine in candidate.engines), None)
-
-    for engine in (None, *asked):
-        mine = [candidate for candidate in rollouts if belongs_to(candidate) == engine]
-        pools.append(_Pool(Kind.ROLLOUT, [demand for demand in demands if demand.engine == engine], mine))
-    return sorted(pools, key=lambda pool: KINDS.index(pool.kind))
+def _half_served(pools: "Sequence[_Pool]", starting: Sequence[Demand]) -> dict[str, Mapping[Kind, int]]:
+    """Find who got less than it needs, since another was given the same devices just now: it waits, with nothing."""
+    given = Counter((taker, pool.kind) for pool in pools for taker in pool.assigned.values())
+    given.update((holder, pool.kind) for pool in pools for holder, services in pool.held.items() for _ in services)
+    found: dict[str, Mapping[Kind, int]] = {}
+    for demand in starting:
+        short = {
+            kind: missing
+            for kind, quota in demand.quotas.items()
+            if (missing := quota.min - given[demand.experiment_id, kind]) > 0
+        }
+        if short:
+            found[demand.experiment_id] = short
+    return found
 
 
 class _Pool:
     """The services of one kind: who has them, how many each experiment should have, and what is given to whom."""
 
-    def __init__(self, kind: Kind, demands: Sequence[Demand], candidates: Sequence[Candidate]) -> None:
+    def __init__(self, kind: Kind, demands: Sequence[Demand], candidates: Sequence[Candidate], owners: Owners) -> None:
         self.kind = kind
+        self._owners = owners
         mine = [candidate for candidate in candidates if candidate.kind is kind]
         self.held: dict[str, list[Candidate]] = {demand.experiment_id: [] for demand in demands if demand.uses(kind)}
         for candidate in mine:
@@ -185,7 +164,8 @@ class _Pool:
                 held = len(self.held[demand.experiment_id])
                 self.targets[demand.experiment_id] = min(held, demand.quotas[kind].min)
         self.assigned: dict[str, str] = {}
-        self._idle = [c.service_id for c in mine if c.experiment_id is None and not c.is_leaving]
+        self._idle = [c for c in mine if c.experiment_id is None and not c.is_leaving]
+        self._has_devices = any(each.devices for each in self._idle)
         self._on_their_way = sum(c.experiment_id is None and c.is_leaving for c in mine)
         self._left = len(self._idle) + self._on_their_way
         if kind is not Kind.TRAINER:
@@ -230,8 +210,8 @@ class _Pool:
     def give_minimum(self, demand: Demand, *, is_kept: bool) -> None:
         """Assign what is idle, as far as the minimum needs it, or keep it aside."""
         wanted = self._wanted(demand)
-        taken = self._take(wanted)
-        self._needed += wanted - len(taken)
+        self._needed += max(0, wanted - len(self._idle))
+        taken = self._take(demand, wanted)
         if not is_kept:
             self.assigned |= dict.fromkeys(taken, demand.experiment_id)
 
@@ -242,8 +222,8 @@ class _Pool:
             held = len(self.held.get(demand.experiment_id, ())) + given[demand.experiment_id]
             below_minimum = max(0, min(self._minimum(demand), self.targets[demand.experiment_id]) - held)
             wanted = max(0, self.targets[demand.experiment_id] - held - below_minimum)
-            taken = self._take(wanted)
-            self._hungry += wanted - len(taken)
+            self._hungry += max(0, wanted - len(self._idle))
+            taken = self._take(demand, wanted)
             self.assigned |= dict.fromkeys(taken, demand.experiment_id)
 
     def leaving(self, demands: Sequence[Demand]) -> dict[str, WhyLeave]:
@@ -276,6 +256,19 @@ class _Pool:
         secured = min(self._minimum(demand), self.targets[demand.experiment_id])
         return max(0, secured - len(self.held.get(demand.experiment_id, ())))
 
-    def _take(self, count: int) -> list[str]:
-        taken, self._idle = self._idle[:count], self._idle[count:]
+    def _take(self, demand: Demand, count: int) -> list[str]:
+        """Take what is idle for an experiment; with devices one by one, since each changes what suits it next."""
+        if not self._has_devices:
+            first, self._idle = self._idle[:count], self._idle[count:]
+            return [each.service_id for each in first]
+        taken: list[str] = []
+        while len(taken) < count:
+            able = [each for each in self._idle if may_use(demand, each, self._owners)]
+            if not able:
+                break
+            best = in_order_of_use(demand, able, self._owners)[0]
+            self._idle.remove(best)
+            taken.append(best.service_id)
+            if demand.need_of(self.kind).is_used:
+                self._owners.update(dict.fromkeys(best.devices, demand.experiment_id))
         return taken

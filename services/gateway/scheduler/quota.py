@@ -5,6 +5,8 @@ until it says that it is done or its notice is over. Only then is it released, a
 """
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from services.gateway.events.log import EventLog
 from services.gateway.membership.fleet import Fleet
@@ -12,17 +14,12 @@ from services.gateway.monitoring.watchdog import SCHEDULER
 from services.gateway.records.repository import Experiment, ExperimentRepository
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.scheduler.candidates import Candidates
+from services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, needs_of, quotas_of
 from services.gateway.scheduler.explanation import why_waiting
-from services.gateway.scheduler.placement import (
-    Candidate,
-    Demand,
-    Placement,
-    WhyLeave,
-    engine_to_start,
-    place,
-    quotas_of,
-)
+from services.gateway.scheduler.placement import Placement, WhyLeave, place
 from shared.clock import Clock
+from shared.config.device_rules import DeviceFacts, decide
+from shared.config.load import with_changes
 from shared.schemas.experiment import ExperimentState
 from shared.schemas.fleet import ExperimentShare, FleetView, KindShare
 from shared.schemas.service import ServiceKind
@@ -73,6 +70,7 @@ class Scheduler:
         # Sandboxes first: a reward looks for its experiment's when it starts.
         services = self._registry if placement.assigned else ()
         chosen = [service for service in services if service.id in placement.assigned]
+        await self._decide_devices(chosen, placement)
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
             await self._assign(service, self._repository.get(placement.assigned[service.id]))
         for demand in demands:
@@ -103,6 +101,8 @@ class Scheduler:
                 priority=experiment.spec.resources.priority,
                 is_paused=experiment.state is ExperimentState.PAUSED,
                 engine=engine_to_start(experiment.spec),
+                needs=needs_of(experiment.spec),
+                shares_devices=experiment.spec.shares_devices,
             )
             for experiment in active
         ]
@@ -129,6 +129,27 @@ class Scheduler:
                 self._fleet.cancel_notice(service)
             elif service.leaving is None and why is not None and not (why is WhyLeave.SHARE and is_tolerated):
                 await self._fleet.ask_to_leave(service, why.value, self._notice_seconds)
+
+    async def _decide_devices(self, chosen: list[LiveService], placement: Placement) -> None:
+        """Decide what ``auto`` is for those that get their first services; they and all later ones keep to it."""
+        for experiment_id in dict.fromkeys(placement.assigned[service.id] for service in chosen):
+            experiment = self._repository.get(experiment_id)
+            mine = [service for service in chosen if placement.assigned[service.id] == experiment_id]
+            mine += self._registry.of(experiment_id)
+            trainers, rollouts = (
+                [
+                    DeviceFacts(len(each.devices), each.capabilities.device == "cuda")
+                    for each in mine
+                    if each.kind is kind
+                ]
+                for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT)
+            )
+            changes = decide(experiment.spec, trainers=trainers, rollouts=rollouts)
+            if changes:
+                async with self._repository.transaction() as change:
+                    if experiment.is_active:
+                        self._repository.stage_spec(change, experiment, with_changes(experiment.spec, changes))
+                        self._events.stage(change, experiment_id, "devices_decided", **_flat(changes))
 
     async def _assign(self, service: LiveService, experiment: Experiment) -> None:
         async with self._repository.transaction() as change:
@@ -177,6 +198,13 @@ class Scheduler:
             kinds=kinds,
             waiting=why_waiting(experiment.id, placement, demands, candidates),
         )
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in changes.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return {name: value for name, value in found.items() if not name.endswith(".kind")}
 
 
 def _was_placed(experiment: Experiment) -> bool:

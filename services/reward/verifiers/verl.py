@@ -1,8 +1,8 @@
 """verl's own scorers, chosen by the data source of each row.
 
-Text rules are computed here. Geometry's accuracy is told by math-verify in its process, where verl asks mathruler;
-programs are run by the sandbox. Where verl gives 0 because something failed (a label that cannot be read, a sandbox
-that does not answer), the sample is an error.
+Text rules are computed here. Where the texts of geometry and of prime differ, math-verify compares them in its process
+(verl: mathruler, and PRM800K's and Minerva's rules over sympy); programs are run by the sandbox. Where verl gives 0
+because something failed (a label that cannot be read, a sandbox that does not answer), the sample is an error.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from services.reward.verifiers.verl_rules import (
     is_formatted_geometry,
     is_same_latex,
     last_braced_box,
+    prime_answer,
     score_dapo,
     score_gsm8k,
     score_math,
@@ -73,6 +74,8 @@ class VerlDefaultVerifier:
             return await _run(self._code, sample)
         if scorer is VerlScorer.GEOMETRY:
             return await self._geometry(sample, sample.label)
+        if scorer is VerlScorer.PRIME:
+            return await self._prime(sample, sample.label)
         assert scorer is not None
         try:
             return _grade_of(RULES[scorer](sample.response, sample.label))
@@ -81,15 +84,29 @@ class VerlDefaultVerifier:
 
     async def _geometry(self, sample: GradingSample, label: str) -> Grade:
         answer = last_braced_box(sample.response)
-        is_correct = answer is not None and is_same_latex(answer, label)
-        if answer is not None and not is_correct:
-            (compared,) = await self._math.score([sample.model_copy(update={"response": f"\\boxed{{{answer}}}"})])
-            if compared.reward is None:
-                return compared
-            is_correct = compared.reward == 1.0
+        compared = await self._compared(sample, answer, label)
+        if compared.reward is None:
+            return compared
+        is_correct = compared.reward == 1.0
         format_reward = float(is_formatted_geometry(sample.response))
         reward = (1.0 - FORMAT_SHARE) * is_correct + FORMAT_SHARE * format_reward
         return _grade_of(Score(reward, is_correct, answer))
+
+    async def _prime(self, sample: GradingSample, label: str) -> Grade:
+        answer = prime_answer(sample.response)
+        compared = await self._compared(sample, answer, label)
+        if compared.reward is None:
+            return compared
+        return _grade_of(Score(compared.reward, compared.reward == 1.0, answer))
+
+    async def _compared(self, sample: GradingSample, answer: str | None, label: str) -> Grade:
+        """Compare an answer with the label, as text and then as mathematics: 1 or 0."""
+        if answer is None:
+            return Grade.scored(0.0)
+        if is_same_latex(answer, label):
+            return Grade.scored(1.0)
+        (compared,) = await self._math.score([sample.model_copy(update={"response": f"\\boxed{{{answer}}}"})])
+        return compared
 
 
 async def _run(code: Verifier, sample: GradingSample) -> Grade:

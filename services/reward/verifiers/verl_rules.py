@@ -10,7 +10,7 @@ Reasoning Problems with Language Models, 2022, appendix D, those of search are o
 import json
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 TAIL_CHARACTERS = 300
@@ -68,6 +68,37 @@ def score_search(response: str, label: str) -> Score:
     is_correct = answer is not None and plain_words(answer) in {plain_words(target) for target in targets}
     has_many = max(response.count("<answer>"), response.count("</answer>")) > MANY_TAGS
     return Score((0.25 if has_many else 1.0) if is_correct else 0.0, is_correct, answer)
+
+
+BEFORE_PRIME = ("answer:", "answer is", "answers are")
+BEHIND_PRIME = ("is answer", "is the answer", "are answers", "are the answers")
+LEADING_TO_PRIME = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
+
+
+def prime_answer(response: str) -> str:
+    """Take what "answer is" or the like leads to, of that the last box, of that what its last ``=`` or "is" leads to.
+
+    Source: verl's ``prime_math``, ``match_answer``, from PRIME (Cui et al., Process Reinforcement through Implicit
+    Rewards, 2025).
+    """
+    found = _behind_last_of_each(response, BEFORE_PRIME)
+    for marker in BEHIND_PRIME:
+        place = found.lower().rfind(marker)
+        found = found if place < 0 else found[:place].strip()
+    box = max(found.rfind("\\boxed"), found.rfind("\\fbox") if "\\boxed" not in found else -1)
+    opening = found.find("{", box) if box >= 0 else -1
+    boxed = _braced(found, opening, "{") if opening >= 0 else None
+    found = boxed.strip() if boxed and boxed.strip() else found
+    if ". " in found:
+        found = found.rpartition(". ")[0].strip()
+    return _behind_last_of_each(found, LEADING_TO_PRIME)
+
+
+def _behind_last_of_each(text: str, markers: Iterable[str]) -> str:
+    for marker in markers:
+        place = text.lower().rfind(marker)
+        text = text if place < 0 else text[place + len(marker) :].strip()
+    return text
 
 
 def is_formatted_geometry(response: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +20,7 @@ from services.rollout.agents.requests import (
     stops_of,
     wanted_tokens,
 )
+from services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
 from services.rollout.agents.template import Template
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from services.rollout.episodes.special_tokens import SamplingTally
@@ -42,6 +43,14 @@ class Ended(StrEnum):
     """Its agent was silent, or too slow; it is handed out again."""
     LOST = "lost"
     """Its group went elsewhere, or ended."""
+
+
+class Endpoint(StrEnum):
+    """What of OpenAI's an agent may ask."""
+
+    CHAT = "chat"
+    TEXT = "text"
+    RESPONSES = "responses"
 
 
 class EpisodeGone(FlotillaError):
@@ -67,19 +76,19 @@ class Asked:
     """A request as it came.
 
     Attributes:
-        is_chat: whether it is a chat, not a text.
+        endpoint: what it was sent to.
         body: JSON.
         is_repeated: the client says that it sent the same before, and got no answer.
     """
 
-    is_chat: bool
+    endpoint: "Endpoint"
     body: bytes
     is_repeated: bool = False
 
     @property
     def name(self) -> str:
         """The same for the same request."""
-        return hashlib.sha256(self.body + (b"chat" if self.is_chat else b"text")).hexdigest()
+        return hashlib.sha256(self.body + self.endpoint.encode()).hexdigest()
 
 
 HasHungUp = Callable[[], Awaitable[bool]]
@@ -127,6 +136,11 @@ class Episode:
         self.id = f"{prefix}.{task.group_id}-{index}-{secrets.token_hex(8)}"
         self._config = spec.rollout.agents
         self._sampling = spec.rollout.sampling
+        self._is_held_out = task.pinned_version is not None
+        self._is_greedy = task.greedy
+        if self._is_held_out and spec.evaluation is not None:
+            self._sampling = spec.evaluation.sampling(self._sampling)
+        self._allowed = tuple(dict.fromkeys((self._sampling, spec.rollout.sampling)))
         self._context_tokens = spec.rollout.engine.context_tokens
         self._seed = sample_seed(task.seed, index * TURN_STRIDE + attempt)
         self._engine = engine
@@ -140,6 +154,7 @@ class Episode:
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         # Also those whose place in ``_turns`` the same request took, sent again as another one.
         self._unrecorded: set[_Turn] = set()
+        self._responses: dict[str, tuple[Mapping[str, Any], ...]] = {}
         self._is_ending = False
         self._end: Ended | None = None
         self.num_turns = 0
@@ -217,9 +232,7 @@ class Episode:
         return self._turns.get(asked.name) if asked.is_repeated else None
 
     def _new(self, asked: Asked) -> "_Turn":
-        request: AnyRequest = (
-            read_chat(asked.body, self._sampling) if asked.is_chat else read_text(asked.body, self._sampling)
-        )
+        request = self._read(asked)
         if self.num_turns >= self._config.max_turns:
             raise LimitReached(f"the episode had its {self._config.max_turns} turns (rollout.agents.max_turns)")
         for former in [each for each in self._unrecorded if not each.num_waiting]:
@@ -241,6 +254,15 @@ class Episode:
         if len(self._turns) > MAX_REPLAYED and (oldest := next(iter(self._turns.values()))).reply is not None:
             del self._turns[oldest.name]
         return turn
+
+    def _read(self, asked: Asked) -> AnyRequest:
+        match asked.endpoint:
+            case Endpoint.CHAT:
+                return read_chat(asked.body, *self._allowed)
+            case Endpoint.TEXT:
+                return read_text(asked.body, *self._allowed)
+            case Endpoint.RESPONSES:
+                return read_responses(asked.body, self._responses, *self._allowed)
 
     def _forget(self, turn: "_Turn") -> None:
         if turn not in self._unrecorded:
@@ -276,6 +298,7 @@ class Episode:
             prompt_ids=draft.prompt_ids,
             seeds=(sample_seed(self._seed, self.num_turns),),
             sampling=parameters,
+            holds_weights=self._is_held_out,
         )
         try:
             (completion,) = await self._engine.generate(generation)
@@ -308,6 +331,7 @@ class Episode:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            greedy=self._is_greedy,
             stop_token_ids=() if sampling.ignore_eos else self._template.stop_token_ids,
             stop=sampling.stop + stops_of(request),
             ignore_eos=sampling.ignore_eos,
@@ -320,6 +344,8 @@ class Episode:
         facts: dict[str, Any] = {"episode_id": self.id, "num_prompt": len(draft.prompt_ids), "stops": stops}
         if isinstance(request, ChatRequest):
             reply = chat_reply(request, completion, self._template, **facts)
+            if isinstance(request, ResponsesChat):
+                reply = self._as_response(request, reply)
         else:
             reply = text_reply(request, completion, self._template, **facts)
         self._conversations.keep(draft, completion, reply.text, reply.message)
@@ -327,4 +353,10 @@ class Episode:
             if draft.is_new:
                 self._tally.add_prompt(draft.prompt_ids)
             self._tally.add_completion(completion.token_ids)
+        return reply
+
+    def _as_response(self, request: ResponsesChat, chat: Reply) -> ResponsesReply:
+        reply = responses_reply(request, chat, self._sampling)
+        if request.asked.store is not False and reply.message is not None:
+            self._responses[reply.name] = (*request.said, reply.message)
         return reply

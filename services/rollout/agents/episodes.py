@@ -25,7 +25,7 @@ from shared.config.data import PLACE
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from shared.schemas.episode import EndedEpisode, EpisodeMessage, EpisodeReward, EpisodeTask, OpenedEpisode
-from shared.schemas.task import Task
+from shared.schemas.task import Lane, Task
 from shared.schemas.trajectory import FinishReason, Group, Trajectory
 from shared.streams.mailbox import Mailbox
 from shared.streams.partials import Partials, is_finished
@@ -227,7 +227,8 @@ class AgentEpisodes:
             raise NoTask("every episode of the tasks here is with an agent: ask again") from None
 
     def _next(self) -> tuple[_Offer, int] | None:
-        for offer in self._offers:
+        # Held-out tasks first: their version is held for them.
+        for offer in sorted(self._offers, key=lambda each: each.task.lane is Lane.TRAIN):
             for index, member in enumerate(offer.members):
                 if member.is_offered:
                     return offer, index
@@ -249,7 +250,7 @@ class AgentEpisodes:
             self._template,
             self._clock,
             on_death=lambda error: self._on_death(offer, error),
-            tally=self._tally,
+            tally=self._tally if offer.task.lane is Lane.TRAIN else None,
             attempt=member.attempts,
         )
         member.episode = episode
@@ -261,6 +262,7 @@ class AgentEpisodes:
             episode_id=episode.id,
             task=EpisodeTask(
                 group_id=task.group_id,
+                split=task.lane,
                 index=index,
                 row=task.row,
                 messages=tuple(EpisodeMessage(role=each.role, content=each.content) for each in task.messages),

@@ -54,11 +54,11 @@ class Reply:
 
     def _deltas(self, choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if self.message is None:
-            for piece in _pieces(choice["text"]):
+            for piece in pieces(choice["text"]):
                 yield {"text": piece, "logprobs": None}
             return
         yield {"delta": {"role": "assistant", "content": ""}}
-        for piece in _pieces(self.message["content"] or ""):
+        for piece in pieces(self.message["content"] or ""):
             yield {"delta": {"content": piece}}
         if choice.get("logprobs"):
             yield {"delta": {}, "logprobs": choice["logprobs"]}
@@ -162,7 +162,8 @@ def _before(text: str, stops: Sequence[str], finish_reason: FinishReason) -> str
     return text[: min(found)] if found else text
 
 
-def _pieces(text: str) -> Iterator[str]:
+def pieces(text: str) -> Iterator[str]:
+    """Cut a text as a stream sends it."""
     for start in range(0, len(text), PIECE_CHARACTERS):
         yield text[start : start + PIECE_CHARACTERS]
 

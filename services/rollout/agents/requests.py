@@ -7,7 +7,7 @@ kind is refused, not ignored: an agent that asks for it would be trained on some
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -20,6 +20,7 @@ MAX_TOOLS: Final = 256
 MAX_STOPS: Final = 4
 
 Message = Mapping[str, Any]
+Request = TypeVar("Request", bound=TolerantWire)
 
 
 class StreamOptions(TolerantWire):
@@ -66,14 +67,23 @@ class TextRequest(TolerantWire):
 AnyRequest = ChatRequest | TextRequest
 
 
-def read_chat(body: bytes, sampling: SamplingConfig) -> ChatRequest:
-    """Read a chat request.
+def read_chat(body: bytes, *sampling: SamplingConfig) -> ChatRequest:
+    """Read a chat request; any of ``sampling`` may be asked for.
 
     Raises:
         InvalidRequest: it is not one, or asks for what is not done.
     """
-    request = _read(ChatRequest, body)
-    assert isinstance(request, ChatRequest)
+    request = read_request(ChatRequest, body)
+    check_chat(request, *sampling)
+    return request
+
+
+def check_chat(request: ChatRequest, *sampling: SamplingConfig) -> None:
+    """Check that what a chat asks for is done.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
     _check_sampling(request, sampling)
     for number, message in enumerate(request.messages):
         if not isinstance(message.get("role"), str):
@@ -83,17 +93,15 @@ def read_chat(body: bytes, sampling: SamplingConfig) -> ChatRequest:
         raise InvalidRequest("tool_choice must be auto or none: the policy decides which tools it calls")
     if request.response_format not in (None, {"type": "text"}):
         raise InvalidRequest("response_format must be text: what the policy writes is not constrained")
-    return request
 
 
-def read_text(body: bytes, sampling: SamplingConfig) -> TextRequest:
-    """Read a completion request.
+def read_text(body: bytes, *sampling: SamplingConfig) -> TextRequest:
+    """Read a completion request; any of ``sampling`` may be asked for.
 
     Raises:
         InvalidRequest: it is not one, or asks for what is not done.
     """
-    request = _read(TextRequest, body)
-    assert isinstance(request, TextRequest)
+    request = read_request(TextRequest, body)
     _check_sampling(request, sampling)
     if request.echo:
         raise InvalidRequest("echo is not done: the prompt is yours already")
@@ -103,7 +111,12 @@ def read_text(body: bytes, sampling: SamplingConfig) -> TextRequest:
     return request
 
 
-def _read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+def read_request(kind: type[Request], body: bytes) -> Request:
+    """Read a body.
+
+    Raises:
+        InvalidRequest: it is another one, with what is wrong in it.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -116,15 +129,13 @@ def _read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         raise InvalidRequest(detail, errors=entries) from None
 
 
-def _check_sampling(request: AnyRequest, sampling: SamplingConfig) -> None:
-    for name, given, wanted in (
-        ("temperature", request.temperature, sampling.temperature),
-        ("top_p", request.top_p, sampling.top_p),
-    ):
-        if given is not None and given != wanted:
+def _check_sampling(request: AnyRequest, sampling: Sequence[SamplingConfig]) -> None:
+    for name in ("temperature", "top_p"):
+        given, allowed = getattr(request, name), [getattr(each, name) for each in sampling]
+        if given is not None and given not in allowed:
             raise InvalidRequest(
-                f"{name} {given:g} is not the spec's {wanted:g} (rollout.sampling.{name}), under which the tokens are "
-                "trained: leave it out"
+                f"{name} {given:g} is not the spec's {allowed[-1]:g} (rollout.sampling.{name}), under which the tokens "
+                "are trained: leave it out"
             )
     if request.n not in (None, 1):
         raise InvalidRequest("n must be 1: ask again for another answer, which becomes a branch of the episode")

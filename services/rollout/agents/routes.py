@@ -11,7 +11,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 
-from services.rollout.agents.episode import Asked, Episode
+from services.rollout.agents.episode import Asked, Endpoint, Episode
 from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.replies import Reply
 from shared.description import problem_answer
@@ -75,13 +75,13 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
 
     @router.post("/{episode_id}/{what}", responses={200: STREAMED, 410: ENDED})
     async def ask(experiment_id: str, episode_id: str, what: str, request: Request) -> Response:
-        """Sample a reply: ``chat`` or ``text``."""
+        """Sample a reply: ``chat``, ``text`` or ``responses``."""
         try:
-            if what not in {"chat", "text"}:
+            if what not in set(Endpoint):
                 raise NotFound(f"an episode has no {what}")
             episode = found(request, experiment_id).find(episode_id)
             is_repeated = request.headers.get(RETRIES, "0") != "0"
-            asked = Asked(what == "chat", await _body(request), is_repeated)
+            asked = Asked(Endpoint(what), await _body(request), is_repeated)
             if _is_streamed(asked.body):
                 return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
             reply = await episode.answer(asked, request.is_disconnected)

@@ -1,44 +1,66 @@
 """Makes the engine that a spec asks for, and says which ones a service can use."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.rollout.engines.base import Engine
 from services.rollout.engines.process.engine import ProcessEngine
+from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.settings import SglangSettings
-from shared.config.engine import SglangEngineConfig, TorchEngineConfig
+from services.rollout.engines.vllm.engine import VllmEngine
+from shared.config.device_rules import split_sizes
+from shared.config.engine import (
+    Options,
+    ServerEngineConfig,
+    SglangEngineConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from shared.config.spec import ExperimentSpec
+from shared.devices import decided_here
 from shared.errors import InvalidSpec
 from shared.model_hub import model_directory
 from shared.schemas.engine import EngineCapability, EngineOffer
-from shared.settings import LOOPBACK, IPNetwork
+from shared.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
+
+TENSOR_PARALLEL = {"sglang": "tp_size", "vllm": "tensor_parallel_size"}
+"""The argument that divides a model among devices, by the engine's kind."""
 
 
-def make_engine(spec: ExperimentSpec, sglang_python: Path | None, networks: tuple[IPNetwork, ...] = LOOPBACK) -> Engine:
+def make_engine(
+    spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tuple[IPNetwork, ...] = LOOPBACK
+) -> Engine:
     """Make the engine, not yet started; a hub's model has been fetched before.
 
     Args:
         spec: of the experiment.
-        sglang_python: interpreter that has SGLang; None where there is none.
+        pythons: interpreters that have an engine, by its kind.
         networks: that are not public, and that the URL of a server may lead to.
 
     Raises:
         InvalidSpec: this service cannot start what the spec asks for.
     """
+    spec = decided_here(spec)
     engine = spec.rollout.engine
+    if isinstance(engine, TorchEngineConfig):
+        return ProcessEngine(embedded_settings(spec, engine))
+    python = pythons.get(engine.kind)
+    if python is None and engine.url is None:
+        raise InvalidSpec(
+            f"rollout.engine.kind {engine.kind} needs {ENGINE_PYTHONS[engine.kind]} on the rollout service, an "
+            f"interpreter that has it, or rollout.engine.url"
+        )
+    settings = server_settings(spec, engine, python, networks)
     if isinstance(engine, SglangEngineConfig):
-        if sglang_python is None and engine.url is None:
-            raise InvalidSpec(
-                "rollout.engine.kind sglang needs FLOTILLA_SGLANG_PYTHON on the rollout service, an interpreter that "
-                "has SGLang, or rollout.engine.url"
-            )
-        return SglangEngine(sglang_settings(spec, engine, sglang_python, networks))
-    return ProcessEngine(embedded_settings(spec, engine))
+        return SglangEngine(settings)
+    sampling = spec.rollout.sampling
+    return VllmEngine(settings, cuts=sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:
-    """Read what the embedded engine needs from a spec."""
+    """Read what the embedded engine needs from a spec in which nothing is left to ``auto``."""
+    assert spec.model.dtype != "auto"
     return EngineSettings(
         model_path=str(model_directory(spec.model)),
         dtype=spec.model.dtype,
@@ -51,11 +73,11 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
     )
 
 
-def sglang_settings(
-    spec: ExperimentSpec, engine: SglangEngineConfig, python: Path | None, networks: tuple[IPNetwork, ...]
-) -> SglangSettings:
-    """Read what an SGLang engine needs from a spec."""
-    return SglangSettings(
+def server_settings(
+    spec: ExperimentSpec, engine: ServerEngineConfig, python: Path | None, networks: tuple[IPNetwork, ...]
+) -> ServerSettings:
+    """Read what an engine behind a server needs from a spec."""
+    return ServerSettings(
         model_path=model_directory(spec.model),
         python=python,
         url=engine.url,
@@ -64,21 +86,29 @@ def sglang_settings(
         slots=engine.slots,
         context_tokens=engine.context_tokens,
         decodes=bool(spec.rollout.sampling.stop),
-        options=engine.options,
+        options=_options(spec, engine),
         start_seconds=engine.start_seconds,
         load_seconds=engine.load_seconds,
         networks=networks,
     )
 
 
-def offers(sglang_python: Path | None) -> tuple[EngineOffer, ...]:
+def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:
+    """Divide the model among the devices that are asked for, where the options do not say how."""
+    count = spec.resources.rollouts.devices
+    if count in {"auto", 1} or split_sizes(engine.options):
+        return engine.options
+    return {**engine.options, TENSOR_PARALLEL[engine.kind]: count}
+
+
+def offers(pythons: Mapping[str, Path]) -> tuple[EngineOffer, ...]:
     """List the engines that a service can use, and what each promises."""
+    servers = {"sglang": SglangEngineConfig, "vllm": VllmEngineConfig}
     return (
         EngineOffer(kind="torch", capabilities=_in_order(TorchEngineConfig.CAPABILITIES)),
-        EngineOffer(
-            kind="sglang",
-            can_start=sglang_python is not None,
-            capabilities=_in_order(SglangEngineConfig.CAPABILITIES),
+        *(
+            EngineOffer(kind=kind, can_start=kind in pythons, capabilities=_in_order(config.CAPABILITIES))
+            for kind, config in servers.items()
         ),
     )
 

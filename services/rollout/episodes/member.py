@@ -39,6 +39,7 @@ class Member:
         rule: which tokens of an earlier rollout may be kept.
         renders: counts what was shown.
         interrupted: set when the session is interrupted.
+        is_greedy: whether it is the baseline that others are compared with.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class Member:
     rule: ResumeRule
     renders: RenderTally
     interrupted: asyncio.Event
+    is_greedy: bool = False
     _builder: TrajectoryBuilder = field(init=False)
     _sampling_seconds: float = 0.0
     _resumed: int = 0
@@ -134,9 +136,7 @@ class Member:
             prompt_ids=self._builder.token_ids,
             # The first turn's is that of a single turn; every later one has its own.
             seeds=(sample_seed(seed, number) if number else seed,),
-            sampling=self.turns.parameters(
-                self.task, self.renderer.stop_token_ids, greedy=self.index >= self.task.group_size, most=room
-            ),
+            sampling=self.turns.parameters(self.task, self.renderer.stop_token_ids, greedy=self.is_greedy, most=room),
             holds_weights=self.task.pinned_version is not None,
             prefixes=(prefix,) if prefix is not None else (),
             resume=self.rule,

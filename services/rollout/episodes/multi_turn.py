@@ -2,10 +2,13 @@
 
 Tokens are only appended. A group that was handed over goes on: finished members stay, the conversation of each other
 one is replayed from its beginning with the recorded answers, and must say what it said before.
+
+Redundant members are played beside a group that begins. The first that are finished without an error are its members:
+one that is neither finished nor needed any more is ended, with its environment.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.rollout.engines.base import Engine
@@ -18,7 +21,7 @@ from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import Requests, Turns, request_name
 from shared.config.episodes import TurnLimits
 from shared.schemas.task import Task
-from shared.schemas.trajectory import Group, Trajectory
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from shared.streams.partials import Partials, is_finished
 from shared.trajectory_builder import RenderTally
 
@@ -50,6 +53,7 @@ class MultiTurnEpisodes:
         open_conversation: opens the other side of each.
         resume: which tokens of groups that were handed over may be kept.
         tally: counts special tokens in what is sampled for training.
+        redundant: members that are played beside those of a training task's group.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class MultiTurnEpisodes:
         open_conversation: ConversationOpener,
         resume: ResumeRule,
         tally: SamplingTally | None = None,
+        redundant: int = 0,
     ) -> None:
+        self._redundant = redundant
         self._requests = Requests(engine)
         self._renderer = renderer
         self._turns = turns
@@ -77,13 +83,13 @@ class MultiTurnEpisodes:
         interrupted = self._interrupted
         had = [self._usable(task, member, serving) for member in partials]
         had += [None] * (task.group_size + self._turns.has_baseline(task) - len(had))
+        unfinished = {index: each for index, each in enumerate(had) if each is None or not is_finished(each)}
         members: dict[int, asyncio.Task[Trajectory]] = {}
-        for index, before in enumerate(had):
-            if before is None or not is_finished(before):
-                member = self._member(task, index, before, request_name(task, delivery), interrupted)
-                members[index] = asyncio.create_task(member.play(), name=f"episode {task.group_id}.{index}")
+        for index, before in {**unfinished, **dict.fromkeys(self._surplus(task, partials))}.items():
+            member = self._member(task, index, before, request_name(task, delivery), interrupted)
+            members[index] = asyncio.create_task(member.play(), name=f"episode {task.group_id}.{index}")
         try:
-            played = dict(zip(members, await asyncio.gather(*members.values()), strict=True))
+            played = assigned(unfinished, await first_finished(members, unfinished, task.group_size), task.group_size)
         finally:
             # One that fails ends the group, and so the others.
             for each in members.values():
@@ -105,6 +111,12 @@ class MultiTurnEpisodes:
         self._interrupted = asyncio.Event()
         await self._requests.abort_all()
 
+    def _surplus(self, task: Task, partials: Partials) -> range:
+        """Number the redundant members: none of a group that goes on, since each has a seed that its number makes."""
+        first = task.group_size + 1
+        is_wanted = task.pinned_version is None and not any(partials)
+        return range(first, first + self._redundant if is_wanted else first)
+
     def _member(
         self, task: Task, index: int, before: Trajectory | None, request_id: str, interrupted: asyncio.Event
     ) -> Member:
@@ -122,6 +134,7 @@ class MultiTurnEpisodes:
             rule=rule_of(task, self._resume),
             renders=self.renders,
             interrupted=interrupted,
+            is_greedy=index == task.group_size,
         )
 
     def _usable(self, task: Task, member: Trajectory | None, serving: int) -> Trajectory | None:
@@ -148,3 +161,56 @@ class MultiTurnEpisodes:
         first = trajectories[0]
         end = first.turns[0].sampled if first.turns else len(first.token_ids)
         return self._renderer.text(first.token_ids[:end].tolist(), with_special_tokens=True)
+
+
+async def first_finished(
+    members: Mapping[int, asyncio.Task[Trajectory]], needed: Collection[int], group_size: int
+) -> dict[int, Trajectory]:
+    """Wait until as many members are finished without an error as are needed, or all have ended.
+
+    Args:
+        members: tasks that play them, by number; ``group_size`` is that of the baseline, which is always waited for.
+        needed: numbers of those that a group is made of.
+        group_size: of the task.
+
+    Returns:
+        The trajectories of those that have ended, in the order of their ends.
+
+    Raises:
+        Exception: what a member's task failed with.
+    """
+    ended: dict[int, Trajectory] = {}
+    count = sum(number != group_size for number in needed)
+    waiting = {task: number for number, task in members.items()}
+    while waiting:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=lambda each: waiting[each]):
+            ended[waiting.pop(task)] = task.result()
+        good = sum(number != group_size and _is_good(each) for number, each in ended.items())
+        if good >= count and (group_size in ended or group_size not in members):
+            break
+    return ended
+
+
+def assigned(numbers: Iterable[int], ended: Mapping[int, Trajectory], group_size: int) -> dict[int, Trajectory]:
+    """Choose a trajectory for each member of a group: its own if that is finished, else a redundant one.
+
+    A member whose own has tokens to go on from is replaced by a finished one alone.
+    """
+    surplus = [each for number, each in ended.items() if number > group_size]
+    good = [each for each in surplus if _is_good(each)]
+    begun = [each for each in surplus if not is_finished(each) and each.num_sampled]
+    chosen = {number: ended[number] for number in numbers if number in ended}
+    for number in sorted({*numbers} - {group_size}):
+        own = chosen.get(number)
+        if own is not None and _is_good(own):
+            continue
+        if good:
+            chosen[number] = good.pop(0)
+        elif own is not None and not is_finished(own) and not own.num_sampled and begun:
+            chosen[number] = begun.pop(0)
+    return chosen
+
+
+def _is_good(trajectory: Trajectory) -> bool:
+    return is_finished(trajectory) and trajectory.status is not GradeStatus.ERROR

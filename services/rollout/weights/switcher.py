@@ -158,6 +158,7 @@ class VersionSwitcher:
         async with self._engine_use:
             if self.is_asleep:
                 return
+            await self._gate.announce(version)
             staged = self._images.staged
             if version == 0:
                 # The engine started with the initial weights.

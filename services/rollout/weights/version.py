@@ -1,4 +1,4 @@
-"""The version that an engine serves, as something that can be waited for."""
+"""The version that an engine serves, and the one that it is about to serve, as something that can be waited for."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ class VersionGate:
 
     def __init__(self) -> None:
         self._version: int | None = None
+        self._coming = -1
         self._changed = asyncio.Condition()
 
     @property
@@ -19,7 +20,19 @@ class VersionGate:
         """Record that ``version`` serves from now on."""
         async with self._changed:
             self._version = version
+            self._coming = max(self._coming, -1 if version is None else version)
             self._changed.notify_all()
+
+    async def announce(self, version: int) -> None:
+        """Record that ``version`` is to serve next: what it makes too old need not be finished first."""
+        async with self._changed:
+            self._coming = max(self._coming, version)
+            self._changed.notify_all()
+
+    async def comes(self, version: int) -> None:
+        """Wait until ``version`` or a newer one serves or is announced."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._coming >= version)
 
     async def at_least(self, version: int, wait_seconds: float) -> int:
         """Wait until ``version`` or a newer one serves, and say which.

@@ -19,8 +19,8 @@ class Denominators:
     """What a mini-batch's losses are divided by, over all its micro-batches and ranks; each a float32 scalar tensor.
 
     Args:
-        num_tokens: sampled tokens that survived rejection.
-        num_sequences: sequences with at least one such token.
+        num_tokens: sampled tokens that survived rejection, each by the share of its sequence.
+        num_sequences: sequences with at least one such token, likewise.
         weight_sum: sum of importance weights, for batch normalisation.
         weight_count: what that sum is divided by.
     """
@@ -55,9 +55,10 @@ class Denominators:
 def count_sampled(sequences: PackedSequences) -> Denominators:
     """Count the sampled tokens and the sequences that have any: the part one micro-batch contributes."""
     one = torch.ones((), device=sequences.index.device)
+    shares = 1.0 if sequences.shares is None else sequences.shares
     return Denominators(
-        sequences.response_mask.sum().float(),
-        sequences.is_nonempty.sum().float(),
+        (sequences.lengths * shares).sum(),
+        (sequences.is_nonempty * shares).sum().float(),
         torch.zeros_like(one),
         torch.zeros_like(one),
     )
@@ -68,7 +69,7 @@ def aggregate(
 ) -> Tensor:
     """Compute this micro-batch's share of the mini-batch's loss.
 
-    With L the token loss, N_tok and N_seq the denominators and C the fixed length:
+    With L the token loss times its sequence's share, N_tok and N_seq the denominators and C the fixed length:
 
     ======================= =========================================
     token-mean              sum L / N_tok
@@ -89,6 +90,8 @@ def aggregate(
         Scalar with gradient.
     """
     token_loss = torch.where(sequences.response_mask, token_loss, 0.0)
+    if sequences.shares is not None:
+        token_loss = token_loss * sequences.spread(sequences.shares)
     num_tokens, num_sequences = denominators.num_tokens.clamp(min=1), denominators.num_sequences.clamp(min=1)
     match config.mode:
         case "token-mean":

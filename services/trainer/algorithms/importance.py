@@ -168,9 +168,11 @@ def normaliser_parts(
     if weight is None or not weight.batch_normalise:
         zero = torch.zeros((), device=sequences.index.device)
         return zero, zero
+    shares = 1.0 if sequences.shares is None else sequences.shares
     if weight.level in ("token", "segment"):
-        return correction.weights.sum(), sequences.response_mask.sum().float()
-    return sequences.mean(correction.weights).sum(), sequences.is_nonempty.sum().float()
+        tokens = 1.0 if sequences.shares is None else sequences.spread(sequences.shares)
+        return (correction.weights * tokens).sum(), (sequences.lengths * shares).sum()
+    return (sequences.mean(correction.weights) * shares).sum(), (sequences.is_nonempty * shares).sum().float()
 
 
 def normalised(weights: Tensor, denominators: Denominators) -> Tensor:

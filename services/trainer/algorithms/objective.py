@@ -66,6 +66,7 @@ def denominators_of(
     response_mask: Tensor,
     sequence_index: Tensor,
     num_sequences: int | None = None,
+    shares: Tensor | None = None,
 ) -> Denominators:
     """Count what one micro-batch adds to its mini-batch's denominators, after rejection; no forward pass is needed.
 
@@ -76,11 +77,12 @@ def denominators_of(
         response_mask: [T] bool.
         sequence_index: [T] int64.
         num_sequences: S; absent, read from ``sequence_index``.
+        shares: [S], what each sequence counts for; absent, 1.
 
     Returns:
         This micro-batch's part: ``Denominators.total`` adds parts, ``as_tensor`` is for summing across ranks.
     """
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     correction = config.resolved_correction
     if correction is None or correction.numerator == "current":
         return count_sampled(sequences)
@@ -133,6 +135,7 @@ def policy_objective(
     sequence_weights: Tensor | None = None,
     selected: Tensor | None = None,
     num_sequences: int | None = None,
+    shares: Tensor | None = None,
     kl_coefficient: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Objective:
@@ -153,6 +156,7 @@ def policy_objective(
         sequence_weights: [S] loss weights (see ``sample_weights``); absent, 1.
         selected: [T] bool, from ``selected_tokens``; needed by clip_cov and kl_cov with ``covariance_of: old``.
         num_sequences: S; absent, read from ``sequence_index``.
+        shares: [S], what each sequence counts for; absent, 1.
         kl_coefficient: the controller's present value; absent, the config's.
         generator: draws for clip_cov.
 
@@ -162,7 +166,7 @@ def policy_objective(
     Raises:
         ValueError: an input that the config needs is missing.
     """
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     mask = sequences.response_mask
     # Padding may hold anything: a NaN there would come back through the gradient of an exponential.
     log_probs, old_log_probs, rollout_log_probs, advantages = (
@@ -252,9 +256,10 @@ def value_objective(
     sequence_index: Tensor,
     denominators: Denominators,
     num_sequences: int | None = None,
+    shares: Tensor | None = None,
 ) -> Objective:
     """Compute a micro-batch's share of the critic's loss; arguments as in ``policy_objective``."""
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences)
+    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     mask = sequences.response_mask
     value_preds, old_values, returns = (torch.where(mask, v, 0.0) for v in (value_preds, old_values, returns))
     token_loss = value_loss(value_preds, old_values, returns, clip=config.clip)

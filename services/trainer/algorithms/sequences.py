@@ -15,26 +15,30 @@ class PackedSequences:
         index: [T] int64 in [0, count), not decreasing within a sequence's span: tokens of one sequence are contiguous.
         response_mask: [T] bool, True where the policy sampled the token.
         count: S, sequences without any token included.
+        shares: [S] float32, what each counts for in a loss, such as 1/3 where three are one episode; None: 1 each.
     """
 
     index: Tensor
     response_mask: Tensor
     count: int
+    shares: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.index.shape != self.response_mask.shape or self.index.dim() != 1:
             raise ValueError(f"want [T] and [T], got {tuple(self.index.shape)} and {tuple(self.response_mask.shape)}")
 
     @classmethod
-    def of(cls, index: Tensor, response_mask: Tensor, count: int | None = None) -> "PackedSequences":
+    def of(
+        cls, index: Tensor, response_mask: Tensor, count: int | None = None, shares: Tensor | None = None
+    ) -> "PackedSequences":
         """Build from [T] int64 and [T] bool; without ``count`` the largest index is read back (one device sync)."""
         if count is None:
             count = int(index.max()) + 1 if index.numel() else 0
-        return cls(index.long(), response_mask.bool(), count)
+        return cls(index.long(), response_mask.bool(), count, shares)
 
     def with_mask(self, response_mask: Tensor) -> "PackedSequences":
         """Make the same sequences with another mask [T]."""
-        return PackedSequences(self.index, response_mask, self.count)
+        return PackedSequences(self.index, response_mask, self.count, self.shares)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum [T] over each sequence's sampled tokens: [S]."""

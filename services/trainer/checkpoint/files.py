@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.learning.learner import Learner
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from services.trainer.parallel.remote_parts import receive_parts, send_parts
 from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
 from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.weights.layout import ImageLayout
-from shared.weights.parts import Part, layout_of_tensors, part_of, reserve_file, write_into
+from shared.weights.parts import Part, layout_of_tensors, map_file, part_of, reserve_file, write_parts
 from shared.weights.sharded_parameters import ShardedParameters
 from shared.weights.tensors import safetensors_name
 
@@ -92,11 +94,33 @@ def describe_model(directory: Path, learner: Learner) -> None:
 
 
 @torch.no_grad()
-def write_shared(directory: Path, files: list[SharedFile]) -> None:
-    """Write what this rank has."""
+def write_shared(directory: Path, files: list[SharedFile], ranks: Ranks = ONE_RANK) -> None:
+    """Write what this rank has; the leader also what the ranks of other hosts have, which send it here.
+
+    Two hosts that write into one page of a file would overwrite each other's elements: no network file system merges
+    pages.
+
+    Raises:
+        OSError: the disk fails; what others send has been received all the same.
+    """
+    failure: OSError | None = None
     for file in files:
-        if file.layout is not None:
-            write_into(directory / file.name, file.layout, file.parts)
+        if file.layout is None:
+            continue
+        if ranks.is_remote:
+            send_parts(ranks, file.layout, file.parts)
+            continue
+        mapped = None
+        try:
+            mapped = None if failure is not None else map_file(directory / file.name)
+        except OSError as error:
+            failure = error
+        if mapped is not None:
+            write_parts(mapped, file.layout, file.parts)
+        if ranks.is_leader:
+            receive_parts(ranks, file.layout, mapped)
+    if failure is not None:
+        raise failure
 
 
 def copy_companions(source: Path, directory: Path) -> None:

@@ -35,6 +35,7 @@ class TrainingBatch:
         versions: [T] int64, that version.
         turns: per sequence, its turns; empty for one prompt and one completion.
         baselines: [S] float32, reward of the group's greedy answer; None where no group has one.
+        episode_index: [S] int64, number of the sequence's episode, from 0; None where each is an episode of its own.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -49,6 +50,7 @@ class TrainingBatch:
     versions: Tensor
     turns: tuple[tuple[Turn, ...], ...]
     baselines: Tensor | None = None
+    episode_index: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -85,6 +87,7 @@ class TrainingBatch:
         within = torch.arange(len(index), device=members.device) - (taken.cumsum(0) - taken)[index]
         tokens = starts[index] + within
         numbers = members.tolist()
+        shares = _of_sequences(self.sequences.shares, members)
         made = TrainingBatch(
             token_ids=tuple(self.token_ids[number] for number in numbers),
             span_starts=tuple(self.span_starts[number] for number in numbers),
@@ -92,12 +95,13 @@ class TrainingBatch:
             group_index=self.group_index[members],
             rewards=self.rewards[members],
             components=tuple(self.components[number] for number in numbers),
-            sequences=PackedSequences(index, self.sequences.response_mask[tokens], len(numbers)),
+            sequences=PackedSequences(index, self.sequences.response_mask[tokens], len(numbers), shares),
             positions=self.positions[tokens],
             rollout_log_probs=self.rollout_log_probs[tokens],
             versions=self.versions[tokens],
             turns=tuple(self.turns[number] for number in numbers),
-            baselines=None if self.baselines is None else self.baselines[members],
+            baselines=_of_sequences(self.baselines, members),
+            episode_index=_of_sequences(self.episode_index, members),
         )
         return made, tokens
 
@@ -105,9 +109,9 @@ class TrainingBatch:
         """Move the tensors."""
         if device.type == "cpu":
             return self
-        moved = PackedSequences(
-            self.sequences.index.to(device), self.sequences.response_mask.to(device), self.sequences.count
-        )
+        laid = self.sequences
+        shares = None if laid.shares is None else laid.shares.to(device)
+        moved = PackedSequences(laid.index.to(device), laid.response_mask.to(device), laid.count, shares)
         return TrainingBatch(
             self.token_ids,
             self.span_starts,
@@ -121,6 +125,7 @@ class TrainingBatch:
             self.versions.to(device),
             self.turns,
             None if self.baselines is None else self.baselines.to(device),
+            None if self.episode_index is None else self.episode_index.to(device),
         )
 
 
@@ -129,6 +134,13 @@ def scored_trajectories(group: Group) -> tuple[Trajectory, ...]:
     return tuple(
         t for t in group.trajectories if t.status is GradeStatus.SCORED and t.reward is not None and not t.is_baseline
     )
+
+
+def episodes_of(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Number the episodes of a group's trajectories, from 0; one that names none is an episode of its own."""
+    numbers: dict[object, int] = {}
+    named = [at if each.episode is None else each.episode for at, each in enumerate(trajectories)]
+    return [numbers.setdefault(name, len(numbers)) for name in named]
 
 
 def baseline_of(group: Group) -> float | None:
@@ -150,8 +162,12 @@ def check_group(group: Group, vocabulary: int) -> None:
             raise DataError(f"group {group.task.group_id} has a trajectory without a prompt")
 
 
-def make_batch(groups: Sequence[Group]) -> TrainingBatch:
+def make_batch(groups: Sequence[Group], *, joins_branches: bool = False) -> TrainingBatch:
     """Lay the scored trajectories of groups end to end, in order.
+
+    Args:
+        groups: whole ones.
+        joins_branches: whether the trajectories of one episode count as one.
 
     Raises:
         ValueError: no group has a scored trajectory.
@@ -161,6 +177,7 @@ def make_batch(groups: Sequence[Group]) -> TrainingBatch:
         raise ValueError("a batch needs at least one scored trajectory")
     trajectories = [trajectory for _, _, trajectory in members]
     baselines = [baseline_of(group) for _, group, _ in members]
+    episodes, shares = _episodes(groups) if joins_branches else (None, None)
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
     spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
@@ -174,13 +191,31 @@ def make_batch(groups: Sequence[Group]) -> TrainingBatch:
         group_index=torch.tensor([number for number, _, _ in members]),
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         components=tuple(dict(t.components) for t in trajectories),
-        sequences=PackedSequences(index, mask, len(members)),
+        sequences=PackedSequences(index, mask, len(members), shares),
         positions=torch.from_numpy(np.concatenate([np.arange(start, t.token_ids.shape[0]) for t, start in cuts])),
         rollout_log_probs=torch.where(mask, log_probs, 0.0),
         versions=torch.from_numpy(np.concatenate([t.token_versions()[start:] for t, start in cuts])),
         turns=tuple(t.turns for t in trajectories),
         baselines=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
+        episode_index=episodes,
     )
+
+
+def _episodes(groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
+    """Number the episodes of all scored trajectories, and share 1 among those of each; None where none has two."""
+    numbers: list[int] = []
+    count = 0
+    for group in groups:
+        found = episodes_of(scored_trajectories(group))
+        numbers += [count + number for number in found]
+        count += len(set(found))
+    index = torch.tensor(numbers)
+    sizes = torch.bincount(index)
+    return (None, None) if len(sizes) == len(index) else (index, 1.0 / sizes[index])
+
+
+def _of_sequences(values: Tensor | None, members: Tensor) -> Tensor | None:
+    return None if values is None else values[members]
 
 
 def _span_start(trajectory: Trajectory) -> int:

@@ -111,6 +111,7 @@ def _empty(device: torch.device) -> MicroBatch:
 def _filled(batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device) -> Iterator[MicroBatch]:
     offsets = np.concatenate([[0], np.cumsum(batch.span_lengths)])
     mask = batch.sequences.response_mask.cpu().numpy()
+    shares = batch.sequences.shares
     for layout in layouts:
         members = layout.members
         tokens = np.concatenate([np.arange(offsets[number], offsets[number + 1]) for number in members])
@@ -121,11 +122,13 @@ def _filled(batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.
         }
         lengths = [int(offsets[number + 1] - offsets[number]) for number in members]
         index = torch.from_numpy(np.repeat(np.arange(len(members)), lengths)).to(device)
+        numbers = torch.tensor(members, device=device)
+        counted = None if shares is None else shares[numbers]
         yield MicroBatch(
             layout=layout,
             inputs=build_input(layout, batch.token_ids, sampled).to(device),
-            members=torch.tensor(members, device=device),
+            members=numbers,
             tokens=torch.from_numpy(tokens).to(device),
-            sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members)),
+            sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members), counted),
             sampled=None if is_sampled.all() else torch.from_numpy(np.flatnonzero(is_sampled)).to(device),
         )

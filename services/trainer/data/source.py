@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.data.batch import baseline_of, check_group, scored_trajectories
+from services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
 from services.trainer.data.group_metrics import Totals
 from shared.errors import Conflict, DataError
 from shared.lineage import VersionLine
@@ -18,7 +18,7 @@ from shared.retry import DATA_PLANE, retry
 from shared.samples.kinds import SampleKind
 from shared.samples.recorder import KeepsEnded, NothingKept
 from shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
-from shared.streams.hop import Claim, Resolution
+from shared.streams.hop import STALE, Claim, Resolution
 from shared.streams.intervals import IntervalSet
 from shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
 
@@ -38,6 +38,8 @@ class Requirements:
         components: names that every reward must be made of.
         max_lag: versions that a token may be older than the one being trained.
         needs_baseline: whether its greedy answer must have a reward.
+        joins_branches: whether the branches of an episode are one member.
+        too_old: the reason of what is dropped for its age.
     """
 
     vocabulary: int
@@ -45,6 +47,8 @@ class Requirements:
     components: tuple[str, ...]
     max_lag: int
     needs_baseline: bool = False
+    joins_branches: bool = False
+    too_old: str = STALE
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,9 @@ class GroupSource:
             each for each in self._ready.values() if NO_VERSION < each.claim.header.oldest_version < oldest_allowed
         ]
         for each in stale:
-            log.warning(
+            level = logging.WARNING if self._requirements.too_old == STALE else logging.INFO
+            log.log(
+                level,
                 "group is too old to be trained",
                 extra={
                     "group_id": each.group_id,
@@ -152,8 +158,8 @@ class GroupSource:
             )
             del self._ready[each.group_id]
             self._totals.dropped_groups += 1
-            self._kept.ended(each.group, SampleKind.DROPPED, "stale")
-            await self._resolve(each.claim, Resolution.DROPPED, "stale")
+            self._kept.ended(each.group, SampleKind.DROPPED, self._requirements.too_old)
+            await self._resolve(each.claim, Resolution.DROPPED, self._requirements.too_old)
         return len(stale)
 
     async def plan(self, step: int, chosen: list[ReadyGroup], version: int, parent: str) -> Plan | None:
@@ -260,8 +266,9 @@ def _sampled_by(group: Group) -> set[int]:
 def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, str, str] | None:
     """Return why a group can never be trained: resolution, reason and detail; None if it can."""
     scored = scored_trajectories(group)
-    if len(scored) < requirements.min_scored:
-        detail = f"{len(scored)} of {len(group.trajectories)} scored, {requirements.min_scored} needed"
+    num_scored = len(set(episodes_of(scored))) if requirements.joins_branches else len(scored)
+    if num_scored < requirements.min_scored:
+        detail = f"{num_scored} of {len(group.trajectories)} scored, {requirements.min_scored} needed"
         has_errors = any(t.status is GradeStatus.ERROR for t in group.trajectories)
         if not scored and not has_errors:
             return Resolution.FILTERED, "abstained", detail

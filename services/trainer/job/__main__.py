@@ -1,23 +1,38 @@
-"""Start the ranks of a training job. Started by the trainer's supervisor, never by hand: ``services.trainer.job N``."""
+"""Start the ranks of a training job on this host. Started by the trainer's supervisor, never by hand.
+
+``services.trainer.job RANKS [NODE NODES HOST [STORE_HOST PORT]]``: ranks on this host; of several hosts the number of
+this one, how many there are, its address, and where the first one's store is.
+"""
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from shared.interpreter import collecting_later
 from shared.processes import die_with_parent
 
 with collecting_later():
     from services.trainer.job.launcher import run_job
+    from services.trainer.job.rendezvous import Node
 
 
 def main() -> None:
-    """Start as many ranks as the first argument says, and end with them."""
+    """Start the ranks that the arguments ask for, and end with them."""
     die_with_parent(os.getppid())
     # Ctrl-C reaches the whole process group; the supervisor decides when its worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    sys.exit(run_job(int(sys.argv[1]), answers))
+    sys.exit(run_job(node_of(sys.argv[1:]), answers))
+
+
+def node_of(words: Sequence[str]) -> Node:
+    """Read the arguments."""
+    if len(words) == 1:
+        return Node(int(words[0]))
+    ranks, rank, count, host, *store = words
+    store_host, port = (store[0], int(store[1])) if store else (None, 0)
+    return Node(int(ranks), int(rank), int(count), host, store_host, port)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Ranks under ``torch.distributed.run``'s agent: no restarts of its own, and the store of the job on loopback only.
+"""The ranks of one host under ``torch.distributed.run``'s agent: no restarts of its own, and a store on one address.
 
 The ranks share standard input and output with this process: the leader reads the orders, and answers go to the
-supervisor directly. When a rank ends by a signal, all others are ended, and the supervisor is told which it was.
+supervisor directly. When a rank ends by a signal, all others are ended, on other hosts too, and the supervisor of each
+host is told which it was.
 """
 
 import logging
@@ -10,41 +11,53 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import IO
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from services.trainer.wire import Failed
+from services.trainer.job.rendezvous import BACKEND, JobEnded, Node, Rendezvous
+from services.trainer.wire import EXIT_PEER_LOST, Failed, Line, StoreOpened
 from shared.processes import python_module
 from shared.schemas.service import Failure
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-BACKEND = "flotilla-loopback"
-STORE_SECONDS = 60.0
 END_SECONDS = 5
 """A rank that was told to end is killed after that."""
 MODULE = "services.trainer.worker"
 
 
-def run_job(num_ranks: int, answers: IO[bytes]) -> int:
-    """Start the ranks, wait for their end, and say why where one was ended by a signal; returns the exit code."""
-    rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters, num_ranks))
-    # Ranks of one machine need nobody else to reach them.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def run_job(node: Node, answers: IO[bytes]) -> int:
+    """Start this host's ranks, wait for their end, and say why where they have not said so; returns the exit code."""
+    say = partial(_say, answers)
+    try:
+        rendezvous = Rendezvous(node, lambda port: say(StoreOpened(port=port)) if node.count > 1 else None)
+    except RuntimeError as error:
+        say(_failed(f"the store of the training job cannot be reached: {error}", is_passing=True))
+        return 1
+    rendezvous_handler_registry.register(BACKEND, lambda _: rendezvous)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if node.count > 1 else ("GLOO_SOCKET_IFNAME",):
+        # Ranks of one machine need nobody else to reach them.
+        if (interface := interface_of(node.host)) is not None:
+            os.environ.setdefault(name, interface)
+    code = _run(node, rendezvous, say)
+    if node.count > 1:
+        rendezvous.leave()
+    return code
+
+
+def _run(node: Node, rendezvous: Rendezvous, say: Callable[[Line], None]) -> int:
     with tempfile.TemporaryDirectory(prefix="flotilla-job-") as directory:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
+            min_nodes=node.count,
+            max_nodes=node.count,
+            nproc_per_node=node.num_ranks,
             run_id="training",
             rdzv_backend=BACKEND,
             max_restarts=0,
@@ -55,13 +68,23 @@ def run_job(num_ranks: int, answers: IO[bytes]) -> int:
         )
         try:
             elastic_launch(config, sys.executable)(*python_module(MODULE)[1:])
+        except JobEnded as ended:
+            rendezvous.tell(str(ended))
+            say(_failed(str(ended), is_passing=True))
+            return 1
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            cause = cause_of(codes, num_ranks)
+            cause = cause_of(codes, node.job_size)
             if cause is not None:
-                failure = Failure(component="trainer", cause=cause, fatal=False)
-                answers.write(Failed(failure=failure, is_permanent=False).line())
-                answers.flush()
+                rendezvous.tell(cause)
+                say(_failed(cause))
+            elif node.count > 1 and set(codes.values()) <= {EXIT_PEER_LOST, -signal.SIGTERM}:
+                cause = rendezvous.await_cause()
+                rendezvous.tell(cause)
+                say(_failed(cause, is_passing=True))
+            else:
+                # It has told its own supervisor more.
+                rendezvous.tell(" and ".join(f"rank {rank} of {node.job_size}" for rank in sorted(codes)) + " failed")
             return 1
     return 0
 
@@ -80,56 +103,27 @@ def cause_of(codes: Mapping[int, int], num_ranks: int) -> str | None:
     return f"{named} {'was' if len(killed) == 1 else 'were'} ended by {_name(next(iter(killed.values())))}"
 
 
+def interface_of(host: str) -> str | None:
+    """Find the network interface that has an address; None where it cannot be told, and the libraries choose one."""
+    try:
+        wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address in wanted for each in addresses):
+            return name
+    return None
+
+
+def _failed(cause: str, *, is_passing: bool = False) -> Failed:
+    failure = Failure(component="trainer", cause=cause, fatal=False)
+    return Failed(failure=failure, is_permanent=False, is_passing=is_passing)
+
+
+def _say(answers: IO[bytes], line: Line) -> None:
+    answers.write(line.line())
+    answers.flush()
+
+
 def _name(number: int) -> str:
     return signal.Signals(number).name if number in {each.value for each in signal.Signals} else f"signal {number}"
-
-
-class LoopbackRendezvous(RendezvousHandler):
-    """One agent, whose store no other machine can reach: torch's own would listen on every interface."""
-
-    def __init__(self, parameters: RendezvousParameters, num_ranks: int) -> None:
-        self._run_id = parameters.run_id
-        with socket.create_server((LOOPBACK, 0)) as listening:
-            self._port = listening.getsockname()[1]
-            self._store = TCPStore(
-                LOOPBACK,
-                self._port,
-                num_ranks + 1,
-                is_master=True,
-                timeout=timedelta(seconds=STORE_SECONDS),
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
-
-    def get_backend(self) -> str:
-        """Name it."""
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use this very store."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet nobody: there is one agent."""
-        address = RendezvousStoreInfo(LOOPBACK, self._port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, address)
-
-    def is_closed(self) -> bool:
-        """Whether it may not be used again."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing is to be closed."""
-
-    def num_nodes_waiting(self) -> int:
-        """Count the agents that wait to take part: nobody may."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Name the job."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Whether all is closed."""
-        return True

@@ -52,6 +52,7 @@ def advantage_inputs(
         component_scores=component_scores(batch, config) if isinstance(config, GdpoConfig) else None,
         baselines=batch.baselines,
         steps=steps,
+        episode_index=batch.episode_index,
     )
 
 

@@ -95,9 +95,11 @@ class Learner:
         )
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
+        moments = spec.parallelism.offload.optimiser
         self.critic: Critic | None = None
         if spec.algorithm.needs_critic:
-            self.critic = Critic(loaded.model, spec.algorithm.resolved_value_loss, spec.optimisation, total)
+            value_loss = spec.algorithm.resolved_value_loss
+            self.critic = Critic(loaded.model, value_loss, spec.optimisation, total, is_offloaded=moments)
         if (group := ranks.sequence_group) is not None:
             split = SequenceParallel(group)
             for each in self._computing:
@@ -108,9 +110,9 @@ class Learner:
             recompute_activations(loaded.model)
             if self.critic is not None:
                 self.critic.recompute_activations()
-        wire_dtype = spec.asynchrony.publication.wire_dtype
-        self.weights = self._lay_out(getattr(torch, wire_dtype) if wire_dtype else None)
-        self.optimizer = PolicyOptimizer(loaded.model.named_parameters(), spec.optimisation, total)
+        self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
+        parameters = loaded.model.named_parameters()
+        self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay
         self.average = None if decay is None else WeightAverage(self.optimizer.masters, decay)
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
@@ -125,11 +127,11 @@ class Learner:
     def _computing(self) -> list[Policy | Critic]:
         return [each for each in (self.policy, self.reference, self.teacher, self.critic) if each is not None]
 
-    def _lay_out(self, wire_dtype: torch.dtype | None) -> Weights:
+    def _lay_out(self, wire_dtype: str | None) -> Weights:
         if self.ranks.is_several:
             for each in self._computing:
                 each.shard(self.ranks)
-        return image_weights(self.loaded.model, self.adapters, self.ranks, wire_dtype)
+        return image_weights(self.loaded.model, self.adapters, self.ranks, getattr(torch, wire_dtype or "", None))
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step.
@@ -138,9 +140,8 @@ class Learner:
             groups: in training order; each with a scored trajectory.
             step: its number, from 1; seeds what the losses draw.
         """
-        batch = make_batch(groups).to(self.device)
-        weights = step_weights(self.spec.algorithm, batch, groups)
-        prepared, advantage_metrics = self._prepare(batch, weights)
+        batch = make_batch(groups, joins_branches=self.spec.joins_branches).to(self.device)
+        prepared, advantage_metrics = self._prepare(batch, step_weights(self.spec.algorithm, batch, groups))
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -163,8 +164,7 @@ class Learner:
         if trace is not None:
             trace.collect(self.ranks)
         self._adapt_kl(metrics, batch.num_sequences)
-        summary = summarise(metrics) | summarise(advantage_metrics)
-        values = algorithm_names(mean_of_updates(summary, len(results)))
+        values = algorithm_names(mean_of_updates(summarise(metrics) | summarise(advantage_metrics), len(results)))
         return StepResult(tuple(results), values, None if trace is None else trace.arrays())
 
     def keep_version(self, version: int, oldest: int) -> None:
@@ -216,9 +216,8 @@ class Learner:
             judged = self._evaluate(self.teacher, batch, passes, with_squares=False)[0]
             found = taught(found, config.distillation, old, judged, batch.sequences)
         if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
-            observed = float(found.observed_kl)
             self.kl_coefficient = updated_coefficient(
-                self.kl_coefficient, config.kl, observed_kl=observed, num_sequences=batch.num_sequences
+                self.kl_coefficient, config.kl, observed_kl=float(found.observed_kl), num_sequences=batch.num_sequences
             )
         if self.critic is not None and found.returns is not None:
             self.critic.observe(found.returns, batch.sequences.response_mask)
@@ -311,7 +310,7 @@ class Learner:
         """Compute log-probs [T] under the reference, if there is one."""
         if self.reference is None:
             return None
-        with nullcontext() if self.adapters is None else self.adapters.disabled():
+        with self.reference.on_device() if self.adapters is None else self.adapters.disabled():
             return self._evaluate(self.reference, batch, micro_batches, with_squares=False)[0]
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:
@@ -353,6 +352,7 @@ class Learner:
             response_mask=batch.sequences.response_mask[of_mini_batch],
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
+            shares=None if (shares := batch.sequences.shares) is None else shares[members],
         )
         chosen = selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []
@@ -379,12 +379,12 @@ class Learner:
                 selected=None if chosen is None else chosen[micro.tokens],
                 sequence_weights=prepared.weights_of(micro.members),
                 num_sequences=len(micro.members),
+                shares=micro.sequences.shares,
                 kl_coefficient=self.kl_coefficient,
                 generator=generator,
             )
             # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
-            size = self.ranks.data_size
-            torch.autograd.backward(objective.loss if size == 1 else objective.loss * size)
+            torch.autograd.backward(objective.loss * self.ranks.data_size)
             self.optimizer.collect()
             tallies.append(objective.metrics)
             if note is not None and objective.tokens is not None:

@@ -27,4 +27,7 @@ def make_learner(
     ranks: Ranks = ONE_RANK,
 ) -> Learner:
     """Make the learner of an experiment; see ``Learner``."""
-    return LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, ranks=ranks)
+    learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, ranks=ranks)
+    if spec.parallelism.offload.reference and learner.reference is not None:
+        learner.reference.park()
+    return learner

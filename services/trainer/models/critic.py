@@ -40,13 +40,20 @@ class Critic:
         config: the critic's section.
         optimisation: of the policy; the critic's learning rate replaces its peak if the section has one.
         total_updates: of the whole experiment, for the schedule.
+        is_offloaded: whether the optimiser's moments are in the host's memory between updates.
 
     Raises:
         ModelError: the model does not say how wide its hidden states are.
     """
 
     def __init__(
-        self, policy: nn.Module, config: ValueLossConfig, optimisation: OptimisationConfig, total_updates: int
+        self,
+        policy: nn.Module,
+        config: ValueLossConfig,
+        optimisation: OptimisationConfig,
+        total_updates: int,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         body = copy.deepcopy(policy.base_model)
         assert isinstance(body, nn.Module)
@@ -60,8 +67,8 @@ class Critic:
         if config.learning_rate is not None:
             optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
         self.moments = ReturnMoments.none()
-        self._optimisation, self._total_updates = optimisation, total_updates
-        self.optimizer = PolicyOptimizer(self._named_parameters(), optimisation, total_updates)
+        self._optimisation, self._total_updates, self._is_offloaded = optimisation, total_updates, is_offloaded
+        self.optimizer = self._new_optimizer()
 
     def recompute_activations(self) -> None:
         """Keep of each layer its input alone."""
@@ -77,7 +84,12 @@ class Critic:
         divide_layers(self._body, ranks)
         shard(self._body, ranks)
         shard(self._head, ranks)
-        self.optimizer = PolicyOptimizer(self._named_parameters(), self._optimisation, self._total_updates)
+        self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> PolicyOptimizer:
+        return PolicyOptimizer(
+            self._named_parameters(), self._optimisation, self._total_updates, is_offloaded=self._is_offloaded
+        )
 
     def values(self, inputs: ModelInput) -> Tensor:
         """Predict the value of the state before each label: [N] float32, with gradient, whitened if the config says."""
@@ -127,6 +139,7 @@ class Critic:
             sequence_index=micro.sequences.index,
             denominators=denominators,
             num_sequences=micro.sequences.count,
+            shares=micro.sequences.shares,
         )
         torch.autograd.backward(objective.loss if num_ranks == 1 else objective.loss * num_ranks)
         self.optimizer.collect()

@@ -15,6 +15,7 @@ from shared.model_files import check_directory
 log = logging.getLogger(__name__)
 
 SCORE_HEAD = "score.weight"
+AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,13 +38,14 @@ class LoadedModel:
 
 
 def check_device(device: str) -> torch.device:
-    """Find a device.
+    """Find a device; ``auto`` is a GPU where torch sees one.
 
     Raises:
         ModelError: it does not exist here.
     """
     try:
-        found = torch.device(device)
+        here = "cuda:0" if torch.cuda.is_available() else "cpu"
+        found = torch.device(here if device == AUTO else device)
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -51,12 +53,18 @@ def check_device(device: str) -> torch.device:
     return found
 
 
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == AUTO:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
 def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = False) -> LoadedModel:
     """Load config, weights and tokenizer; nothing is ever fetched from a network.
 
     Args:
         path: a directory in Hugging Face format.
-        dtype: float32 or bfloat16.
+        dtype: float32, bfloat16, or auto: bfloat16 on a GPU, else float32.
         device: where the weights go.
         scores: as a sequence classifier with one output, whose head is made where the weights have none.
 
@@ -73,7 +81,7 @@ def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = F
         config.num_labels = 1
         # What a classifier of transformers finds the last token of a padded row by.
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model = _load_weights(path, config, DTYPES[dtype], scores=scores)
+    model = _load_weights(path, config, _dtype(dtype, device), scores=scores)
     return LoadedModel(model.to(device).eval(), path)
 
 

@@ -6,6 +6,7 @@ whose attention does not stay within a given mask, are recognised by a probe whe
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
 from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
+from services.trainer.models.host_memory import ParkedTensors
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -60,6 +62,7 @@ class Policy:
         self.can_pack = self._can_pack()
         self.can_share_prompts = self.can_pack and self._can_share_prompts()
         self._split: SequenceParallel | None = None
+        self._parked: ParkedTensors | None = None
         if not self.has_plain_head:
             log.info("logits are more than a product with the output embedding: they are computed whole")
 
@@ -85,6 +88,14 @@ class Policy:
                     "not all plain attention, or whose logits are more than a product with the output embedding"
                 )
         self._split = split
+
+    def park(self) -> None:
+        """Keep the weights, which nobody changes, in the host's memory but for ``on_device``; after ``shard``."""
+        self._parked = ParkedTensors(self.model.parameters(), is_constant=True)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Have the weights where they compute while the block runs."""
+        return nullcontext() if self._parked is None else self._parked.on_device()
 
     def shard(self, ranks: Ranks) -> None:
         """Divide the weights among ranks. What computes with them from here on gathers them first.

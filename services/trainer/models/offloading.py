@@ -62,7 +62,7 @@ class Offloader:
         Raises:
             Unavailable: the disk has no room for them; nothing was moved.
         """
-        storages = _storages_of(tensors)
+        storages = storages_of(tensors)
         on_host = sum(each.nbytes() for each in storages if each.device.type == "cpu")
         if on_host:
             self._reserve(on_host)
@@ -71,7 +71,7 @@ class Offloader:
             num_bytes, is_on_host = storage.nbytes(), storage.device.type == "cpu"
             if is_on_host:
                 self._write(storage, start)
-            self._moved.append(_Moved(storage, num_bytes, None if is_on_host else _bytes_of(storage).cpu(), start))
+            self._moved.append(_Moved(storage, num_bytes, None if is_on_host else bytes_of(storage).cpu(), start))
             storage.resize_(0)
             start += num_bytes if is_on_host else 0
         _return_memory(storages)
@@ -86,7 +86,7 @@ class Offloader:
             moved = self._moved[-1]
             moved.storage.resize_(moved.num_bytes)
             if moved.kept is not None:
-                _bytes_of(moved.storage).copy_(moved.kept)
+                bytes_of(moved.storage).copy_(moved.kept)
             else:
                 self._read(moved)
             self._moved.pop()
@@ -126,7 +126,7 @@ class Offloader:
             view, start = view[found:], start + found
 
 
-def _storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Find the storages that can be emptied, each once; what maps a file takes no memory of its own."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -137,7 +137,8 @@ def _storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """View a storage's bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

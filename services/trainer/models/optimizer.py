@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from services.trainer.models.streamed_step import StreamedStep
 from shared.config.optimisation import OptimisationConfig
 from shared.errors import ModelError
 from shared.weights.parts import local_of, localized
@@ -59,10 +60,16 @@ class PolicyOptimizer:
         parameters: by name; those without ``requires_grad`` are not touched.
         config: the optimisation section.
         total_updates: of the whole experiment, for the schedule.
+        is_offloaded: whether the moments are in the host's memory between updates.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimisationConfig, total_updates: int
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimisationConfig,
+        total_updates: int,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._config = config
@@ -80,6 +87,7 @@ class PolicyOptimizer:
             eps=config.epsilon,
             fused=True,
         )
+        self._streamed = StreamedStep(self._adam, self._masters.values()) if is_offloaded else None
         self.updates = 0
 
     @property
@@ -114,7 +122,7 @@ class PolicyOptimizer:
         if is_finite:
             for group in self._adam.param_groups:
                 group["lr"] = rate
-            self._adam.step()
+            (self._adam if self._streamed is None else self._streamed).step()
             self._round_into_model()
         for master in self._masters.values():
             master.grad = None
@@ -135,7 +143,7 @@ class PolicyOptimizer:
                 tensors[f"{key}/{name}"] = value.detach()
             if master is not self._parameters[name]:
                 tensors[f"master/{name}"] = master.detach()
-        return tensors
+        return tensors if self._streamed is None else self._streamed.on_host(tensors)
 
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Load what ``state`` returned.
@@ -156,6 +164,8 @@ class PolicyOptimizer:
             if f"master/{name}" in tensors and master is not self._parameters[name]:
                 with torch.no_grad():
                     master.copy_(localized(tensors[f"master/{name}"], master))
+        if self._streamed is not None:
+            self._streamed.park()
         expected = {f"{key}/{name}" for name in self._masters for key in (*_ADAM_STATE, "master")}
         unknown = sorted(set(tensors) - expected)
         if unknown:

@@ -18,6 +18,14 @@ class Opening(Wire):
     log_format: LogFormat
 
 
+class Find(Wire):
+    """Look for a file that the leader wrote: all ranks must see the experiment's directory."""
+
+    kind: Literal["find"] = "find"
+    path: str
+    content: str
+
+
 class Restore(Wire):
     """Build the learner from a checkpoint, or from the spec's model where there is none."""
 
@@ -43,14 +51,14 @@ class KeepVersion(Wire):
 
 
 class Snapshot(Wire):
-    """Write into an image, whose header is written already."""
+    """Write into an image, whose header is written already; on other hosts send what belongs there to the leader."""
 
     kind: Literal["snapshot"] = "snapshot"
     path: str
 
 
 class Save(Wire):
-    """Write into the files of a checkpoint, which have their size and their headers already."""
+    """Write into the files of a checkpoint, which have their size and their headers already; or send, likewise."""
 
     kind: Literal["save"] = "save"
     directory: str
@@ -75,5 +83,5 @@ class End(Wire):
     kind: Literal["end"] = "end"
 
 
-Command = Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
+Command = Find | Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
 COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

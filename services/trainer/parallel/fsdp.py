@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from services.trainer.parallel.layers import layers_of
 from services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
@@ -30,14 +30,18 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
         "mesh": ranks.mesh[REPLICATE, SHARD] if num_copies > 1 else ranks.mesh[SHARD],
         "reshard_after_forward": True,
     }
+    offload: dict[str, Any] = {}
+    if ranks.offloads_parameters:
+        offload["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    arguments |= offload
     if ranks.expert_mesh is not None:
-        _shard_experts(module, ranks.expert_mesh, num_batches=num_copies * num_parts)
+        _shard_experts(module, ranks.expert_mesh, num_batches=num_copies * num_parts, offload=offload)
     for layer in layers_of(module):
         fully_shard(layer, **arguments)
     fully_shard(module, **arguments)
 
 
-def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int) -> None:
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int, offload: dict[str, Any]) -> None:
     """Shard the experts of every layer among the ranks that have the same ones.
 
     Args:
@@ -45,12 +49,14 @@ def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int) -> 
         mesh: of the experts.
         num_batches: ranks that compute other sequences than one another. All of them send tokens to each expert, so
             its gradient is the sum over them, of which FSDP is to make the mean.
+        offload: how FSDP keeps them in the host's memory, if it does.
     """
     num_copies, num_parts = mesh[REPLICATE].size(), mesh[EXPERT_SHARD].size()
     for experts in module.modules():
         if not is_divided_by_expert(experts):
             continue
-        fully_shard(experts, mesh=mesh[REPLICATE, EXPERT_SHARD] if num_copies > 1 else mesh[EXPERT_SHARD])
+        axes = mesh[REPLICATE, EXPERT_SHARD] if num_copies > 1 else mesh[EXPERT_SHARD]
+        fully_shard(experts, mesh=axes, **offload)
         assert isinstance(experts, FSDPModule)
         experts.set_gradient_divide_factor(float(num_batches))
         if num_parts > 1:

@@ -13,6 +13,7 @@ from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.pulse import Pulse
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 from shared.config.parallelism import ParallelismConfig
+from shared.weights.image import host_identity
 
 OPENING = "opening"
 """Where the leader tells the others what is trained."""
@@ -79,8 +80,12 @@ def entered(
         torch.cuda.set_device(device)
     pulse = Pulse(PrefixStore("pulse", place.store()), place.rank, place.size, on_silence)
     try:
-        group = PrefixStore("group", store)
-        with joined(shape, place.rank, device, group, timeout_seconds=config.collective_timeout_seconds) as ranks:
+        group, timeout = PrefixStore("group", store), config.collective_timeout_seconds
+        host = host_identity() if config.nodes > 1 else None
+        offloads = config.offload.parameters
+        with joined(
+            shape, place.rank, device, group, timeout_seconds=timeout, host=host, offloads_parameters=offloads
+        ) as ranks:
             yield ranks, Channel(ranks, PrefixStore("commands", store))
     finally:
         pulse.close()
@@ -88,7 +93,10 @@ def entered(
 
 def device_of(config: ParallelismConfig, place: Place) -> torch.device:
     """Return the device of a rank: of several on GPUs, each has the one with its number on its machine."""
-    return torch.device(config.device, place.local_rank) if config.device == "cuda" else torch.device(config.device)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ One rank has no process group, and everything here gives back what it is given: 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -34,6 +34,9 @@ class Ranks:
         data_group: those that compute other sequences than this one, itself included; None for one rank.
         sequence_group: those that compute the same sequences together; None where each computes its own.
         sequence_size: how many these are.
+        remote: the ranks that do not see the leader's shared memory: they are on other hosts.
+        offloads_parameters: whether sharded weights, their gradients and optimiser are in the host's memory, but for
+            the layer that computes.
     """
 
     rank: int = 0
@@ -44,6 +47,13 @@ class Ranks:
     data_group: ProcessGroup | None = None
     sequence_group: ProcessGroup | None = None
     sequence_size: int = 1
+    remote: frozenset[int] = frozenset()
+    offloads_parameters: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this rank is on another host than the leader."""
+        return self.rank in self.remote
 
     @property
     def data_rank(self) -> int:
@@ -109,6 +119,16 @@ class Ranks:
         dist.all_gather(found, mine)
         return [_bytes(each[: int(length)]) for each, length in zip(found, lengths, strict=True)]
 
+    def send_to_leader(self, values: Tensor) -> None:
+        """Send bytes to the leader, which receives them under the same length; blocks."""
+        dist.send(values.to(self.device), dst=0)
+
+    def receive_from(self, rank: int, length: int) -> Tensor:
+        """Leader: receive bytes that a rank sends, into the host's memory; blocks."""
+        values = torch.empty(length, dtype=torch.uint8, device=self.device)
+        dist.recv(values, src=rank)
+        return values.cpu()
+
     def broadcast(self, payload: bytes | None, length: int) -> bytes:
         """Return the leader's bytes on every rank; the others know their length, and pass None."""
         if self.mesh is None:
@@ -150,7 +170,14 @@ class MeshShape:
 
 @contextmanager
 def joined(
-    shape: MeshShape, rank: int, device: torch.device, store: Store, *, timeout_seconds: float
+    shape: MeshShape,
+    rank: int,
+    device: torch.device,
+    store: Store,
+    *,
+    timeout_seconds: float,
+    host: str | None = None,
+    offloads_parameters: bool = False,
 ) -> Iterator[Ranks]:
     """Form the group of all ranks; blocks until they are there.
 
@@ -160,8 +187,10 @@ def joined(
         device: of this rank.
         store: that all ranks reach.
         timeout_seconds: a collective that takes longer ends with an error.
+        host: identity of this rank's host; None on all ranks where they are known to be on one.
+        offloads_parameters: see ``Ranks``.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(device, offloads_parameters=offloads_parameters)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=shape.size, timeout=timeout)
     dense = (shape.replicate, shape.shard, shape.tensor)
@@ -176,9 +205,30 @@ def joined(
         sequence = _own_group(shares, rank, timeout)
     if together > 1:
         data = _own_group([numbers[start::together] for start in range(together)], rank, timeout)
-    yield Ranks(rank, shape.size, mesh, experts, device, data or dist.group.WORLD, sequence, shape.sequence)
+    ranks = Ranks(
+        rank,
+        shape.size,
+        mesh,
+        experts,
+        device,
+        data or dist.group.WORLD,
+        sequence,
+        shape.sequence,
+        offloads_parameters=offloads_parameters,
+    )
+    if host is not None:
+        hosts = ranks.gather(host.encode())
+        ranks = replace(ranks, remote=frozenset(other for other in numbers if hosts[other] != hosts[0]))
+    yield ranks
     # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
     dist.destroy_process_group()
+
+
+def backend_of(device: torch.device, *, offloads_parameters: bool) -> str:
+    """Name what carries collectives: gradients that are in the host's memory are measured there."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if offloads_parameters else "nccl"
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout: timedelta) -> ProcessGroup:

@@ -13,11 +13,12 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from services.trainer.wire import FROM_WORKER, Failed, ImageReady, Launch, Line, Status
+from services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
 from shared.config.base import Threads
 from shared.config.parallelism import ParallelismConfig
 from shared.cores import usable_cores
 from shared.processes import python_module
+from shared.schemas.service import JobNode
 from shared.secret_variables import without_secrets
 
 MODULE, JOB_MODULE = "services.trainer.worker", "services.trainer.job"
@@ -43,12 +44,19 @@ class ExitStatus:
 
 
 class WorkerHandle:
-    """One worker process. Made by :meth:`start`."""
+    """One worker process. Made by :meth:`start`.
+
+    Args:
+        process: that was started.
+        on_message: told what it says.
+        is_led: whether it is a node without the leader: nobody there reads what the supervisor says.
+    """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, on_message: Callable[[Status | ImageReady | Failed], None]
+        self, process: asyncio.subprocess.Process, on_message: Callable[[FromWorker], None], *, is_led: bool = False
     ) -> None:
         self._process = process
+        self._is_led = is_led
         self._on_message = on_message
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._oom_kills = count_oom_kills()
@@ -63,18 +71,18 @@ class WorkerHandle:
         cls,
         launch: Launch,
         parallelism: ParallelismConfig,
-        on_message: Callable[[Status | ImageReady | Failed], None],
+        on_message: Callable[[FromWorker], None],
     ) -> Self:
         """Start the process and tell it what to train. Call it on the thread that outlives the worker."""
-        ranks = parallelism.ranks
+        node = launch.assignment.node
         process = await asyncio.create_subprocess_exec(
-            *(python_module(MODULE) if ranks == 1 else python_module(JOB_MODULE, str(ranks))),
+            *command_of(parallelism, node, launch.host),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=environment_of(os.environ, parallelism.threads),
         )
-        worker = cls(process, on_message)
+        worker = cls(process, on_message, is_led=node is not None and node.rank > 0)
         worker._write(launch.line())
         return worker
 
@@ -112,6 +120,8 @@ class WorkerHandle:
             await self._process.wait()
 
     def _write(self, line: bytes) -> None:
+        if self._is_led:
+            return
         if self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(line)
 
@@ -148,6 +158,24 @@ class WorkerHandle:
                 return f"the training process was killed by the kernel because memory ran out (SIGKILL){shown}"
             return f"the training process was killed by SIGKILL, by hand or because memory ran out{shown}"
         return f"the training process was ended by {name}{shown}"
+
+
+def command_of(parallelism: ParallelismConfig, node: JobNode | None, host: str) -> list[str]:
+    """Make the command of a worker: one process, or the agent of this host's ranks.
+
+    Args:
+        parallelism: the spec's section.
+        node: this host's place in a job on several; None where there is one host.
+        host: address of this host.
+    """
+    if parallelism.ranks == 1:
+        return python_module(MODULE)
+    count = str(parallelism.ranks // parallelism.nodes)
+    if node is None:
+        return python_module(JOB_MODULE, count)
+    place = (str(node.rank), str(node.count), host)
+    reached = () if node.rank == 0 else (str(node.host), str(node.port))
+    return python_module(JOB_MODULE, count, *place, *reached)
 
 
 def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: Threads) -> dict[str, str]:

@@ -15,9 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from services.trainer.supervisor.node import NodeOfJob, is_next_job
 from services.trainer.supervisor.process import ExitStatus, WorkerHandle
 from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.wire import Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
+from services.trainer.wire import (
+    Failed,
+    FromWorker,
+    ImageReady,
+    Launch,
+    Line,
+    Offered,
+    Order,
+    Renewed,
+    Status,
+    StoreOpened,
+)
 from shared.config.load import validate_spec
 from shared.config.parallelism import ParallelismConfig
 from shared.errors import InvalidSpec
@@ -73,7 +85,7 @@ class Process(Protocol):
         """End it now."""
 
 
-StartWorker = Callable[[Launch, ParallelismConfig, Callable[[Status | ImageReady | Failed], None]], Awaitable[Process]]
+StartWorker = Callable[[Launch, ParallelismConfig, Callable[[FromWorker], None]], Awaitable[Process]]
 
 
 class Supervisor(StateFollower):
@@ -116,6 +128,7 @@ class Supervisor(StateFollower):
             growth=PAUSE_GROWTH,
         )
         self._furthest_step = 0
+        self._node = NodeOfJob(addresses.host)
         self._started_workers = 0
         self._launched_as = ""
 
@@ -130,6 +143,7 @@ class Supervisor(StateFollower):
             load=dict(status.load) | {"worker_starts": float(self._started_workers)} if status else {},
             failure=self._failure or (status.failure if status else None),
             device=self._device(),
+            job=self._node.report(self._assignment),
         )
 
     def _device(self) -> DeviceReport | None:
@@ -160,7 +174,7 @@ class Supervisor(StateFollower):
             return
         wanted = desired.assignment if desired.state is not WorkState.IDLE else None
         if not _is_same(self._assignment, wanted) or self._is_named_otherwise():
-            await self._dismiss(is_over=wanted is None)
+            await self._dismiss(is_over=wanted is None, is_continued=is_next_job(self._assignment, wanted))
             if wanted is None:
                 self._enter(WorkState.IDLE)
                 return
@@ -171,7 +185,7 @@ class Supervisor(StateFollower):
             return
         if wanted is None or self._is_hopeless or desired.state not in {WorkState.RUNNING, WorkState.PAUSED}:
             return
-        if self._worker is None and not self._may_hold:
+        if self._worker is None and not (self._may_hold and self._node.may_start(wanted)):
             self._enter(WorkState.STARTING)
         elif self._worker is None and not self._backoff.is_pending:
             await self._start(wanted)
@@ -220,13 +234,16 @@ class Supervisor(StateFollower):
             return None
         return assignment.trainer_epoch * WORKERS_PER_EPOCH + self._started_workers
 
-    def _hear(self, message: Status | ImageReady | Failed) -> None:
+    def _hear(self, message: FromWorker) -> None:
         if self._is_leaving:
             return
         if isinstance(message, ImageReady):
             offering = asyncio.create_task(self._offer(message), name=f"offer version {message.version}")
             self._offering.add(offering)
             offering.add_done_callback(self._offering.discard)
+        elif isinstance(message, StoreOpened):
+            self._node.port = message.port
+            self.notify()
         elif isinstance(message, Failed):
             self._failure = self._told = message.failure
             self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
@@ -299,6 +316,7 @@ class Supervisor(StateFollower):
     def _start_again(self, cause: str, pause: float) -> None:
         log.error("worker ended, another one is started", extra={"cause": cause, "pause_seconds": pause})
         self._failure = Failure(component=COMPONENT, cause=cause, fatal=False)
+        self._node.ended = cause
         self._enter(WorkState.STARTING)
         self.notify()
         self._changed.set()
@@ -310,11 +328,12 @@ class Supervisor(StateFollower):
     async def _close(self) -> None:
         await self._dismiss()
 
-    async def _dismiss(self, *, is_over: bool = False) -> None:
+    async def _dismiss(self, *, is_over: bool = False, is_continued: bool = False) -> None:
         """End the worker after its step, and forget the experiment.
 
         Args:
             is_over: nobody goes on with the experiment: the worker gets the time for a last checkpoint.
+            is_continued: the next job of the same experiment follows: what this one died of counts on.
         """
         self._is_leaving = True
         worker, self._worker = self._worker, None
@@ -331,7 +350,11 @@ class Supervisor(StateFollower):
             offering.cancel()
         await asyncio.gather(*self._offering, return_exceptions=True)
         await self._images.withdraw()
-        self._watching = self._status = self._failure = self._assignment = None
+        self._watching = self._status = self._assignment = None
+        self._node.forget()
+        if is_continued:
+            return
+        self._failure = None
         self._is_hopeless = False
         self._furthest_step = 0
         self._backoff.reset()

@@ -91,8 +91,20 @@ class SingleRank:
 
 
 @contextlib.asynccontextmanager
-async def open_execution(spec: ExperimentSpec, job: Job | None, compute: Executor) -> AsyncIterator[Execution]:
-    """Form the group of a job's ranks on the thread that computes; let the followers go unless it failed."""
+async def open_execution(
+    spec: ExperimentSpec, job: Job | None, compute: Executor, directory: Path
+) -> AsyncIterator[Execution]:
+    """Form the group of a job's ranks on the thread that computes; let the followers go unless it failed.
+
+    Args:
+        spec: the experiment.
+        job: that this process leads; None for a process alone.
+        compute: the thread.
+        directory: of the checkpoints, which all ranks read.
+
+    Raises:
+        ModelError: a rank does not see that directory.
+    """
     if job is None:
         yield SingleRank()
         return
@@ -102,6 +114,7 @@ async def open_execution(spec: ExperimentSpec, job: Job | None, compute: Executo
     group = entered(job.place, store, spec.parallelism, job.on_silence)
     ranks, channel = await loop.run_in_executor(compute, group.__enter__)
     leader = Leader(ranks, channel)
+    await loop.run_in_executor(compute, leader.check_shared, directory)
     yield leader
     await loop.run_in_executor(compute, leader.close)
     await loop.run_in_executor(compute, group.__exit__, None, None, None)

@@ -2,6 +2,9 @@
 
 import logging
 import mmap
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +19,7 @@ from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import (
     Command,
     End,
+    Find,
     KeepVersion,
     Offload,
     Reload,
@@ -26,15 +30,19 @@ from services.trainer.parallel.commands import (
 )
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.remote_parts import send_parts
 from shared.checkpoints import StoredCheckpoint, state_of
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
-from shared.weights.parts import write_parts
+from shared.weights.parts import map_file, write_parts
 from shared.weights.sharded_parameters import ShardedParameters
 
 log = logging.getLogger(__name__)
+
+SEEN_SECONDS = 5.0
+"""Within which a shared file system shows on one host what another has written."""
 
 
 class Follower:
@@ -44,10 +52,18 @@ class Follower:
         spec: the experiment.
         ranks: the job.
         channel: its end of the way from the leader.
+        on_status: told when it can train, with None, and of each step that it trained.
     """
 
-    def __init__(self, spec: ExperimentSpec, ranks: Ranks, channel: Channel) -> None:
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        ranks: Ranks,
+        channel: Channel,
+        on_status: Callable[[int | None], None] | None = None,
+    ) -> None:
         self._spec, self._ranks, self._channel = spec, ranks, channel
+        self._on_status = on_status
         self._cores = ComputeCores(spec.parallelism.threads)
         self._built: Learner | None = None
         self._memory: LearnerMemory | None = None
@@ -60,7 +76,7 @@ class Follower:
                 with self._cores.computing():
                     self._obey(command)
             except ModelError as error:
-                if not isinstance(command, Restore):
+                if not isinstance(command, Restore | Find):
                     raise
                 failure = error
             except (OSError, SafetensorError) as error:
@@ -73,8 +89,14 @@ class Follower:
             except ModelError as error:
                 # The leader tries another checkpoint, or ends.
                 log.warning("a command failed on a rank", extra={"error": error.detail})
+                continue
+            if self._on_status is not None and isinstance(command, Restore | Train):
+                self._on_status(command.step if isinstance(command, Train) else None)
 
     def _obey(self, command: Command) -> None:
+        if isinstance(command, Find):
+            check_seen(Path(command.path), command.content)
+            return
         if isinstance(command, Restore):
             # The memory of what a failed attempt left must be free.
             self._built = None
@@ -95,12 +117,13 @@ class Follower:
             learner.keep_version(command.version, command.oldest)
         elif isinstance(command, Snapshot):
             assert isinstance(learner.weights, ShardedParameters)
-            with Path(command.path).open("r+b") as file:
-                mapped = mmap.mmap(file.fileno(), 0)
-            write_image(mapped, learner.weights)
+            if self._ranks.is_remote:
+                send_image(self._ranks, learner.weights)
+            else:
+                write_image(map_file(Path(command.path)), learner.weights)
             hit(Site.TRAINER_SNAPSHOT)
         elif isinstance(command, Save):
-            write_shared(Path(command.directory), shared_files(learner))
+            write_shared(Path(command.directory), shared_files(learner), self._ranks)
             hit(Site.CHECKPOINT_WRITE)
         elif isinstance(command, Offload):
             self._memory = LearnerMemory(learner, Path(command.directory))
@@ -125,6 +148,34 @@ def build_shard(spec: ExperimentSpec, stored: StoredCheckpoint | None, ranks: Ra
 def write_image(mapped: mmap.mmap, weights: ShardedParameters) -> None:
     """Write this rank's elements into an image."""
     write_parts(mapped, weights.layout, weights.image_parts())
+
+
+@torch.no_grad()
+def send_image(ranks: Ranks, weights: ShardedParameters) -> None:
+    """Send this rank's elements of an image to the leader."""
+    send_parts(ranks, weights.layout, weights.image_parts())
+
+
+def check_seen(path: Path, content: str) -> None:
+    """Check that a file which the leader wrote is here, too.
+
+    Raises:
+        ModelError: it is not.
+    """
+    end = time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            if path.read_text(encoding="utf-8") == content:
+                return
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            raise ModelError(
+                f"{socket.gethostname()} does not see what another node writes into {path.parent}: with "
+                "parallelism.nodes above 1 all trainers need the gateway's data directory on a file system that they "
+                "share, under the same path"
+            )
+        time.sleep(SEEN_SECONDS / 50)
 
 
 def hit(site: Site) -> None:

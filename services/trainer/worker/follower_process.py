@@ -1,14 +1,20 @@
 """The life of a rank that is not the first: read the opening, enter the group, obey, say why it ends."""
 
+import asyncio
 import logging
 from functools import partial
 from typing import IO
 
 from services.trainer.parallel.commands import Opening
 from services.trainer.parallel.job import OPENING, Place, entered, is_lost_peer
+from services.trainer.wire import EXIT_PEER_LOST, Line, Status
 from services.trainer.worker.follower import Follower
-from services.trainer.worker.run import EXIT_DONE, EXIT_FAILED, EXIT_PEER_LOST, describe_failure, end_for_silence
+from services.trainer.worker.run import EXIT_DONE, EXIT_FAILED, describe_failure, end_for_silence
 from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import FlotillaError
+from shared.model_hub import fetched
+from shared.schemas.service import WorkState
 from shared.telemetry import logging as telemetry
 
 log = logging.getLogger(__name__)
@@ -26,19 +32,44 @@ def follow(place: Place, answers: IO[bytes]) -> int:
     telemetry.configure_logging("trainer-worker", opening.log_level, opening.log_format)
     telemetry.experiment_id.set(opening.experiment_id)
     spec = validate_spec(opening.spec)
+    # The first rank of a host that is not the leader's speaks for it.
+    is_first = place.local_rank == 0
+    if is_first:
+        try:
+            asyncio.run(_fetch(spec))
+        except FlotillaError as error:
+            return _say_failure(answers, place, error)
     with entered(place, store, spec.parallelism, partial(end_for_silence, answers)) as (ranks, channel):
         try:
-            Follower(spec, ranks, channel).run()
+            Follower(spec, ranks, channel, on_status=partial(_say_status, answers) if is_first else None).run()
         except Exception as error:
             # Whatever it is, the other ranks wait for this one: it ends, and so do they.
             if is_lost_peer(error):
                 log.error("a rank is gone", exc_info=error)  # noqa: TRY400
                 return EXIT_PEER_LOST
-            log.exception("training failed")
-            failed = describe_failure(error)
-            cause = f"rank {place.rank} of {place.size}: {failed.failure.cause}"
-            told = failed.model_copy(update={"failure": failed.failure.model_copy(update={"cause": cause})})
-            answers.write(told.line())
-            answers.flush()
-            return EXIT_FAILED
+            return _say_failure(answers, place, error)
     return EXIT_DONE
+
+
+async def _fetch(spec: ExperimentSpec) -> None:
+    """Download on this host what the leader downloads on its own."""
+    await fetched(spec.model)
+    if spec.algorithm.distillation is not None:
+        await fetched(spec.algorithm.distillation.model)
+
+
+def _say_status(answers: IO[bytes], step: int | None) -> None:
+    _say(answers, Status(state=WorkState.RUNNING, step=step, version=None))
+
+
+def _say_failure(answers: IO[bytes], place: Place, error: Exception) -> int:
+    log.error("training failed", exc_info=error)
+    failed = describe_failure(error)
+    cause = f"rank {place.rank} of {place.size}: {failed.failure.cause}"
+    _say(answers, failed.model_copy(update={"failure": failed.failure.model_copy(update={"cause": cause})}))
+    return EXIT_FAILED
+
+
+def _say(answers: IO[bytes], line: Line) -> None:
+    answers.write(line.line())
+    answers.flush()

@@ -5,6 +5,7 @@ when every rank is done. Where the trainer is one process, its learner and its w
 """
 
 import contextlib
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import End, KeepVersion, Offload, Reload, Restore, Save, Snapshot
-from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.commands import End, Find, KeepVersion, Offload, Reload, Restore, Save, Snapshot
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from services.trainer.parallel.remote_parts import receive_parts
 from services.trainer.worker.follower import build_shard, hit, write_image
 from shared.checkpoints import StoredCheckpoint
 from shared.config.spec import ExperimentSpec
@@ -61,8 +63,8 @@ class LedLearner:
 class LedWeights:
     """Weights that all ranks write into an image together."""
 
-    def __init__(self, weights: ShardedParameters, channel: Channel) -> None:
-        self._weights, self._channel = weights, channel
+    def __init__(self, weights: ShardedParameters, channel: Channel, ranks: Ranks = ONE_RANK) -> None:
+        self._weights, self._channel, self._ranks = weights, channel, ranks
 
     @property
     def layout(self) -> ImageLayout:
@@ -79,6 +81,7 @@ class LedWeights:
             view[: len(self.layout.header)] = self.layout.header
             self._channel.send(Snapshot(path=str(image.path)))
             write_image(image.mapped, self._weights)
+            receive_parts(self._ranks, self.layout, image.mapped)
             hit(Site.TRAINER_SNAPSHOT)
             self._channel.end()
 
@@ -113,6 +116,27 @@ class Leader:
     def __init__(self, ranks: Ranks, channel: Channel) -> None:
         self._ranks, self._channel = ranks, channel
 
+    def check_shared(self, directory: Path) -> None:
+        """Check that ranks on other hosts see what is written into a directory.
+
+        Raises:
+            ModelError: one of them does not.
+            Unavailable: nothing can be written there.
+        """
+        if not self._ranks.remote:
+            return
+        path, content = directory / f".seen-by-all-{secrets.token_hex(8)}", secrets.token_hex(8)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise Unavailable(f"{directory} cannot be written: {error}") from error
+        try:
+            self._channel.send(Find(path=str(path), content=content))
+            self._channel.end()
+        finally:
+            path.unlink(missing_ok=True)
+
     def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
         """Build the learner on every rank.
 
@@ -139,7 +163,7 @@ class Leader:
         reserve(directory, files, model_directory(learner.spec.model), learner)
         self._channel.send(Save(directory=str(directory)))
         try:
-            write_shared(directory, files)
+            write_shared(directory, files, self._ranks)
         except OSError as error:
             # Another checkpoint is tried later: who stayed in this one would meet the next command's collectives.
             with contextlib.suppress(ModelError):
@@ -157,7 +181,7 @@ class Leader:
     def snapshots(self, learner: Learner) -> LedWeights:
         """Return what writes images on every rank."""
         assert isinstance(learner.weights, ShardedParameters)
-        return LedWeights(learner.weights, self._channel)
+        return LedWeights(learner.weights, self._channel, self._ranks)
 
     def memory(self, learner: Learner, directory: Path) -> LedMemory:
         """Return what moves weights and optimiser off the devices and back."""

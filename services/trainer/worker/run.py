@@ -11,7 +11,18 @@ from typing import IO, NoReturn, cast
 
 from services.trainer.parallel.commands import Opening
 from services.trainer.parallel.job import Place, is_lost_peer
-from services.trainer.wire import TO_WORKER, Failed, ImageReady, Launch, Line, Offered, Order, Renewed, Status
+from services.trainer.wire import (
+    EXIT_PEER_LOST,
+    TO_WORKER,
+    Failed,
+    ImageReady,
+    Launch,
+    Line,
+    Offered,
+    Order,
+    Renewed,
+    Status,
+)
 from services.trainer.worker.checkpoint_policy import CheckpointOverdue
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.execution import Job
@@ -31,8 +42,6 @@ log = logging.getLogger(__name__)
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-EXIT_PEER_LOST = 4
-"""Another rank is gone: whoever started the ranks says which."""
 EXIT_PEER_SILENT = 5
 STATUS_SECONDS = 1.0
 OFFER_SECONDS = 5.0

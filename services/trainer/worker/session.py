@@ -33,6 +33,7 @@ from shared.config.job import SftConfig
 from shared.config.spec import ExperimentSpec
 from shared.model_hub import fetched
 from shared.schemas.service import Failure
+from shared.streams.hop import REDUNDANT, STALE
 from shared.streams.plane import DataPlane
 from shared.weights.transport import WeightSender
 
@@ -132,8 +133,9 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         cores = ComputeCores(spec.parallelism.threads)
         compute = stack.enter_context(compute_thread(cores))
         loop = asyncio.get_running_loop()
-        execution = await stack.enter_async_context(open_execution(spec, around.job, compute))
-        storage = CheckpointStorage(around.directory / CHECKPOINTS, keep=spec.checkpoint.keep)
+        checkpoints = around.directory / CHECKPOINTS
+        execution = await stack.enter_async_context(open_execution(spec, around.job, compute, checkpoints))
+        storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
@@ -204,6 +206,8 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
         components=advantage.components if isinstance(advantage, GdpoConfig) else (),
         max_lag=spec.asynchrony.resolved_max_lag,
         needs_baseline=advantage.kind == "remax",
+        joins_branches=spec.joins_branches,
+        too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
     )
 
 

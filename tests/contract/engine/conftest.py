@@ -1,4 +1,4 @@
-"""The engines that the contract is asked of: scripted, on a thread, in a process, SGLang recorded and SGLang itself."""
+"""The engines that the contract is asked of: scripted, on a thread, in a process, and servers, recorded and real."""
 
 import asyncio
 import os
@@ -12,12 +12,15 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.process.engine import ProcessEngine
 from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vllm.engine import VllmEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.schemas.engine import EngineCapability
+from shared.settings import ENGINE_PYTHONS
 from tests.contract.engine.fake_sglang import FakeSglang
+from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import EOS, make_model, save_image, save_model
 
 CONTEXT = 2048
@@ -28,7 +31,7 @@ LONG = 1500
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model("qwen3", path)
+    save_model("qwen3-32", path)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
     return path
@@ -36,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_image(make_model("qwen3", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
+    return save_image(make_model("qwen3-32", seed=1), tmp_path_factory.mktemp("image") / "new.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,15 @@ def overlap_load() -> bool:
     return False
 
 
-ENGINES = ["scripted", "in-process", "process", "recorded-sglang", pytest.param("sglang", marks=pytest.mark.sglang)]
+ENGINES = [
+    "scripted",
+    "in-process",
+    "process",
+    "recorded-sglang",
+    "recorded-vllm",
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=pytest.mark.vllm),
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -64,22 +75,31 @@ def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: 
         "in-process": lambda: InProcessEngine(settings),
         "process": lambda: ProcessEngine(settings),
         "recorded-sglang": lambda: recorded_sglang(model_path),
-        "sglang": lambda: SglangEngine(sglang_settings(model_path)),
+        "recorded-vllm": lambda: recorded_vllm(model_path),
+        "sglang": lambda: SglangEngine(server_settings(model_path, "sglang")),
+        "vllm": lambda: VllmEngine(server_settings(model_path, "vllm")),
     }
     return makers[request.param]
 
 
-def sglang_settings(model_path: Path, **changes: Any) -> SglangSettings:
+def server_settings(model_path: Path, kind: str, **changes: Any) -> ServerSettings:
     """Say how a server of this model runs on a CPU; the interpreter is the environment's that ``make`` has made."""
-    python = Path(os.environ.get("FLOTILLA_SGLANG_PYTHON", "/FLOTILLA_SGLANG_PYTHON/is/not/set"))
+    variable = ENGINE_PYTHONS[kind]
+    python = Path(os.environ.get(variable, f"/{variable}/is/not/set"))
     facts = {"python": python, "version": 3, "slots": SLOTS, "context_tokens": CONTEXT, **changes}
-    return SglangSettings(model_path, **facts)
+    return ServerSettings(model_path, **facts)
 
 
 def recorded_sglang(model_path: Path) -> SglangEngine:
     """Make an SGLang engine whose server is in memory."""
-    settings = sglang_settings(model_path, python=None, url="http://recorded")
+    settings = server_settings(model_path, "sglang", python=None, url="http://recorded")
     return SglangEngine(settings, transport=FakeSglang(model_path, slots=SLOTS, token_seconds=0.0003))
+
+
+def recorded_vllm(model_path: Path) -> VllmEngine:
+    """Make a vLLM engine whose server is in memory."""
+    settings = server_settings(model_path, "vllm", python=None, url="http://recorded")
+    return VllmEngine(settings, transport=FakeVllm(model_path, slots=SLOTS, token_seconds=0.0003))
 
 
 def needs(engine: Engine, capability: EngineCapability) -> None:

@@ -55,6 +55,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "mistral": (MistralConfig, {**_SIZES, "num_key_value_heads": 2, "sliding_window": None}, "fused"),
     "qwen2": (Qwen2Config, {**_SIZES, "num_key_value_heads": 2}, "fused"),
     "qwen3": (Qwen3Config, {**_SIZES, "num_key_value_heads": 2, "head_dim": 16}, "fused"),
+    # The narrowest heads that vLLM's kernels for CPUs have.
+    "qwen3-32": (Qwen3Config, {**_SIZES, "num_key_value_heads": 2, "head_dim": 32}, "fused"),
     "qwen3-tied": (
         Qwen3Config,
         {**_SIZES, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},

@@ -303,6 +303,10 @@ NOT_HERE: Final = {
     ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
     ("README.md", "docker compose"): "Docker is not on the machines of the tests",
     ("docs/containers.md", ""): "Docker is not on the machines of the tests; tests/contract/test_compose.py reads it",
+    (
+        "docs/ranks.md",
+        "FLOTILLA_GATEWAY_URL=",
+    ): "it asks for a second host; tests/faults/test_hosts.py starts such a trainer",
     ("docs/install.md", "python3.11 -m venv"): "tests/integration/cli/test_pip_install.py makes one in its own place",
     ("docs/install.md", "pip install torch"): "torch is two hundred megabytes",
     ("docs/rest.md", 'curl -H "$auth" -X PUT "$api/services/'): "only the service that registered may say this",

@@ -1,6 +1,7 @@
 """Each benchmark in its smallest form: it runs, and the figures that it writes are there and can be true."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, weights
-from tests.fleet import make_model
+from tests.fleet import tiny_model
 
 Main = Callable[[], int | None]
 
@@ -101,7 +102,7 @@ def test_weights(run: Callable[..., Any]) -> None:
 
 def test_ablation(run: Callable[..., Any], tmp_path: Path) -> None:
     prepared = tmp_path / "prepared"
-    make_model(prepared / "model")
+    shutil.copytree(tiny_model(), prepared / "model")
     problems = [
         {"prompt": f"Ana has {n} pens, buys {n % 7}.", "answer": n + n % 7} for n in range(ablation.NUM_EVALUATED)
     ]

@@ -4,15 +4,25 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, Omit, OpenAI, omit
+from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
+from services.gateway.datasets.dataset import Dataset
+from services.gateway.evaluation.evaluator import Evaluator
+from services.reward.consumer import grading_samples
+from services.reward.verifiers.agent import AgentVerifier
 from services.rollout.engines.scripted import log_prob_of
-from shared.schemas.trajectory import Trajectory
+from shared.schemas.task import Lane
+from shared.schemas.trajectory import GradeStatus, Trajectory
+from shared.streams.keys import HopName
+from shared.streams.plane import DataPlane
 from shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet, begin
 from tests.unit.rollout.agents.world import a_spec
@@ -49,12 +59,14 @@ def text_of(trajectory: Trajectory, *, sampled: bool) -> str:
     return "".join(map(chr, chosen)).replace(chr(END), "~")
 
 
-def talk(episode: dict[str, Any]) -> list[str]:
+def talk(episode: dict[str, Any], temperature: float | Omit = omit) -> list[str]:
     """Two turns with the synchronous client, the second one streamed."""
     with OpenAI(base_url=episode["base_url"], api_key=episode["key"]) as client:
         assert [model.id for model in client.models.list()] == [episode["model"]]
         chat: list[Any] = list(episode["task"]["messages"])
-        first = client.chat.completions.create(model=episode["model"], messages=chat, logprobs=True)
+        first = client.chat.completions.create(
+            model=episode["model"], messages=chat, logprobs=True, temperature=temperature
+        )
         content = first.choices[0].message.content or ""
         assert first.choices[0].logprobs is not None
         assert (first.choices[0].logprobs.content or [])[0].logprob == pytest.approx(log_prob_of(ord(content[0])))
@@ -77,6 +89,137 @@ async def use_tools(episode: dict[str, Any]) -> str | None:
         chat += [reply.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         stream = await client.chat.completions.create(model="m", messages=chat, tools=[TOOL], stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+def respond(episode: dict[str, Any]) -> list[str]:
+    """Three turns of the responses API, by items, by the id of the one before, and streamed."""
+    with OpenAI(base_url=episode["base_url"], api_key=episode["key"]) as client:
+        ask = partial(client.responses.create, model="m", instructions="Be brief.")
+        first = ask(input="1?", include=["message.output_text.logprobs"])
+        assert first.usage is not None and first.usage.output_tokens == len("reply 1~")
+        (message,) = first.output
+        assert isinstance(message, ResponseOutputMessage) and isinstance(message.content[0], ResponseOutputText)
+        assert (message.content[0].logprobs or [])[0].logprob == pytest.approx(log_prob_of(ord("r")))
+        # What was said before, as items: the client's own objects, sent back.
+        items: Any = [{"role": "user", "content": "1?"}, *first.output, {"role": "user", "content": "2?"}]
+        second = ask(input=items)
+        third = ask(input="3?", previous_response_id=second.id, stream=True)
+        events = list(third)
+        assert [each.type for each in events[:2]] == ["response.created", "response.in_progress"]
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        deltas = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        last = events[-1]
+        assert last.type == "response.completed" and last.response.output_text == deltas
+        return [first.output_text, second.output_text, deltas]
+
+
+async def respond_with_tools(episode: dict[str, Any]) -> str:
+    """Call a function by the responses API, the second turn by the id of the first."""
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"]) as client:
+        tool: Any = {"type": "function", **TOOL["function"], "strict": False}
+        first = await client.responses.create(model="m", input="1 + 1?", tools=[tool])
+        (call,) = first.output
+        assert isinstance(call, ResponseFunctionToolCall) and (call.name, call.arguments) == ("add", '{"a": 1}')
+        result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        last = await client.responses.create(model="m", input=result, tools=[tool], previous_response_id=first.id)
+        return last.output_text
+
+
+async def test_the_responses_api_is_recorded_as_chats_are(fleet: AgentFleet, http: httpx.AsyncClient) -> None:
+    await fleet.issue(1)
+    one, two = await begin(fleet, http), await begin(fleet, http)
+
+    replies, last = await asyncio.gather(asyncio.to_thread(respond, one), respond_with_tools(two))
+    ended = [await complete(fleet, http, each, reward=1.0) for each in (one, two)]
+    await fleet.until(lambda ledger: ledger.waiting.generated == 1)
+
+    assert (replies, last) == (["reply 1", "reply 2", "reply 3"], "It is 2.")
+    assert [(each.json()["num_turns"], each.json()["num_trajectories"]) for each in ended] == [(3, 1), (2, 1)]
+    (group,) = await fleet.groups()
+    assert text_of(group.trajectories[0], sampled=True) == "reply 1~reply 2~reply 3~"
+    assert text_of(group.trajectories[0], sampled=False).startswith("<system>Be brief.~")
+    assert text_of(group.trajectories[1], sampled=True) == f"{CALL}~It is 2.~"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": "?", "temperature": 0.1}, r"not the spec's 0\.9"),
+        ({"input": "?", "previous_response_id": "resp_x"}, "no stored response of this episode"),
+        ({"input": "?", "tools": [{"type": "web_search"}]}, "must be a function"),
+        ({"input": "?", "text": {"format": {"type": "json_object"}}}, "not constrained"),
+        ({"input": "?", "truncation": "auto"}, "truncation must be disabled"),
+        ({"input": "?", "background": True}, "background is not done"),
+        ({"input": []}, "no message"),
+        ({"input": [{"type": "image_generation_call", "id": "x"}]}, "is of type image_generation_call"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "must be text"),
+        ({"input": [{"role": "user", "content": "?"}] * 5000}, "fewer than 4096"),
+        ({"input": 3}, "input"),
+    ],
+)
+async def test_what_of_the_responses_api_is_not_done_is_refused(
+    fleet: AgentFleet, http: httpx.AsyncClient, fields: dict[str, Any], words: str
+) -> None:
+    await fleet.issue(1)
+    episode = await begin(fleet, http)
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
+        with pytest.raises(openai.UnprocessableEntityError, match=words):
+            await client.responses.create(model="m", **fields)
+
+
+async def test_the_agents_answer_held_out_tasks_and_their_accuracy_is_recorded() -> None:
+    evaluation = {"path": "/nowhere/heldout.jsonl", "temperature": 0.5, "greedy": False}
+    spec = a_spec(group_size=2, window_seconds=60, evaluation=evaluation, lease_seconds=5.0)
+    async with agent_fleet(spec, writes) as fleet, httpx.AsyncClient(trust_env=False, timeout=30) as http:
+        gateway = fleet.gateway
+        experiment = gateway.repository.get(EXPERIMENT)
+        dataset = Dataset([{"prompt": f"p{n}", "label": str(n)} for n in range(3)], spec.data, 0)
+        evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.events, gateway.clock)
+        await fleet.issue(1)
+        evaluating = asyncio.create_task(evaluator.evaluate(0))
+        plane = fleet.planes[Lane.EVALUATION]
+        while (await plane.ledger()).claimed.tasks < 3:
+            await asyncio.sleep(0.01)
+
+        abandoned = await begin(fleet, http)
+        episodes = []
+        while len(episodes) < 3:
+            episode = await begin(fleet, http)
+            if episode["task"]["split"] == "train":
+                continue  # every held-out task is with an agent; one of them is silent
+            assert await asyncio.to_thread(talk, episode, spec.rollout.sampling.temperature)
+            # An agent that branches counts once.
+            await asyncio.to_thread(talk, episode, 0.5)
+            reward = float(episode["task"]["label"] != "2")
+            assert (await complete(fleet, http, episode, reward=reward)).status_code == 200
+            episodes.append(episode)
+        await grade(fleet, plane)
+        await evaluating
+
+        assert abandoned["task"]["split"] == "evaluation"
+        assert sorted(each["task"]["label"] for each in episodes) == ["0", "1", "2"]
+        points = await gateway.store.metrics(EXPERIMENT, names=[], after=0, limit=99)
+        found = {point.name: point.value for _, point in points}
+        assert found["evaluation/accuracy"] == pytest.approx(2 / 3)
+        assert found["evaluation/num_scored"] == 3
+        ledger = await plane.ledger()
+        assert (ledger.balanced, ledger.trained, ledger.outstanding) == (True, 3, 0)
+        assert (await fleet.plane.ledger()).waiting.generated == 0, "nothing of it is trained"
+        assert fleet.counts()["episodes_abandoned"] >= 1
+
+
+async def grade(fleet: AgentFleet, plane: DataPlane) -> None:
+    """Do what the reward service does in the evaluation lane: a reward is in the mailbox under its episode."""
+    verifier, hop = AgentVerifier(fleet.plane.mailbox), plane.hop(HopName.GENERATED, "reward")
+    num_graded = 0
+    while num_graded < 3:
+        for claim in await hop.claim(3, wait_seconds=1.0):
+            group = claim.group()
+            grades = await verifier.score(grading_samples(group))
+            pairs = zip(group.trajectories, grades, strict=True)
+            graded = [each.graded(GradeStatus.SCORED, grade.reward) for each, grade in pairs]
+            await hop.forward(claim, replace(group, trajectories=tuple(graded)))
+            num_graded += 1
 
 
 async def test_the_openai_client_drives_a_group_whose_tokens_are_the_engines(

@@ -50,7 +50,7 @@ def prompt(num_words: int) -> list[Message]:
 def a_filtered_spec(model: Path, **data: Any) -> ExperimentSpec:
     return a_spec(
         model={"path": str(model)},
-        data={"path": "/nowhere", "max_prompt_tokens": 10, "overlong": {"kind": "filter", "workers": 2}} | data,
+        data={"path": "/nowhere", "max_prompt_tokens": 10, "overlong": {"kind": "filter", "workers": 1}} | data,
     )
 
 

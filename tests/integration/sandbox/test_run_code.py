@@ -34,6 +34,32 @@ async def a_client(**fields: Any) -> AsyncIterator[httpx.AsyncClient]:
             yield client
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """Of one service for all tests that look at answers alone: to open one takes a second."""
+    async with a_client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=["A", "C"])
+async def client_of_level(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+    """Of one service of each level that is there."""
+    opening = a_client(level=request.param)
+    try:
+        opened = await opening.__aenter__()
+    except Unavailable as error:
+        pytest.skip(f"level {request.param} is not available: {error.detail}")
+    try:
+        yield opened
+    finally:
+        await opening.__aexit__(None, None, None)
+
+
 def _with_state(app: Any, state: dict[str, Any]) -> Any:
     async def call(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "state": dict(state)}, receive, send)
@@ -41,9 +67,8 @@ def _with_state(app: Any, state: dict[str, Any]) -> Any:
     return call
 
 
-async def test_a_python_program_runs() -> None:
-    async with a_client() as client:
-        reply = await client.post("/run_code", json={"code": "print(input() * 2)", "language": "python", "stdin": "ab"})
+async def test_a_python_program_runs(client: httpx.AsyncClient) -> None:
+    reply = await client.post("/run_code", json={"code": "print(input() * 2)", "language": "python", "stdin": "ab"})
 
     body = reply.json()
     assert reply.status_code == 200
@@ -68,15 +93,13 @@ async def test_a_python_program_runs() -> None:
         ("nodejs", "const s = require('fs').readFileSync(0, 'utf8').trim(); console.log(s + s)"),
     ],
 )
-@pytest.mark.parametrize("level", ["A", "C"])
-async def test_other_languages_run_where_their_tool_is(level: str, language: str, code: str) -> None:
+async def test_other_languages_run_where_their_tool_is(
+    client_of_level: httpx.AsyncClient, language: str, code: str
+) -> None:
     if {"nodejs": "javascript"}.get(language, language) not in find_languages(find_python(None)):
         pytest.skip(f"there is no tool for {language}")
-    try:
-        async with a_client(level=level) as client:
-            reply = await client.post("/run_code", json={"code": code, "language": language, "stdin": "ab\n"})
-    except Unavailable as error:
-        pytest.skip(f"level {level} is not available: {error.detail}")
+
+    reply = await client_of_level.post("/run_code", json={"code": code, "language": language, "stdin": "ab\n"})
 
     assert reply.json()["run_result"]["stdout"].strip() == "abab", reply.text
 
@@ -90,20 +113,20 @@ async def test_other_languages_run_where_their_tool_is(level: str, language: str
         ("import time; time.sleep(60)", 2, "TimeLimitExceeded", None),
     ],
 )
-async def test_how_a_program_ends_is_told(code: str, timeout: int, run_status: str, return_code: int | None) -> None:
-    async with a_client() as client:
-        reply = await client.post("/run_code", json={"code": code, "language": "python", "run_timeout": timeout})
+async def test_how_a_program_ends_is_told(
+    client: httpx.AsyncClient, code: str, timeout: int, run_status: str, return_code: int | None
+) -> None:
+    reply = await client.post("/run_code", json={"code": code, "language": "python", "run_timeout": timeout})
 
     body = reply.json()
     assert (body["status"], body["run_result"]["status"]) == ("Failed", run_status)
     assert body["run_result"]["return_code"] == return_code
 
 
-async def test_a_program_that_does_not_compile_is_not_run() -> None:
+async def test_a_program_that_does_not_compile_is_not_run(client: httpx.AsyncClient) -> None:
     if "cpp" not in find_languages(find_python(None)):
         pytest.skip("there is no g++")
-    async with a_client() as client:
-        reply = await client.post("/run_code", json={"code": "int main( {", "language": "cpp"})
+    reply = await client.post("/run_code", json={"code": "int main( {", "language": "cpp"})
 
     body = reply.json()
     assert body["status"] == "Failed"
@@ -112,39 +135,35 @@ async def test_a_program_that_does_not_compile_is_not_run() -> None:
     assert body["run_result"] is None
 
 
-async def test_files_go_in_and_out() -> None:
+async def test_files_go_in_and_out(client: httpx.AsyncClient) -> None:
     given = {"data/in.txt": base64.b64encode(b"\x00\xff").decode(), "helper.py": base64.b64encode(b"N = 2").decode()}
     code = "import helper\nopen('out.bin', 'wb').write(open('data/in.txt', 'rb').read() * helper.N)"
 
-    async with a_client() as client:
-        request = {"code": code, "language": "python", "files": given, "fetch_files": ["out.bin", "none"]}
-        reply = await client.post("/run_code", json=request)
+    request = {"code": code, "language": "python", "files": given, "fetch_files": ["out.bin", "none"]}
+    reply = await client.post("/run_code", json=request)
 
     assert reply.json()["files"] == {"out.bin": base64.b64encode(b"\x00\xff" * 2).decode()}
 
 
-async def test_the_memory_limit_of_a_call_counts() -> None:
+async def test_the_memory_limit_of_a_call_counts(client: httpx.AsyncClient) -> None:
     code = "data = bytearray(200 << 20)\nprint(len(data))"
 
-    async with a_client() as client:
-        enough = await client.post("/run_code", json={"code": code, "language": "python", "memory_limit_MB": 400})
-        too_little = await client.post("/run_code", json={"code": code, "language": "python", "memory_limit_MB": 100})
+    enough = await client.post("/run_code", json={"code": code, "language": "python", "memory_limit_MB": 400})
+    too_little = await client.post("/run_code", json={"code": code, "language": "python", "memory_limit_MB": 100})
 
     assert enough.json()["status"] == "Success"
     assert too_little.json()["status"] == "Failed"
 
 
-async def test_output_that_is_not_text_does_not_break_the_answer() -> None:
-    async with a_client() as client:
-        code = "import sys; sys.stdout.buffer.write(b'a\\xffb')"
-        reply = await client.post("/run_code", json={"code": code, "language": "python"})
+async def test_output_that_is_not_text_does_not_break_the_answer(client: httpx.AsyncClient) -> None:
+    code = "import sys; sys.stdout.buffer.write(b'a\\xffb')"
+    reply = await client.post("/run_code", json={"code": code, "language": "python"})
 
     assert reply.json()["run_result"]["stdout"] == "a\ufffdb"
 
 
-async def test_an_unknown_language_names_the_available_ones() -> None:
-    async with a_client() as client:
-        reply = await client.post("/run_code", json={"code": "", "language": "cobol"})
+async def test_an_unknown_language_names_the_available_ones(client: httpx.AsyncClient) -> None:
+    reply = await client.post("/run_code", json={"code": "", "language": "cobol"})
 
     assert reply.status_code == 422
     assert reply.json()["code"] == "invalid_request"
@@ -167,9 +186,8 @@ async def test_an_unknown_language_names_the_available_ones() -> None:
         {"allow_network": True},
     ],
 )
-async def test_a_bad_request_is_refused(wrong: dict[str, Any]) -> None:
-    async with a_client() as client:
-        reply = await client.post("/run_code", json={"code": "", "language": "python"} | wrong)
+async def test_a_bad_request_is_refused(client: httpx.AsyncClient, wrong: dict[str, Any]) -> None:
+    reply = await client.post("/run_code", json={"code": "", "language": "python"} | wrong)
 
     assert reply.status_code == 422
     assert reply.headers["content-type"] == "application/problem+json"

@@ -5,7 +5,7 @@ import os
 import queue
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,15 @@ DEADLINE_SECONDS = 800.0
 TWO_RANKS = MeshShape(2)
 
 
-def run_ranks(work: Work, argument: Any, shape: MeshShape = TWO_RANKS) -> list[Any]:
-    """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback."""
+def run_ranks(
+    work: Work, argument: Any, shape: MeshShape = TWO_RANKS, hosts: Sequence[str | None] | None = None
+) -> list[Any]:
+    """Call ``work(ranks, argument)`` in every rank; the first that fails fails the test with its traceback.
+
+    Args:
+        hosts: name of each rank's host; None where they are on one.
+    """
+    hosts = hosts or [None] * shape.size
     context = multiprocessing.get_context("forkserver")
     # Imported once, by a process that runs nothing of it: each rank of each test is a fork.
     context.set_forkserver_preload([work.__module__])
@@ -27,7 +34,8 @@ def run_ranks(work: Work, argument: Any, shape: MeshShape = TWO_RANKS) -> list[A
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = [
-        context.Process(target=_rank, args=(rank, shape, port, work, argument, results)) for rank in range(shape.size)
+        context.Process(target=_rank, args=(rank, shape, port, work, argument, results, hosts[rank]))
+        for rank in range(shape.size)
     ]
     for process in processes:
         process.start()
@@ -47,12 +55,12 @@ def run_ranks(work: Work, argument: Any, shape: MeshShape = TWO_RANKS) -> list[A
     return [found[rank] for rank in range(shape.size)]
 
 
-def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any) -> None:
+def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any, host: str | None) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         store = TCPStore("127.0.0.1", port, shape.size, is_master=rank == 0, wait_for_workers=False)
-        with joined(shape, rank, torch.device("cpu"), store, timeout_seconds=60) as ranks:
+        with joined(shape, rank, torch.device("cpu"), store, timeout_seconds=60, host=host) as ranks:
             results.put((rank, work(ranks, argument), None))
             ranks.gather(b"")  # the store is the first rank's
     except BaseException:

@@ -115,3 +115,27 @@ def test_a_missing_reference_is_named() -> None:
             denominators=Denominators.of(num_tokens=3, num_sequences=1),
             **arguments,
         )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_branches_of_an_episode_weigh_together_what_one_trajectory_does(name: str) -> None:
+    config = CONFIGS[name]
+    one = a_batch([6, 4])
+    episode = one.tokens(torch.ones(10, dtype=torch.bool))
+    # The first sequence three times: three branches that say the same.
+    thrice = torch.cat([torch.arange(6)] * 3 + [torch.arange(6, 10)])
+    per_token = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
+    branches = {each: episode[each][thrice] for each in (*per_token, "response_mask")}
+    index = torch.tensor([0] * 6 + [1] * 6 + [2] * 6 + [3] * 4)
+    shares = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
+
+    def loss(arguments: dict[str, torch.Tensor], shares: torch.Tensor | None) -> float:
+        static = ("old_log_probs", "rollout_log_probs", "response_mask", "sequence_index")
+        counted = denominators_of(config, **{each: arguments[each] for each in static}, shares=shares)  # type: ignore[arg-type]
+        made = policy_objective(config, denominators=counted, shares=shares, **arguments)  # type: ignore[arg-type]
+        return float(made.loss)
+
+    joined = {**branches, "sequence_index": index, "scores": episode["scores"][torch.tensor([0, 0, 0, 1])]}
+    assert loss(joined, shares) == pytest.approx(loss(episode, None), rel=1e-5, abs=1e-7)
+    if config.aggregation.mode != "token-sum":
+        assert loss(joined, None) != pytest.approx(loss(episode, None), rel=1e-3), "each counts without shares"

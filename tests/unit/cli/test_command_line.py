@@ -31,7 +31,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "hint"),
     [
         (["stauts"], "unknown command 'stauts': did you mean status"),
-        (["up", "--roullouts", "2"], "unknown option --roullouts: did you mean --rollouts?"),
+        (["up", "--roullouts", "2"], "unknown option --roullouts: did you mean --rollouts"),
         (["status", "--jsno=1"], "unknown option --jsno: did you mean --json?"),
         (["spec", "chekc", "x"], "unknown action 'chekc': did you mean check?"),
         (["import", "verll", "x"], "unknown system 'verll': did you mean verl"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.config.engine import SglangEngineConfig, TorchEngineConfig
+from shared.config.engine import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from shared.config.load import validate_spec
 from shared.errors import InvalidSpec
 from shared.schemas.engine import EngineCapability
@@ -44,7 +44,11 @@ def test_options_of_sglang_survive_the_way_over_the_wire() -> None:
         ({"kind": "sglang", "url": "http://a:1", "options": {"tp_size": 2}}, "", "have no effect with"),
         ({"kind": "sglang", "url": "ftp://a"}, "url", "pattern"),
         ({"kind": "sglang", "threads": 2}, "threads", ""),
-        ({"kind": "vllm"}, "", "sglang"),
+        ({"kind": "vllm", "options": {"max_num_seqs": 4}}, "options", "it is set by rollout.engine.slots"),
+        ({"kind": "vllm", "options": {"no-enable-scale-out": True}}, "options", "how it is asked"),
+        ({"kind": "vllm", "options": {"worker-extension-cls": "a.B"}}, "options", "which would be imported"),
+        ({"kind": "vllm", "options": {"compilation_config.backend": "a"}}, "options", "no name of a server argument"),
+        ({"kind": "unheard of"}, "", "vllm"),
     ],
 )
 def test_what_an_engine_cannot_be_given_is_refused_with_the_reason(
@@ -60,7 +64,7 @@ def test_what_an_engine_cannot_be_given_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("capability", list(EngineCapability))
 def test_a_spec_that_requires_what_its_engine_does_not_promise_is_refused(capability: EngineCapability) -> None:
-    for engine in (TorchEngineConfig(), SglangEngineConfig(kind="sglang")):
+    for engine in (TorchEngineConfig(), SglangEngineConfig(kind="sglang"), VllmEngineConfig(kind="vllm")):
         document = with_engine({"kind": engine.kind}, requires=[capability.value])
         if capability in engine.CAPABILITIES:
             assert validate_spec(document).rollout.requires == (capability,)
@@ -82,3 +86,25 @@ def test_reading_ahead_needs_a_spare_copy() -> None:
 def test_an_option_that_runs_code_of_a_model_or_of_a_spec_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="may not be given"):
         SglangEngineConfig.model_validate({"kind": "sglang", "options": {name: True}})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_refused"),
+    [
+        ({"temperature": 0.7}, False),
+        ({"top_k": 5}, False),
+        ({"top_p": 0.9, "temperature": 0.7}, True),
+        ({"top_k": 5, "temperature": 1.2}, True),
+    ],
+)
+def test_vllm_measures_no_distribution_that_is_cut_after_temperature(
+    sampling: dict[str, float], is_refused: bool
+) -> None:
+    document = with_engine({"kind": "vllm"}, sampling=sampling)
+
+    validate_spec(with_engine({"kind": "sglang"}, sampling=sampling))
+    if is_refused:
+        with pytest.raises(InvalidSpec, match=r"set rollout\.sampling\.temperature to 1"):
+            validate_spec(document)
+    else:
+        validate_spec(document)

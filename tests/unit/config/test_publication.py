@@ -21,7 +21,7 @@ def test_slices_default_to_8_mib() -> None:
         ({"asynchrony": {"publication": {"transport": "shared_memory", "slice_megabytes": 8}}}, "transport to auto"),
         ({"asynchrony": {"publication": {"transport": "shared_memory", "delta": {}}}}, "publication.delta"),
         ({"asynchrony": {"publication": {"transport": "pull", "delta": {}}}}, "publication.delta"),
-        ({"asynchrony": {"publication": {"transport": "nccl"}}}, "rollout.engine.device cpu"),
+        ({"asynchrony": {"publication": {"transport": "nccl"}}}, "rollout.engine.device auto"),
         (
             {
                 "asynchrony": {"publication": {"wire_dtype": "bfloat16"}},

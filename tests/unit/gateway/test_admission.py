@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.feeder.admission import admitted, budget_left, groups_left
-from shared.streams.ledger import Ledger
+from shared.streams.ledger import HopCounts, Ledger
 
 
 def test_the_budget_counts_what_is_outstanding_and_what_was_consumed_since_the_publication() -> None:
@@ -49,3 +49,37 @@ def test_every_step_gets_its_groups_and_none_is_issued_in_vain(
 
     assert trained == steps * groups_per_step
     assert issued == trained + lost + outstanding and outstanding == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.lists(st.integers(0, 3), max_size=80))
+def test_redundant_groups_are_issued_only_while_finished_ones_do_not_fill_the_budget(
+    groups_per_step: int, steps: int, redundant: int, moves: list[int]
+) -> None:
+    # On-policy: a step trains the first groups that are finished, and its publication ends all others.
+    sampled = finished = trained = 0
+    for move in [*moves, *[0, 1] * (4 * steps * groups_per_step)]:
+        ledger = Ledger(claimed=HopCounts(tasks=sampled), outstanding=sampled + finished, trained=trained)
+        if move == 0:
+            count = admitted(
+                ledger, budget=groups_per_step, steps=steps, groups_per_step=groups_per_step, redundant=redundant
+            )
+            assert sampled + finished + count <= max(sampled + finished, groups_per_step - 1 + max(redundant, 1))
+            assert not count or finished < groups_per_step
+            sampled += count
+        elif move == 1 and sampled:
+            sampled, finished = sampled - 1, finished + 1
+        if finished >= groups_per_step and trained < steps * groups_per_step:
+            sampled, finished, trained = 0, 0, trained + groups_per_step
+
+    assert trained == steps * groups_per_step
+    assert sampled == finished == 0, "nothing is issued for a step that does not come"
+
+
+def test_a_step_that_waits_for_few_gets_others_to_wait_for() -> None:
+    waiting = Ledger(claimed=HopCounts(tasks=1), waiting=HopCounts(scored=3), outstanding=4)
+    ready = Ledger(waiting=HopCounts(scored=4), outstanding=4)
+    sizes = {"budget": 4, "steps": 9, "groups_per_step": 4}
+
+    assert admitted(waiting, **sizes) == 0
+    assert admitted(waiting, **sizes, redundant=3) == 2
+    assert admitted(ready, **sizes, redundant=3) == 0, "there is enough"

@@ -303,3 +303,16 @@ async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly
     assert issued == [(n, whole.task(n, group_size=1).messages[0].content) for n in range(36)]
     own = [prompt for _, prompt in issued if prompt.startswith("a")]
     assert len(own) == 24 and all(len(set(own[n : n + 5])) == 5 for n in range(0, 20, 5)), "whole epochs of five rows"
+
+
+async def test_redundant_groups_are_issued_beyond_the_budget() -> None:
+    feeder = await a_feeder(
+        optimisation={"steps": 3, "groups_per_mini_batch": 2},
+        asynchrony={"redundant_groups": 3, "on_max_lag": "drop"},
+    )
+
+    assert await feeder.feed() == 0.0
+    assert await feeder.feed() == 0.0
+    assert await feeder.feed() > 0.0
+
+    assert (await feeder._experiment.train.ledger()).issued == 3, "as many are sampled as that, and the budget is 2"

@@ -1,5 +1,6 @@
+from services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, quotas_of
 from services.gateway.scheduler.explanation import why_waiting
-from services.gateway.scheduler.placement import Candidate, Demand, WhyLeave, engine_to_start, place, quotas_of
+from services.gateway.scheduler.placement import WhyLeave, place
 from shared.config.resources import QuotaConfig
 from shared.schemas.service import ServiceKind as Kind
 from tests.unit.gateway.builders import a_spec

@@ -7,7 +7,8 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.scheduler.placement import Candidate, Demand, Placement, place
+from services.gateway.scheduler.demands import Candidate, Demand
+from services.gateway.scheduler.placement import Placement, place
 from shared.config.resources import QuotaConfig
 from shared.schemas.service import ServiceKind as Kind
 

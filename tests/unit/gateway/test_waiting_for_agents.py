@@ -49,6 +49,15 @@ def test_agents_within_their_limits_hold_nothing_up(agents: AgentsSeen) -> None:
     assert diagnose(replace(WELL, ledger=FIVE_TASKS, agents=agents)) is None
 
 
+def test_an_evaluation_that_waits_for_agents_is_theirs() -> None:
+    evaluating = replace(WELL, ledger=Ledger(waiting=HopCounts(tasks=5)), evaluating_version=2, agents=MISSING)
+
+    for is_trained in (False, True):
+        found = diagnose(replace(evaluating, is_trained=is_trained))
+        assert found is not None and found[0] == "agents"
+        assert diagnose(replace(evaluating, is_trained=is_trained, agents=AT_WORK)) is None
+
+
 def test_a_reward_that_may_still_come_holds_nothing_up() -> None:
     graded = replace(WELL, ledger=Ledger(claimed=HopCounts(generated=2)), agents=replace(MISSING, reward_seconds=600.0))
 

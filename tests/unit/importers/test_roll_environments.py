@@ -74,6 +74,7 @@ def test_tags_become_environments_groups_and_rows() -> None:
     assert isinstance(episodes, EnvironmentEpisodesConfig)
     assert (spec.rollout.group_size, episodes.max_turns, spec.rollout.engine.context_tokens) == (8, 8, 1024)
     assert (spec.rollout.sampling.max_new_tokens, spec.rollout.sampling.top_k) == (64, 100)
+    assert episodes.redundant_members == 0
     # 64 trajectories of a step are 8 groups, 32 of an update 4.
     assert (spec.optimisation.groups_per_mini_batch, spec.asynchrony.require_batches) == (4, 2)
     lake, room = episodes.environments
@@ -109,6 +110,14 @@ async def test_turns_are_shown_as_the_manager_showed_them() -> None:
         assert following.messages[0].content.startswith("Turn 2, 7 left, 64 tokens:\n")
 
 
+def test_redundant_environments_are_redundant_members() -> None:
+    found = imported(train_env_manager__group_size_redundancy=2)
+
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    assert (found.spec.rollout.group_size, found.spec.rollout.episodes.redundant_members) == (8, 2)
+
+
 def test_rows_are_bounded() -> None:
     assert len(rows(imported(max_steps=100_000), TASKS)) == MOST_ROWS
 
@@ -131,7 +140,7 @@ def test_the_managers_penalty_is_that_of_environments_without_one() -> None:
         ({"custom_envs__Lake": LAKE | {"env_config": {"wind": 1}}}, "custom_envs.Lake.env_config.wind",
          "no such option"),
         ({"custom_envs__Room": ROOM | {"max_steps": 9}}, "custom_envs.Lake.max_steps", "one number of turns"),
-        ({"train_env_manager__group_size_redundancy": 2}, "train_env_manager.group_size_redundancy", "not offered"),
+        ({"train_env_manager__group_filter_cls": "x.Filter"}, "train_env_manager.group_filter_cls", "not offered"),
         ({"reward_normalization__grouping": "tags"}, "reward_normalization.grouping", "one at a time"),
     ],
 )  # fmt: skip

@@ -168,3 +168,32 @@ def test_coverage_counts_it_apart(capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = {row["name"]: row["verdict"] for row in found["parameters"]}
     assert found["counts"]["verl.json"]["unsupported"] > 30
     assert verdicts["trainer.nnodes"] == verdicts["--zero_stage"] == "unsupported"
+
+
+ONE_GPU = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 1}
+KL = {f"{ACTOR}.use_kl_loss": True}
+OFFLOAD = {
+    f"{ACTOR}.fsdp_config.param_offload": True,
+    f"{ACTOR}.fsdp_config.optimizer_offload": True,
+    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "unsupported"),
+    [
+        (GPUS | KL | OFFLOAD, ["parameters"], 2),
+        (ONE_GPU | KL | OFFLOAD, ["optimiser", "reference"], 1),
+        (ONE_GPU | OFFLOAD, ["optimiser"], 2),
+        (KL | OFFLOAD, [], 3),
+        (GPUS | KL | OFFLOAD | {"actor_rollout_ref.hybrid_engine": True}, [], 3),
+    ],
+)
+def test_offload_is_that_of_verl_where_the_trainer_has_gpus(
+    given: dict[str, Any], chosen: list[str], unsupported: int
+) -> None:
+    imported = import_flat("verl", BASES["verl"] | given)
+
+    assert imported.spec is not None
+    assert imported.spec.parallelism.offload.chosen == chosen
+    assert len([each for each in imported.report.unsupported if "offload" in each.name]) == unsupported

@@ -9,7 +9,7 @@ import pytest
 
 from services.reward.verifiers.custom_process import CustomProcessVerifier
 from shared.config.reward import CustomConfig
-from shared.errors import InvalidSpec
+from shared.errors import InvalidSpec, WorkerDied
 from shared.places import Places
 from shared.schemas.grading import GradingSample
 
@@ -113,6 +113,14 @@ async def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path, body: 
     verifier = CustomProcessVerifier(CustomConfig(path=f"{tmp_path}/f.py:f"), Places(code=(tmp_path,)))
 
     with pytest.raises(InvalidSpec, match=match):
+        await verifier.start()
+
+
+async def test_who_is_killed_while_it_loads_is_no_fault_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    verifier = CustomProcessVerifier(CustomConfig(path=f"{tmp_path}/f.py:f"), Places(code=(tmp_path,)))
+
+    with pytest.raises(WorkerDied, match="ended by SIGKILL while it loaded"):
         await verifier.start()
 
 

@@ -9,7 +9,7 @@ from services.reward.service import RewardService
 from services.reward.tally import GradingTally
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
-from shared.errors import Unavailable
+from shared.errors import FlotillaError, Unavailable, WorkerDied
 from shared.schemas.service import Assignment, DesiredState, WorkState
 
 SPEC = {
@@ -86,11 +86,14 @@ async def test_a_reward_that_drains_finishes_what_it_has_and_stays_finished() ->
     await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.parametrize(
+    "refusal", [Unavailable("the fleet has no sandbox now"), WorkerDied("it was ended by SIGKILL")]
+)
 async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_reported_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, refusal: FlotillaError
 ) -> None:
     monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.05)
-    refusals = [Unavailable("the fleet has no sandbox now")]
+    refusals = [refusal]
 
     async def open_session(spec: ExperimentSpec, assignment: Assignment) -> ScriptedSession:
         if refusals:
@@ -105,7 +108,7 @@ async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_repor
     await until(lambda: service.observe().failure is not None)
     failure = service.observe().failure
     assert failure is not None
-    assert (failure.fatal, failure.cause) == (False, "the fleet has no sandbox now")
+    assert (failure.fatal, failure.cause) == (False, refusal.detail)
 
     await until(lambda: service.observe().state is WorkState.RUNNING)
     assert service.observe().failure is None

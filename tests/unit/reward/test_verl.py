@@ -40,7 +40,7 @@ def a_verifier(code: Programs | None = None) -> VerlDefaultVerifier:
 @pytest.mark.parametrize(
     ("source", "label", "said"),
     [
-        ("numina_cn_k12", "1", "'numina_cn_k12'; known: openai/gsm8k, lighteval/MATH"),
+        ("mine", "1", "'mine'; known: openai/gsm8k, lighteval/MATH"),
         (None, "1", "no data source"),
         ("taco", "{}", "set runs_code"),
         ("openai/gsm8k", None, "no label"),
@@ -71,6 +71,16 @@ async def test_geometry_asks_for_mathematics_where_the_texts_differ() -> None:
     grades = await a_verifier().score(samples)
 
     assert [grade.reward for grade in grades] == [pytest.approx(0.9), 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("So x is 3. The answer is \\boxed{\\frac12}.", 1.0), ("Answer: x + 1", 0.0), ("no idea", 0.0)],
+)
+async def test_numina_is_graded_by_the_answer_of_prime(response: str, reward: float) -> None:
+    (grade,) = await a_verifier().score([a_sample(response, "\\frac{1}{2}", data_source="numina_olympiads")])
+
+    assert (grade.status, grade.reward) == (GradeStatus.SCORED, reward)
 
 
 def test_programs_need_a_sandbox() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.reward.verifiers.registry import Surroundings, build_verifier
-from services.reward.verifiers.verl_rules import fenced_program, is_formatted_geometry
+from services.reward.verifiers.verl_rules import fenced_program, is_formatted_geometry, prime_answer
 from shared.config.reward import RewardConfig
 from tests.unit.reward.builders import a_sample
 
@@ -160,3 +160,22 @@ def test_the_format_of_geometry_is_a_thought_and_then_a_box(response: str, expec
 )
 def test_a_program_is_the_last_python_block_or_the_first_of_all(response: str, expected: str | None) -> None:
     assert fenced_program(response) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("We get 3. The answer is 4", "4"),
+        ("The answer is \\boxed{12}", "12"),
+        ("\\boxed{1} and then \\boxed{\\frac{3}{4}}", "\\frac{3}{4}"),
+        ("so \\fbox{x = 7}", "7"),
+        ("7 is the answer", "7"),
+        ("The sum must be\n 9", "9"),
+        ("Answer: 5. That was easy", "5"),
+        ("x = 1, so x+y = 3", "3"),
+        ("nothing", "nothing"),
+        ("\\boxed{open", "\\boxed{open"),
+    ],
+)
+def test_what_prime_takes_for_the_answer(response: str, answer: str) -> None:
+    assert prime_answer(response) == answer

@@ -273,3 +273,88 @@ async def test_a_greedy_member_plays_beside_the_group() -> None:
     )
 
     assert [member.is_baseline for member in group.trajectories] == [False, False, True]
+
+
+class Slow(Echo):
+    """The first ones that are made never answer, until they are let go."""
+
+    made = 0
+
+    def __init__(self, slow: int, release: asyncio.Event | None = None, ended: list[int] | None = None) -> None:
+        super().__init__()
+        Slow.made += 1
+        self.number, self.is_slow = Slow.made, Slow.made <= slow
+        self.release = asyncio.Event() if release is None else release
+        self.ended = [] if ended is None else ended
+
+    async def step(self, text: str) -> Any:  # type: ignore[override]
+        if self.is_slow:
+            await self.release.wait()
+        return super().step(text)
+
+    def close(self) -> None:
+        self.ended.append(self.number)
+
+
+async def test_a_group_is_made_of_the_members_that_are_finished_first() -> None:
+    Slow.made, ended = 0, list[int]()
+    task = a_task(0, group_size=3)
+    everyone = await played(ScriptedEngine(eos_token_id=END), a_task(0, group_size=6))
+
+    group = await played(ScriptedEngine(eos_token_id=END), task, lambda: Slow(2, ended=ended), redundant=2)
+
+    assert [member.finish_reason for member in group.trajectories] == [FinishReason.STOP] * 3
+    found = [member.token_ids.tolist() for member in group.trajectories]
+    expected = [member.token_ids.tolist() for member in everyone.trajectories]
+    assert found == [expected[4], expected[5], expected[2]], "each by its own seed; 3 would be the baseline's number"
+    assert sorted(ended) == [1, 2, 3, 4, 5], "the environments of those who were late are closed, too"
+
+
+async def test_what_fails_is_replaced_by_a_redundant_member() -> None:
+    Slow.made = 0
+
+    class Fails(Slow):
+        async def step(self, text: str) -> Any:
+            if self.number == 2:
+                raise ConnectionError("the server is gone")
+            return await super().step(text)
+
+    group = await played(ScriptedEngine(eos_token_id=END), a_task(0, group_size=2), lambda: Fails(0), redundant=1)
+
+    assert all(member.status is GradeStatus.PENDING for member in group.trajectories)
+
+
+async def test_evaluation_and_baselines_have_no_redundant_members() -> None:
+    Slow.made = 0
+    await played(
+        ScriptedEngine(eos_token_id=END), a_task(0, group_size=2, pinned_version=0), lambda: Slow(0), redundant=2
+    )
+    assert Slow.made == 2
+
+    turns = Turns(SAMPLING, SAMPLING, greedy_baseline=True)
+    group = await played(
+        ScriptedEngine(eos_token_id=END), a_task(0, group_size=2), lambda: Slow(0), redundant=2, turns=turns
+    )
+    assert [member.is_baseline for member in group.trajectories] == [False, False, True]
+
+
+async def test_an_interrupted_group_keeps_what_redundant_members_have_finished() -> None:
+    Slow.made = 0
+    task = a_task(0, group_size=2)
+    engine = ScriptedEngine(eos_token_id=END)
+    await engine.start()
+    playing = episodes(engine, lambda: Slow(2), redundant=1)
+    running = asyncio.create_task(playing.run(task))
+    while (await engine.load()).running or Slow.made < 3:
+        await asyncio.sleep(0.001)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    await playing.interrupt()
+    left = await running
+    assert [member.finish_reason for member in left.trajectories] == [FinishReason.STOP, FinishReason.ABORTED]
+
+    again = await episodes(engine, redundant=1).run(task, left.trajectories, 0)
+    await engine.close()
+
+    assert [member.finish_reason for member in again.trajectories] == [FinishReason.STOP] * 2
+    assert again.trajectories[0].token_ids.tolist() == left.trajectories[0].token_ids.tolist()

@@ -187,6 +187,20 @@ async def test_a_received_version_is_served_only_after_its_commit(tmp_path: Path
         assert (world.engine.loaded, world.pulled) == ([1], [])
 
 
+async def test_a_version_is_announced_before_the_engine_waits_for_its_samples(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.engine.may_load.clear()
+        world.want(0, an_order(1))
+        await world.until(lambda: world.reports(ReceiveState.RECEIVED))
+        world.want(1)
+
+        async with asyncio.timeout(3):
+            await world.gate.comes(1)
+
+        assert (world.gate.version, world.engine.loaded) == (0, [])
+        world.engine.may_load.set()
+
+
 @pytest.fixture
 def theirs(tmp_path: Path) -> Iterator[WeightImage]:
     """An image of the trainer, of 64 bytes."""

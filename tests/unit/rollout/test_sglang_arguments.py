@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.sglang.arguments import command_line, environment
-from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.sglang.engine import SglangDialect
 
 
-def settings(**fields: Any) -> SglangSettings:
-    return SglangSettings(**{"model_path": Path("/m"), "python": Path("/python"), **fields})
+def settings(**fields: Any) -> ServerSettings:
+    return ServerSettings(**{"model_path": Path("/m"), "python": Path("/python"), **fields})
 
 
 def words(**fields: Any) -> list[str]:
@@ -71,3 +72,12 @@ def test_the_server_gets_neither_our_packages_nor_our_secrets() -> None:
     assert (theirs["HF_HOME"], theirs["PATH"]) == ("/h", "/bin")
     assert theirs["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in environment(settings(device="cuda:0"), ours)
+
+
+def test_a_key_is_no_argument_for_the_server_to_misread() -> None:
+    # Its file is read as if it were a command line, where a leading dash begins another argument.
+    launches = [SglangDialect().launch(settings(), Path("/place"), 100) for _ in range(20)]
+
+    assert all(launch.key is not None and launch.key.isalnum() for launch in launches)
+    assert all(launch.files == {"server.yaml": f'api-key: "{launch.key}"\n'} for launch in launches)
+    assert all(launch.key not in launch.arguments for launch in launches)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 
+from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.settings import SglangSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, ModelError, Unavailable, WeightTransferFailed, WorkerDied
 from tests.contract.engine.fake_sglang import FakeSglang
@@ -34,12 +34,12 @@ def server(model: Path) -> FakeSglang:
 
 
 @pytest.fixture
-def settings(model: Path) -> SglangSettings:
-    return SglangSettings(model, url="http://recorded", context_tokens=128, version=3, probe_seconds=0.01)
+def settings(model: Path) -> ServerSettings:
+    return ServerSettings(model, url="http://recorded", context_tokens=128, version=3, probe_seconds=0.01)
 
 
 @pytest.fixture
-async def engine(server: FakeSglang, settings: SglangSettings) -> AsyncIterator[SglangEngine]:
+async def engine(server: FakeSglang, settings: ServerSettings) -> AsyncIterator[SglangEngine]:
     made = SglangEngine(replace(settings, probe_seconds=60), transport=server)
     await made.start()
     server.calls.clear()
@@ -57,7 +57,7 @@ async def until_sampling(server: FakeSglang, count: int = 1) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_url_that_the_operator_does_not_allow_is_refused(settings: SglangSettings) -> None:
+async def test_a_url_that_the_operator_does_not_allow_is_refused(settings: ServerSettings) -> None:
     engine = SglangEngine(replace(settings, url="http://10.1.2.3:30000"))
 
     with pytest.raises(InvalidSpec, match=r"rollout\.engine\.url .*FLOTILLA_GRADER_NETWORKS"):
@@ -69,7 +69,7 @@ async def test_a_url_that_the_operator_does_not_allow_is_refused(settings: Sglan
     ("networks", "refused"), [((ip_network("127.0.0.0/8"),), False), ((ip_network("10.0.0.0/8"),), True)]
 )
 async def test_the_operator_names_the_networks(
-    settings: SglangSettings, networks: tuple[IPv4Network, ...], refused: bool
+    settings: ServerSettings, networks: tuple[IPv4Network, ...], refused: bool
 ) -> None:
     listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -168,7 +168,7 @@ async def test_a_dead_server_ends_every_request_that_runs_or_waits(
 
 
 async def test_a_server_that_stops_working_is_found_and_a_paused_one_is_not_asked(
-    server: FakeSglang, settings: SglangSettings, monkeypatch: pytest.MonkeyPatch
+    server: FakeSglang, settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = SglangEngine(settings, transport=server)
     await engine.start()
@@ -203,7 +203,7 @@ async def test_aborts_wait_for_the_end_of_a_pause_since_the_server_would_not_hea
 
 
 async def test_a_running_server_gets_the_initial_weights_and_has_to_have_the_room(
-    model: Path, settings: SglangSettings, tmp_path: Path
+    model: Path, settings: ServerSettings, tmp_path: Path
 ) -> None:
     server = FakeSglang(model, context_length=136)
     engine = SglangEngine(settings, transport=server)
@@ -221,7 +221,7 @@ async def test_a_running_server_gets_the_initial_weights_and_has_to_have_the_roo
         await SglangEngine(settings, transport=FakeSglang(other)).start()
 
 
-async def test_a_server_that_is_not_there_is_a_death(settings: SglangSettings, server: FakeSglang) -> None:
+async def test_a_server_that_is_not_there_is_a_death(settings: ServerSettings, server: FakeSglang) -> None:
     server.die()
 
     with pytest.raises(WorkerDied, match="cannot be reached"):

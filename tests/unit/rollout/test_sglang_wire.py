@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.sglang.wire import completion_of, generate_body, new_request_id
+from services.rollout.engines.servers.completions import new_request_id
+from services.rollout.engines.sglang.wire import completion_of, generate_body
 from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 

@@ -40,13 +40,18 @@ class ScriptedEpisodes:
 
 class World:
     def __init__(
-        self, episodes: ScriptedEpisodes, *, task_seconds: float = 5.0, failed: FailedSamples | None = None
+        self,
+        episodes: ScriptedEpisodes,
+        *,
+        task_seconds: float = 5.0,
+        failed: FailedSamples | None = None,
+        max_lag: int | None = None,
     ) -> None:
         self.plane = MemoryDataPlane()
         self.gate = VersionGate()
         self.deaths: list[WorkerDied] = []
         self.hop = self.plane.hop(HopName.TASKS, "rollout")
-        lanes = [(LaneConfig("train", max_groups=4, task_seconds=task_seconds), self.hop)]
+        lanes = [(LaneConfig("train", 4, task_seconds, max_lag), self.hop)]
         self.worker = RolloutConsumer(
             lanes,
             episodes,  # type: ignore[arg-type]
@@ -338,3 +343,57 @@ async def test_of_a_task_that_takes_too_long_is_kept_what_was_handed_over() -> N
     (member,) = group.trajectories
     assert (reason, member.reason) == ("rollout_timeout", "not sampled within 0.01 s")
     assert member.token_ids.tolist() == had.token_ids.tolist()
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_a_redundant_group_is_ended_by_the_version_that_makes_it_too_old(max_lag: int) -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    async with World(episodes, max_lag=max_lag).running(version=1) as world:
+        await world.issue(a_task(0), a_task(1))
+        await world.until(lambda ledger: ledger.claimed.tasks == 2)
+        for version in range(2, 2 + max_lag):
+            await world.gate.set(version)
+        await world.issue(a_task(2, min_version=1))
+        await world.until(lambda ledger: ledger.claimed.tasks == 3)
+        await asyncio.sleep(0.02)
+        assert (await world.plane.ledger()).dropped == {}
+
+        # It does not serve yet: the engine may be waiting for these very samples.
+        await world.gate.announce(2 + max_lag)
+
+        ledger = await world.until(lambda ledger: ledger.dropped != {})
+        ledger = await world.until(lambda ledger: ledger.dropped == {"redundant": 2 if max_lag else 3})
+        episodes.may_finish.set()
+        ledger = await world.until(lambda ledger: ledger.waiting.generated == (1 if max_lag else 0))
+
+    assert ledger.outstanding == (1 if max_lag else 0)
+    assert world.worker.failures_in_a_row == 0
+
+
+async def test_a_group_that_began_with_older_tokens_is_as_old_as_these() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    world = World(episodes, max_lag=1)
+    await world.issue(a_task(0, group_size=1))
+    (claim,) = await world.hop.claim(1, wait_seconds=1.0)
+    old = replace(a_group(claim.task(), version=1).trajectories[0], finish_reason=FinishReason.ABORTED)
+    assert await world.hop.hand_over(claim, (old,))
+    async with world.running(version=2):
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+
+        await world.gate.announce(3)
+
+        await world.until(lambda ledger: ledger.dropped == {"redundant": 1})
+
+
+async def test_a_cancellation_from_outside_stays_one_where_groups_are_ended_for_their_age() -> None:
+    episodes = ScriptedEpisodes()
+    episodes.may_finish.clear()
+    world = World(episodes, max_lag=0)
+    async with world.running(version=1):
+        await world.issue(a_task(0))
+        await world.until(lambda ledger: ledger.claimed.tasks == 1)
+
+    ledger = await world.plane.ledger()
+    assert (ledger.waiting.tasks, ledger.dropped) == (1, {}), "it is handed back"

@@ -70,12 +70,16 @@ class Cell:
         self.group = groups.create("slot")
         self.usage.write_text("7000000000")
 
+    def weight_now(self) -> int:
+        """Read the group's weight."""
+        return int(self.weight.read_text())
+
     async def use(self, seconds: float) -> int:
         """Let a program use so much more; returns its weight when that was seen."""
         self.usage.write_text(str(int(self.usage.read_text()) + int(seconds * 1e9)))
         for _ in range(5):
             await asyncio.sleep(0)
-        return int(self.weight.read_text())
+        return self.weight_now()
 
 
 @pytest.fixture
@@ -99,9 +103,23 @@ async def test_who_has_used_much_gives_way_to_who_has_not(cell: Cell) -> None:
             await cell.use(0.1)
 
     with cell.group.used_by("flood"):
-        assert await cell.use(0.0) == 64
+        assert await cell.use(0.0) == 16
     with cell.group.used_by("honest"):
         assert await cell.use(0.1) == 512
+
+
+async def test_a_program_of_who_has_used_much_has_its_moments(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "LOW_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
+    cell.group.allowances.use("flood", 100.0)
+
+    with cell.group.used_by("flood"):
+        weights = set()
+        for _ in range(9):
+            await asyncio.sleep(0)
+            weights.add(cell.weight_now())
+
+    assert weights == {16, 64}
 
 
 async def test_a_long_program_takes_nothing_from_the_short_ones_of_its_caller(cell: Cell) -> None:

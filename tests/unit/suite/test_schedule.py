@@ -59,7 +59,7 @@ class Run:
             beside = [each.queue[0] for each in self.workers if each.is_running]
             assert len(beside) == 1 or not any(map(is_alone, beside)), beside
             if self.schedule.workqueue and not self.num_crashes:  # other files wait
-                assert sum(map(is_fleet, beside)) <= 1, beside
+                assert sum(map(is_fleet, beside)) <= max(1, self.num_started // 2), beside
             crashes = self.num_crashes < MOST_CRASHES and self.random.random() < CRASH_SHARE
             (self._crash if crashes else self._complete)(worker)
         elif worker.shutting_down:
@@ -99,7 +99,7 @@ class Run:
         self.is_ending = False
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 def test_every_test_ends_once_whatever_crashes(num_workers: int) -> None:
     for seed in range(300):
         run = Run(seed, num_workers)

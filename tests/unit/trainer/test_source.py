@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,8 @@ from shared.lineage import INITIAL, ROOT, VersionLine
 from shared.retry import retry
 from shared.samples.kinds import SampleKind
 from shared.schemas.task import Task
-from shared.schemas.trajectory import GradeStatus, Group
+from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from shared.streams.hop import REDUNDANT
 from shared.streams.intervals import IntervalSet
 from shared.streams.keys import HopName
 from shared.streams.memory.plane import MemoryDataPlane
@@ -147,6 +149,25 @@ async def test_a_group_that_is_too_old_is_dropped_and_counted() -> None:
     assert ledger.balanced
 
 
+async def test_what_is_finished_after_its_step_is_dropped_as_redundant_where_more_is_issued() -> None:
+    plane = MemoryDataPlane()
+    late, new = await issue(plane, 0, 2)
+    spec = a_spec(
+        optimisation={"steps": 5, "groups_per_mini_batch": 1},
+        asynchrony={"redundant_groups": 2, "staleness_threshold": 1.0, "max_lag": 1, "on_max_lag": "drop"},
+    )
+
+    async with a_source(plane, replace(STRICT, too_old=REDUNDANT)) as source:
+        await answer(plane, a_group([1.0, 0.0], late, version=0))
+        await answer(plane, a_group([1.0, 0.0], new, version=2))
+        await settled(plane)
+        planned = await planner(spec, plane, source).groups_of(3, ROOT, never)
+
+    assert [group.task.group_id for group in planned.groups] == [new.group_id]
+    ledger = await plane.ledger()
+    assert ledger.dropped == {"redundant": 1} and ledger.balanced
+
+
 async def test_pace_waits_for_the_group_that_the_next_version_would_find_too_old() -> None:
     plane = MemoryDataPlane()
     old, *young = await issue(plane, 0, 1, 1)
@@ -234,6 +255,22 @@ def test_what_cannot_be_trained_is_told_apart() -> None:
     assert ending(broken) == ("failed", "too_few_scored")
     assert ending(foreign) == ("failed", "invalid_tokens")
     assert ending(good, Requirements(VOCABULARY, 2, ("style",), 1)) == ("failed", "missing_component")
+
+
+def test_branches_of_one_episode_are_not_compared_with_each_other() -> None:
+    group = a_group([1.0, 0.0, 1.0])
+    names = ("one", "one", "two")
+    of_two = replace(group, trajectories=tuple(map(_named, group.trajectories, names)))
+    of_one = replace(group, trajectories=of_two.trajectories[:2])
+
+    assert find_problem(of_two, replace(STRICT, joins_branches=True)) is None
+    found = find_problem(of_one, replace(STRICT, joins_branches=True))
+    assert found is not None and found[1] == "too_few_scored"
+    assert find_problem(of_one, STRICT) is None
+
+
+def _named(trajectory: Trajectory, episode: str) -> Trajectory:
+    return replace(trajectory, episode=episode)
 
 
 def _with_token(trajectory, token: int):  # type: ignore[no-untyped-def]

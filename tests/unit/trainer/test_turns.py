@@ -147,3 +147,52 @@ def test_turns_know_their_place() -> None:
         Turn(0, 2, 4, FinishReason.STOP, "done", "", 0.0, 1),
         Turn(4, 6, 8, FinishReason.STOP, "done", "seen", 0.5),
     )
+
+
+AGENTS = {"group_size": 4, "agents": {}}
+
+
+def a_branch(episode: str | None, reward: float, *, num_turns: int = 1) -> Trajectory:
+    return replace(an_episode([0.0] * num_turns, [None] * num_turns, total=reward), episode=episode)
+
+
+@pytest.mark.parametrize(
+    "kind", ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"]
+)
+def test_an_episode_of_several_branches_is_compared_once(kind: str) -> None:
+    spec = a_spec(algorithm={"advantage": {"kind": kind}}, rollout=AGENTS)
+    members = [a_branch("b", 0.0), a_branch("c", 0.25), a_branch("d", 0.0)]
+    single = [a_branch("a", 1.0, num_turns=3), *members]
+    branched = [a_branch("a", 1.0), *members, *[a_branch("a", 1.0)] * 2]
+
+    def found(group: Group, *, joins: bool) -> list[float]:
+        batch = make_batch([group], joins_branches=joins)
+        inputs = advantage_inputs(spec, batch, **NOTHING)
+        made = compute_advantages(spec.algorithm.advantage, inputs).advantages
+        return [
+            float(made[batch.sequences.index == number].amax()) or float(made[batch.sequences.index == number].amin())
+            for number in range(batch.num_sequences)
+        ]
+
+    expected = found(a_group(*single), joins=True)
+    joined = found(a_group(*branched), joins=True)
+    assert joined == pytest.approx([*expected, expected[0], expected[0]])
+    if kind not in {"opo", "reinforce_plus_plus_baseline"}:  # by tokens, and whitened
+        assert found(a_group(*branched), joins=False) != pytest.approx(joined), "each branch counts"
+
+
+def test_branches_share_the_weight_of_one_and_their_mean_reward() -> None:
+    spec = a_spec(algorithm={"advantage": {"kind": "dr_grpo"}}, rollout=AGENTS)
+    group = a_group(a_branch("a", 1.0), a_branch(None, 0.0), a_branch("a", 0.0), a_branch(None, 0.0))
+
+    batch = make_batch([group, a_group(a_branch("a", 1.0), number=1)], joins_branches=True)
+    advantages = compute_advantages(spec.algorithm.advantage, advantage_inputs(spec, batch, **NOTHING)).advantages
+
+    assert batch.sequences.shares is not None and batch.episode_index is not None
+    assert batch.sequences.shares.tolist() == [0.5, 1.0, 0.5, 1.0, 1.0]
+    assert batch.episode_index.tolist() == [0, 1, 0, 2, 3], "the same name in another group is another episode"
+    first = [float(advantages[batch.sequences.index == number][0]) for number in range(5)]
+    assert first == pytest.approx([1 / 3, -1 / 6, 1 / 3, -1 / 6, 0.0])
+    taken, _ = batch.take(torch.tensor([2, 1]))
+    assert taken.sequences.shares is not None and taken.sequences.shares.tolist() == [0.5, 1.0]
+    assert make_batch([group]).sequences.shares is None

@@ -1,42 +1,25 @@
-"""SGLang as an engine: a server of its own for each, or one that runs already.
+"""SGLang as an engine: what its servers are asked, and in which words."""
 
-The server samples and batches; this side orders requests and weight updates, and checks images before the server sees
-them. A server whose weights are not known after a failure is given up: the engine dies, and the next one starts from
-the initial weights.
-"""
-
-import asyncio
-import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import json
+import os
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
-from services.rollout.engines.requests import check_request, unstarted_completion
-from services.rollout.engines.sglang.client import Refused
-from services.rollout.engines.sglang.connection import Connection
-from services.rollout.engines.sglang.gate import UpdateGate
-from services.rollout.engines.sglang.model import ServedModel, make_place, read_served_model, stage_directory
-from services.rollout.engines.sglang.settings import MARGIN_TOKENS, SglangSettings
-from services.rollout.engines.sglang.wire import completion_of, generate_body, new_request_id
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.servers.command import HOST, free_port
+from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere
+from services.rollout.engines.servers.engine import ServerEngine
+from services.rollout.engines.servers.settings import ServerSettings
+from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, command_line, environment
+from services.rollout.engines.sglang.wire import completion_of, generate_body
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import SglangEngineConfig
-from shared.errors import (
-    DeadlineExceeded,
-    FlotillaError,
-    InvalidRequest,
-    ModelError,
-    RequestInFlight,
-    Unavailable,
-    WorkerDied,
-)
+from shared.settings import ENGINE_PYTHONS
 
-ABORT_SECONDS = 1.0
-"""After which an abort is sent again: one that overtakes its request is not heard."""
-SWITCH_POLL_SECONDS = 0.01
 PAUSES: Mapping[OnWeightUpdate, str] = {
     OnWeightUpdate.DRAIN: "retract",
     OnWeightUpdate.INTERRUPT: "retract",
@@ -44,299 +27,70 @@ PAUSES: Mapping[OnWeightUpdate, str] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request that was accepted, its completions' ids, and the calls that sample them once they are sent."""
+class SglangDialect:
+    """SGLang's side of ``servers.dialect.Dialect``."""
 
-    request: GenerationRequest
-    ids: list[str]
-    is_aborted: bool = False
-    calls: list[asyncio.Task[Completion]] = field(default_factory=list)
-
-    @property
-    def num_open(self) -> int:
-        return sum(not call.done() for call in self.calls) if self.calls else len(self.ids)
-
-
-class SglangTransfer:
-    """A ``WeightTransfer`` of which nothing is read ahead: the server reads images whole, when they are to serve."""
-
-    def advance(self, bytes_arrived: int) -> None:
-        """See ``WeightTransfer.advance``."""
-
-    def complete(self) -> None:
-        """See ``WeightTransfer.complete``."""
-
-    def abort(self, reason: str) -> None:
-        """See ``WeightTransfer.abort``."""
-
-
-class SglangEngine:
-    """An ``Engine`` whose work an SGLang server does.
-
-    It is started once; after the server's death or a ``close``, make another.
-
-    Args:
-        settings: how the server runs, or where.
-        transport: another one than sockets, for tests.
-    """
-
+    name = "SGLang"
+    variable = ENGINE_PYTHONS["sglang"]
     capabilities = SglangEngineConfig.CAPABILITIES
+    margin_tokens = MARGIN_TOKENS
+    generate_path = "/generate"
+    alive_path = "/model_info"
+    health_path = "/health"
+    asks_when_idle = False
 
-    def __init__(self, settings: SglangSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._settings = settings
-        self._transport = transport
-        self._place = make_place()
-        self._gate = UpdateGate()
-        self._connection: Connection | None = None
-        self._model: ServedModel | None = None
-        self._context_tokens = settings.context_tokens
-        self._version = settings.version
-        self._active: dict[str, _Active] = {}
-        self._is_closing = False
-        self._generated_tokens = 0
-        self._prefilled_tokens = 0
-
-    @property
-    def process_id(self) -> int | None:
-        """Of the server that is ours, while it runs."""
-        server = self._connection.server if self._connection is not None else None
-        return server.process_id if server is not None else None
-
-    async def start(self) -> None:
-        """Start the server, or find it; see ``Engine.start``.
-
-        Raises:
-            ModelError: the directory is no model, or the server at ``url`` is for another one.
-            InvalidSpec: the server refuses its arguments.
-            DeadlineExceeded: ``start_seconds`` went by.
-            WorkerDied: the server ended while it loaded, or the one at ``url`` does not answer.
-        """
-        settings = self._settings
-        try:
-            async with asyncio.timeout(settings.start_seconds):
-                self._model = await asyncio.to_thread(read_served_model, settings.model_path)
-                self._context_tokens = min(
-                    settings.context_tokens, self._model.max_positions or settings.context_tokens
-                )
-                self._connection = Connection(
-                    settings,
-                    self._place,
-                    on_death=self._on_death,
-                    is_paused=lambda: self._gate.is_switching,
-                    transport=self._transport,
-                )
-                await self._connection.start()
-                if settings.url is not None:
-                    await self._attach(settings.url, self._model, self._connection)
-        except TimeoutError:
-            await self._free()
-            raise DeadlineExceeded(
-                f"the SGLang server did not load {settings.model_path} within {settings.start_seconds} s"
-            ) from None
-        except BaseException:
-            await self._free()
-            raise
-
-    async def close(self) -> None:
-        """Abort what is in flight and end the server if it is ours; see ``Engine.close``."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        with suppress(TimeoutError, FlotillaError):
-            async with asyncio.timeout(self._settings.close_seconds):
-                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
-                await self._gate.until_empty()
-        await self._free()
-
-    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Sample one completion per seed, without regard to the seeds' values; see ``Engine.generate``."""
-        connection, model = self._running()
-        check_request(request, self._context_tokens, model.vocab_size)
-        if request.request_id in self._active:
-            raise RequestInFlight(f"request {request.request_id} is in flight already")
-        active = _Active(request, [new_request_id() for _ in request.seeds])
-        self._active[request.request_id] = active
-        try:
-            return await self._sampled(active, connection)
-        finally:
-            del self._active[request.request_id]
-
-    async def abort(self, request_id: str) -> None:
-        """End a request now, unless weights are being loaded: then once they are. See ``Engine.abort``."""
-        connection, _ = self._running()
-        active = self._active.get(request_id)
-        if active is None:
-            return
-        active.is_aborted = True
-        await self._gate.look()
-        while any(not call.done() for call in active.calls) and connection.death is None:
-            if self._gate.is_switching:
-                # The server would not hear it, nor another one after it.
-                await asyncio.sleep(SWITCH_POLL_SECONDS)
-                continue
-            pairs = zip(active.ids, active.calls, strict=True)
-            await asyncio.gather(*(self._send_abort(connection, each) for each, call in pairs if not call.done()))
-            await asyncio.wait(active.calls, timeout=ABORT_SECONDS)
-
-    def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
-        """Announce an image; nothing is read of it until it is loaded. See ``Engine.begin_transfer``."""
-        self._running()
-        return SglangTransfer()
-
-    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
-        """Have the server load an image that fits its model; see ``Engine.load_weights``.
-
-        Under ``continue`` the server may count the token that was under way to the new version: spans begin exact to
-        one token.
-        """
-        connection, model = self._running()
-        async with self._gate.updating(on_update):
-            await asyncio.to_thread(model.check_fits, image)
-            source = await asyncio.to_thread(stage_directory, self._place / "weights", self._settings.model_path, image)
-            async with self._gate.switching():
-                connection.check()
-                switching = connection.spawn(self._switch(connection, source, version, on_update), f"version {version}")
-                try:
-                    await asyncio.shield(switching)
-                except asyncio.CancelledError:
-                    # Half-way through there is no way back: whoever asked is gone, the server goes on.
-                    await asyncio.wait([switching])
-                    raise
-
-    async def sleep(self) -> None:
-        """Refuse: it does not promise ``SLEEP``.
-
-        Raises:
-            InvalidRequest: always.
-        """
-        raise InvalidRequest("an SGLang server does not lend its memory here")
-
-    async def wake(self) -> None:
-        """Do nothing: it never sleeps."""
-
-    async def load(self) -> EngineLoad:
-        """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
-        connection, _ = self._running()
-        running, unfinished = await self._at_server(connection) if self._active else (0, 0)
-        num_open = sum(active.num_open for active in self._active.values())
-        running = min(running, num_open)
-        return EngineLoad(
-            version=self._version,
-            running=running,
-            waiting=num_open - running,
-            slots=self._settings.slots,
-            generated_tokens=self._generated_tokens + unfinished,
-            prefilled_tokens=self._prefilled_tokens,
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+        """Start it on a free port, with a key in a file; the kernel ends it with us, and it its children."""
+        port, key = free_port(), secrets.token_hex(24)
+        return Launch(
+            arguments=tuple(command_line(settings, port=port, key_file=str(place / KEY_FILE))),
+            environment=environment(settings, os.environ),
+            url=f"http://{HOST}:{port}",
+            key=key,
+            files={KEY_FILE: f"api-key: {json.dumps(key)}\n"},
         )
 
-    async def _attach(self, url: str, model: ServedModel, connection: Connection) -> None:
-        """Check that a server that runs already is for this model, and give it the initial weights."""
-        facts = await connection.get("/server_info")
-        length, served = facts.get("context_length"), Path(facts.get("model_path") or "")
-        needed = self._context_tokens + MARGIN_TOKENS
-        if length is not None and length < needed:
-            raise ModelError(
-                f"the SGLang server at {url} has a context of {length} tokens: start it with --context-length "
-                f"{needed}, or lower rollout.engine.context_tokens to {length - MARGIN_TOKENS}"
-            )
-        wanted = self._settings.model_path
-        if (await asyncio.to_thread(_shapes_of, served)) not in (None, model.shapes):
-            raise ModelError(f"the SGLang server at {url} runs {served}, which is another model than {wanted}")
-        # Whoever used it before may have left other weights there.
-        await self._switch(connection, wanted, self._settings.version, OnWeightUpdate.DRAIN)
+    async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
+        """Read ``/server_info``."""
+        facts = await caller.get("/server_info")
+        return ServedHere(Path(facts.get("model_path") or ""), facts.get("context_length"), "--context-length")
 
-    async def _sampled(self, active: _Active, connection: Connection) -> list[Completion]:
-        request = active.request
-        has_no_use = lambda: active.is_aborted or connection.death is not None  # noqa: E731
-        async with self._gate.inside(holds_weights=request.holds_weights, gives_up=has_no_use) as is_inside:
-            if not is_inside:
-                connection.check()
-                return [unstarted_completion(request, index) for index in range(len(request.seeds))]
-            try:
-                async with asyncio.TaskGroup() as calls:
-                    work = [self._sample(active, index, connection) for index in range(len(active.ids))]
-                    active.calls = [calls.create_task(each) for each in work]
-            except BaseExceptionGroup as errors:
-                # One cause is enough to tell: the others are the same, or its consequences.
-                raise errors.exceptions[0] from None
-            if any(call.cancelled() for call in active.calls):
-                connection.check()
-            return [call.result() for call in active.calls]
+    async def greet(self, caller: Caller, version: int) -> None:
+        """Do nothing: the version was said on the command line, or is said when weights are loaded."""
 
-    async def _sample(self, active: _Active, index: int, connection: Connection) -> Completion:
-        request = active.request
-        prefix = request.prefixes[index] if request.prefixes else None
-        if prefix is not None and not request.resume.allows(prefix.versions, self._version):
-            prefix = None
-        body = generate_body(request, active.ids[index], prefix, serving=self._version)
-        try:
-            completion = completion_of(await connection.generate(body), request, index, prefix)
-        except Refused as error:
-            raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
-        except ValueError as error:
-            connection.die(WorkerDied(f"the SGLang server's reply cannot be used: {error}"))
-            raise connection.death or error from error
-        except asyncio.CancelledError:
-            if connection.death is None:
-                connection.spawn(self._send_abort(connection, active.ids[index]), "sglang abort")
-            raise
-        self._generated_tokens += completion.token_ids.size - completion.num_resumed
-        self._prefilled_tokens += len(body["input_ids"])
-        return completion
+    def body(
+        self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
+    ) -> Body:
+        """Make a body of ``/generate``; seeds have no effect there."""
+        return generate_body(request, request_id, prefix, serving=serving)
 
-    async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
-        """Pause, load, go on. A failure between leaves weights that nobody knows: then the server is given up."""
+    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+        """Read a reply of ``/generate``."""
+        return completion_of(reply, request, index, prefix)
+
+    async def abort(self, caller: Caller, request_id: str) -> None:
+        """End a completion; one that the server does not know is ignored."""
+        await caller.post("/abort_request", {"rid": request_id})
+
+    async def switch(
+        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+    ) -> None:
+        """Pause, load, go on; running samples are retracted, or keep their cache where the mode says so."""
         keeps_cache = mode is OnWeightUpdate.CONTINUE
         body = {"model_path": str(source), "weight_version": str(version), "flush_cache": not keeps_cache}
-        try:
-            await connection.post("/pause_generation", {"mode": PAUSES[mode]})
-            await connection.post("/update_weights_from_disk", body, seconds=self._settings.load_seconds)
-            await connection.post("/continue_generation", {})
-        except FlotillaError as error:
-            connection.die(WorkerDied(f"version {version} could not be loaded: {error.detail}"))
-            raise connection.death or error from error
-        self._version = version
+        await caller.post("/pause_generation", {"mode": PAUSES[mode]})
+        await caller.post("/update_weights_from_disk", body, seconds=load_seconds)
+        await caller.post("/continue_generation", {})
 
-    async def _send_abort(self, connection: Connection, each: str) -> None:
-        # An abort that is lost is sent again, or its request's connection is closed.
-        with suppress(FlotillaError):
-            await connection.post("/abort_request", {"rid": each})
-
-    async def _at_server(self, connection: Connection) -> tuple[int, int]:
-        """Ask how many completions run, and estimate their tokens from the memory that they take."""
-        with suppress(Refused, DeadlineExceeded, Unavailable):
-            loads = (await connection.get("/v1/loads?include=core"))["loads"]
-            running, used = (sum(int(each[name]) for each in loads) for name in ("num_running_reqs", "num_used_tokens"))
-            return running, max(0, used - sum(len(active.request.prompt_ids) for active in self._active.values()))
-        return 0, 0
-
-    def _on_death(self) -> None:
-        """Wake everybody who waits for the server."""
-        for active in self._active.values():
-            for call in active.calls:
-                call.cancel()
-        if self._connection is not None:
-            self._connection.spawn(self._gate.look(), "sglang waiting requests")
-
-    async def _free(self) -> None:
-        if self._connection is not None:
-            if self._connection.death is None:
-                self._connection.death = WorkerDied("the engine was closed")
-                self._on_death()
-            await self._connection.close()
-        await asyncio.to_thread(shutil.rmtree, self._place, ignore_errors=True)
-
-    def _running(self) -> tuple[Connection, ServedModel]:
-        if self._connection is None or self._model is None:
-            raise WorkerDied("the engine does not run")
-        self._connection.check()
-        return self._connection, self._model
+    async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
+        """Count what runs, and estimate its tokens from the memory that they take."""
+        loads = (await caller.get("/v1/loads?include=core"))["loads"]
+        running, used = (sum(int(each[name]) for each in loads) for name in ("num_running_reqs", "num_used_tokens"))
+        return running, max(0, used - known.prompt_tokens)
 
 
-def _shapes_of(directory: Path) -> Mapping[str, tuple[int, ...]] | None:
-    """Read a model's shapes, if it can be read from here."""
-    try:
-        return read_served_model(directory).shapes
-    except ModelError:
-        return None
+class SglangEngine(ServerEngine):
+    """An ``Engine`` whose work an SGLang server does; see ``ServerEngine``."""
+
+    def __init__(self, settings: ServerSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        super().__init__(settings, SglangDialect(), transport)

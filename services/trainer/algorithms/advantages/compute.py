@@ -4,7 +4,7 @@ Order: KL in the reward (before or after the baseline) -> baseline per sequence 
 The batch is everything that one plan of the trainer holds: groups must be complete in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -43,6 +43,8 @@ class AdvantageInputs:
         component_scores: [S, K] (gdpo).
         baselines: [S] rewards of greedy answers (remax).
         steps: the environment's steps (gigpo, step_reinforce).
+        episode_index: [S] numbers of the episodes that the sequences are branches of, and that are compared in their
+            place, each with the mean of its branches' scores; absent, each is an episode of its own.
     """
 
     sequences: PackedSequences
@@ -58,6 +60,7 @@ class AdvantageInputs:
     component_scores: Tensor | None = None
     baselines: Tensor | None = None
     steps: EnvironmentSteps | None = None
+    episode_index: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +182,30 @@ def _outcome(config: AdvantageConfig, inputs: AdvantageInputs, charge: Tensor | 
         scores = sequences.with_mask(torch.ones_like(sequences.response_mask)).sum(inputs.token_rewards.float())
     if charge is not None and order == "before_baseline":
         scores = scores - sequences.sum(charge)
-    shaped = _bounded(_compare(config, scores, inputs), config)
+    shaped = _bounded(_compare_episodes(config, scores, inputs), config)
     if charge is None or order == "before_baseline":
         return sequences.spread(shaped) * sequences.response_mask
     rewards = returns.rewards_at_last_token(shaped, sequences) - charge
     return suffix_sum(rewards, sequences) * sequences.response_mask
 
 
-def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+def _compare_episodes(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Compare episodes, and give each branch [S] the advantage of its episode."""
+    lengths, components = inputs.sequences.lengths, inputs.component_scores
+    if inputs.episode_index is None:
+        return _compare(config, scores, lengths, inputs)
+    episodes = Groups.of(inputs.episode_index)
+    first = episodes.first
+    if components is not None:
+        components = torch.stack([episodes.mean(each)[first] for each in components.unbind(1)], 1)
+    group_index = _given(inputs.group_index, "group_index")[first]
+    of_episodes = replace(inputs, group_index=group_index, component_scores=components)
+    compared = _compare(config, episodes.mean(scores)[first], episodes.sum(lengths)[first], of_episodes)
+    return compared[episodes.index]
+
+
+def _compare(config: AdvantageConfig, scores: Tensor, lengths: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Compare members of groups: scores [N] and sampled tokens [N] of each."""
     group_index = _given(inputs.group_index, "group_index")
     members = Groups.of(group_index)
     match config:
@@ -201,7 +220,7 @@ def _compare(config: AdvantageConfig, scores: Tensor, inputs: AdvantageInputs) -
         case configs.RlooConfig():
             return groups.rloo(scores, members, group_of_one=config.group_of_one)
         case configs.OpoConfig():
-            return groups.opo(scores, inputs.sequences.lengths, members, group_of_one=config.group_of_one)
+            return groups.opo(scores, lengths, members, group_of_one=config.group_of_one)
         case configs.GpgConfig():
             return groups.gpg(scores, members, divisor=config.divisor, group_of_one=config.group_of_one)
         case configs.GdpoConfig():
@@ -248,6 +267,9 @@ def _less_batch_mean(
     compared = scores
     if charge is not None and order == "before_baseline":
         compared = scores - inputs.sequences.sum(charge)
+    if inputs.episode_index is not None:
+        episodes = Groups.of(inputs.episode_index)
+        compared = episodes.mean(compared)[episodes.first]
     return scores - compared.mean()
 
 
@@ -277,7 +299,11 @@ def _metrics(advantages: Tensor, inputs: AdvantageInputs) -> Metrics:
         "score": mean_over(scores, torch.ones_like(scores, dtype=torch.bool)),
     }
     if inputs.group_index is not None:
-        members = Groups.of(inputs.group_index)
+        group_index = inputs.group_index
+        if inputs.episode_index is not None:
+            episodes = Groups.of(inputs.episode_index)
+            scores, group_index = episodes.mean(scores)[episodes.first], group_index[episodes.first]
+        members = Groups.of(group_index)
         # Each member contributes 1/size, so that a group counts once whatever its size.
         share_of_group = 1 / members.sizes
         flat = (members.std(scores) == 0).float()

@@ -43,6 +43,12 @@ class Groups:
         """Average [S] over each group, given back to each member: [S]."""
         return self.sum(values) / self.sizes
 
+    @cached_property
+    def first(self) -> Tensor:
+        """[count] int64, a member of each group."""
+        places = torch.arange(len(self.index), device=self.index.device)
+        return torch.zeros_like(places[: self.count]).scatter_(0, self.index, places)
+
     def std(self, values: Tensor) -> Tensor:
         """Unbiased standard deviation of each group, given back to each member: [S]; 0 for a group of one."""
         squares = self.sum((values.float() - self.mean(values)).square())

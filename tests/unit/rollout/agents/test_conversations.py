@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from services.rollout.agents.conversation import TooManyBranches
-from services.rollout.agents.episode import Asked, ContextTooLong, Ended, Episode, EpisodeGone, LimitReached
+from services.rollout.agents.episode import (
+    Asked,
+    ContextTooLong,
+    Ended,
+    Endpoint,
+    Episode,
+    EpisodeGone,
+    LimitReached,
+)
 from services.rollout.engines.scripted import log_prob_of
 from services.rollout.tools.formats import split_calls
 from shared.errors import InvalidRequest
@@ -186,7 +194,7 @@ async def test_what_would_train_on_something_else_is_refused(world: World, field
     body = json.dumps({"messages": [user("a?")]} | fields).encode()
 
     with pytest.raises(InvalidRequest):
-        await episode.answer(Asked(True, body), stays)
+        await episode.answer(Asked(Endpoint.CHAT, body), stays)
 
     assert episode.trajectories() == []
 
@@ -202,7 +210,7 @@ async def test_a_repeated_request_gets_the_answer_that_was_lost(world: World) ->
     async def is_gone() -> bool:
         return True
 
-    assert await episode.answer(Asked(True, body), is_gone) is None
+    assert await episode.answer(Asked(Endpoint.CHAT, body), is_gone) is None
     assert episode.trajectories() == []
     again = await ask(episode, user("a?"), repeated=True)
     await ask(episode, user("a?"), repeated=True)
@@ -219,9 +227,9 @@ async def test_a_repeated_request_beside_the_first_records_one_turn(world: World
         await asyncio.sleep(0)
         return False
 
-    first = asyncio.create_task(episode.answer(Asked(True, body), stays_looked_at))
+    first = asyncio.create_task(episode.answer(Asked(Endpoint.CHAT, body), stays_looked_at))
     await asyncio.sleep(0)
-    both = await asyncio.gather(first, episode.answer(Asked(True, body, is_repeated=True), stays_looked_at))
+    both = await asyncio.gather(first, episode.answer(Asked(Endpoint.CHAT, body, is_repeated=True), stays_looked_at))
 
     assert both[0] is both[1]
     assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
@@ -238,7 +246,9 @@ async def test_a_request_beside_one_that_is_being_answered_takes_another_branch(
         await others.wait()
         return False
 
-    first = asyncio.create_task(episode.answer(Asked(True, json.dumps({"messages": on}).encode()), is_looked_at))
+    first = asyncio.create_task(
+        episode.answer(Asked(Endpoint.CHAT, json.dumps({"messages": on}).encode()), is_looked_at)
+    )
     await is_asked.wait()
     second = asyncio.create_task(ask(episode, *on[:2], user("c?")))
     await asyncio.sleep(0)
@@ -284,7 +294,7 @@ async def test_texts_are_continued_as_texts_and_as_tokens(world: World) -> None:
     episode = a_lone_episode(world)
 
     async def complete(prompt: Any) -> str:
-        reply = await episode.answer(Asked(False, json.dumps({"prompt": prompt}).encode()), stays)
+        reply = await episode.answer(Asked(Endpoint.TEXT, json.dumps({"prompt": prompt}).encode()), stays)
         assert reply is not None
         return str(reply.body["choices"][0]["text"])
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.rollout.agents.episode import Asked, Episode
+from services.rollout.agents.episode import Asked, Endpoint, Episode
 from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
@@ -27,7 +27,12 @@ Writes = Callable[[str], str]
 
 
 def a_spec(
-    *, group_size: int = 2, window_seconds: float = 0.0, max_new_tokens: int = 256, **agents: Any
+    *,
+    group_size: int = 2,
+    window_seconds: float = 0.0,
+    max_new_tokens: int = 256,
+    evaluation: dict[str, Any] | None = None,
+    **agents: Any,
 ) -> ExperimentSpec:
     return validate_spec(
         {
@@ -43,6 +48,7 @@ def a_spec(
             "algorithm": {"advantage": {"kind": "reinforce_plus_plus"}},
             "reward": {"components": [{"kind": "agent", "window_seconds": window_seconds}]},
             "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
+            "evaluation": evaluation,
         }
     )
 
@@ -142,6 +148,6 @@ def user(text: str) -> dict[str, str]:
 async def ask(episode: Episode, *messages: Mapping[str, Any], repeated: bool = False, **fields: Any) -> dict[str, Any]:
     """Ask for a reply; return the message."""
     body = json.dumps({"messages": list(messages), **fields}).encode()
-    reply = await episode.answer(Asked(True, body, repeated), stays)
+    reply = await episode.answer(Asked(Endpoint.CHAT, body, repeated), stays)
     assert reply is not None
     return dict(reply.body["choices"][0]["message"])

@@ -1,4 +1,4 @@
-"""Keeps what goes to an SGLang server and what it answers."""
+"""Keeps what goes to a server and what it answers."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,13 @@ class RecordingTransport(httpx.AsyncBaseTransport):
 
     Args:
         file: where each is written as a line of JSON, in the order of the answers.
+        socket: file that the server listens on, instead of a port.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, socket: Path | None = None) -> None:
         self._file = file
-        self._inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0))
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self._inner = httpx.AsyncHTTPTransport(limits=limits, uds=None if socket is None else str(socket))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one."""
@@ -30,8 +32,9 @@ class RecordingTransport(httpx.AsyncBaseTransport):
         self._write(record)
         response = await self._inner.handle_async_request(request)
         await response.aread()
-        if request.url.path == "/generate":
-            self._write({"answer_to": record["body"]["rid"], "status": response.status_code, "reply": response.json()})
+        if request.url.path.endswith("/generate"):
+            rid = record["body"].get("rid") or record["body"]["request_id"]
+            self._write({"answer_to": rid, "status": response.status_code, "reply": response.json()})
         return response
 
     async def aclose(self) -> None:

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.sglang.model import (
-    make_place,
-    read_served_model,
-    stage_directory,
-    sweep_places,
-    write_key,
-)
+from services.rollout.engines.servers.model import make_place, read_served_model, stage_directory, sweep_places
 from shared.errors import ModelError, WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, save_model
 
@@ -56,19 +50,12 @@ def test_a_staged_directory_holds_the_image_itself_and_the_models_configuration(
     ]
 
 
-def test_a_key_is_for_its_user_alone(tmp_path: Path) -> None:
-    file = write_key(tmp_path, "secret")
-
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.read_text() == 'api-key: "secret"\n'
-
-
 def test_directories_of_dead_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    left = tmp_path / f"flotilla-sglang-{int(ended.stdout)}-abc"
+    left = tmp_path / f"flotilla-engine-{int(ended.stdout)}-abc"
     left.mkdir()
-    of_another = tmp_path / f"flotilla-sglang-{os.getppid()}-abc"
+    of_another = tmp_path / f"flotilla-engine-{os.getppid()}-abc"
     of_another.mkdir()
     mine = make_place()
 

@@ -1,7 +1,7 @@
-"""One SGLang server, ours or somebody's, and whether it lives.
+"""One server, ours or somebody's, and whether it lives.
 
-A server that is ours is dead when its process ends. One that lives and does not work is found by its health check,
-which samples a token; while it is paused it cannot, so it is not asked then. A lost connection alone is no death.
+A server that is ours is dead when its process ends. One that lives and does not work is found by its health check;
+while it is paused it may be unable to answer that, so it is not asked then. A lost connection alone is no death.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 
-from services.rollout.engines.sglang.client import LIMITS, Body, Refused, SglangClient, Unreachable
-from services.rollout.engines.sglang.server import SglangServer
-from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
+from services.rollout.engines.servers.dialect import Body, Dialect
+from services.rollout.engines.servers.process import ServerProcess
+from services.rollout.engines.servers.settings import ServerSettings
 from shared.checked_transport import CheckedAddresses, checked_address
 from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_FAILED_PROBES = 3
 OWN_PROBES = 20
 HEALTH_SECONDS = 30.0
-"""The server itself gives up a probe after 20."""
+"""SGLang itself gives up a probe after 20."""
 POLL_SECONDS = 0.5
 NO_ANSWER = (Refused, Unreachable, DeadlineExceeded)
 
@@ -34,7 +35,9 @@ class Connection:
 
     Args:
         settings: how it runs, or where.
+        dialect: what kind of server it is.
         place: directory for files of a server that is ours.
+        context_tokens: that a server of ours is started with.
         on_death: called once when the server is found dead; every later call raises why.
         is_paused: whether the server is paused now.
         transport: another one than sockets, for tests.
@@ -42,23 +45,32 @@ class Connection:
 
     def __init__(
         self,
-        settings: SglangSettings,
+        settings: ServerSettings,
+        dialect: Dialect,
         place: Path,
+        context_tokens: int,
         *,
         on_death: Callable[[], None],
         is_paused: Callable[[], bool],
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._settings = settings
+        self._dialect = dialect
         self._on_death = on_death
         self._is_paused = is_paused
-        self.server = SglangServer(settings, place) if settings.url is None else None
-        url, key = (settings.url, None) if self.server is None else (self.server.url, self.server.key)
-        assert url is not None
-        if transport is None and self.server is None:
+        self.server: ServerProcess | None = None
+        url, key = settings.url, None
+        if url is None:
+            assert settings.python is not None
+            launch = dialect.launch(settings, place, context_tokens)
+            self.server = ServerProcess(settings.python, launch, place, name=dialect.name, variable=dialect.variable)
+            url, key = launch.url, launch.key
+            if transport is None and launch.socket is not None:
+                transport = httpx.AsyncHTTPTransport(uds=str(place / launch.socket), limits=LIMITS)
+        elif transport is None:
             # A spec's URL is somebody's wish that this service connects somewhere: the operator's policy decides.
             transport = CheckedAddresses(settings.networks, max_answer_bytes=None, limits=LIMITS)
-        self._client = SglangClient(url, key, transport)
+        self._client = ServerClient(url, key, dialect.name, transport)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.death: FlotillaError | None = None
 
@@ -73,8 +85,8 @@ class Connection:
             await self._check_address()
         else:
             await self.server.start()
-            ended = self.spawn(self.server.ended(), "sglang process")
-            up = self.spawn(self._until_up(), "sglang start")
+            ended = self.spawn(self.server.ended(), "server process")
+            up = self.spawn(self._until_up(), "server start")
             try:
                 await asyncio.wait([ended, up], return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -82,7 +94,7 @@ class Connection:
             if ended.done():
                 raise ended.result()
             ended.add_done_callback(lambda task: None if task.cancelled() else self.die(task.result()))
-        self.spawn(self._watch(), "sglang health")
+        self.spawn(self._watch(), "server health")
 
     async def _check_address(self) -> None:
         url = httpx.URL(self._settings.url or "")
@@ -104,10 +116,10 @@ class Connection:
         await self._client.close()
 
     async def generate(self, body: Body) -> Any:
-        """Call ``/generate``, which takes as long as it takes; errors as of ``post``."""
-        return await self._answered(self._client.post("/generate", body, seconds=None))
+        """Ask for a completion, which takes as long as it takes; errors as of ``post``."""
+        return await self._answered(self._client.post(self._dialect.generate_path, body, seconds=None))
 
-    async def post(self, path: str, body: Body, *, seconds: float | None = None) -> Any:
+    async def post(self, path: str, body: Body | None, *, seconds: float | None = None) -> Any:
         """Call an endpoint within some seconds, by default ``call_seconds``.
 
         Raises:
@@ -118,9 +130,9 @@ class Connection:
         """
         return await self._answered(self._client.post(path, body, seconds=seconds or self._settings.call_seconds))
 
-    async def get(self, path: str) -> Any:
-        """Read an endpoint; errors as of ``post``."""
-        return await self._answered(self._client.get(path, seconds=self._settings.call_seconds))
+    async def get(self, path: str, *, seconds: float | None = None) -> Any:
+        """Read an endpoint; deadline and errors as of ``post``."""
+        return await self._answered(self._client.get(path, seconds=seconds or self._settings.call_seconds))
 
     def die(self, death: FlotillaError) -> None:
         """Give the server up, once: it is dead, or nobody knows what it serves."""
@@ -129,7 +141,7 @@ class Connection:
             log.error("engine died", extra={"cause": death.detail})
             self._on_death()
             if self.server is not None:
-                self.spawn(self.server.close(self._settings.close_seconds), "sglang end")
+                self.spawn(self.server.close(self._settings.close_seconds), "server end")
 
     def check(self) -> None:
         """Raise the server's death, if it is dead."""
@@ -156,17 +168,17 @@ class Connection:
             if self.death is not None:
                 return self.death
             with suppress(*NO_ANSWER):
-                await self._client.get("/model_info", seconds=self._settings.call_seconds)
-                return Unavailable(f"the SGLang server dropped a connection: {error}")
+                await self._client.get(self._dialect.alive_path, seconds=self._settings.call_seconds)
+                return Unavailable(f"the {self._dialect.name} server dropped a connection: {error}")
             await asyncio.sleep(POLL_SECONDS)
-        self.die(WorkerDied(f"the SGLang server cannot be reached: {error}"))
+        self.die(WorkerDied(f"the {self._dialect.name} server cannot be reached: {error}"))
         assert self.death is not None
         return self.death
 
     async def _until_up(self) -> None:
         while True:
             try:
-                await self._client.get("/health", seconds=HEALTH_SECONDS)
+                await self._client.get(self._dialect.health_path, seconds=HEALTH_SECONDS)
                 return
             except NO_ANSWER:
                 await asyncio.sleep(POLL_SECONDS)
@@ -178,10 +190,10 @@ class Connection:
             if self._is_paused():
                 continue
             try:
-                await self._client.get("/health", seconds=HEALTH_SECONDS)
+                await self._client.get(self._dialect.health_path, seconds=HEALTH_SECONDS)
                 failed = 0
             except NO_ANSWER as error:
                 # A pause may have begun while it was asked.
                 failed += not self._is_paused()
                 log.warning("the engine does not answer", extra={"error": str(error), "times": failed})
-        self.die(WorkerDied(f"the SGLang server failed {failed} health checks in a row"))
+        self.die(WorkerDied(f"the {self._dialect.name} server failed {failed} health checks in a row"))

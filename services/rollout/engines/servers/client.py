@@ -1,4 +1,4 @@
-"""Calls to an SGLang server over HTTP, and what its refusals say.
+"""Calls to a server over HTTP, and what its refusals say.
 
 A server that cannot be reached, or breaks off, raises ``Unreachable``: whoever supervises it knows whether it is dead.
 """
@@ -15,7 +15,7 @@ from shared.tls import tls_context
 Body = Mapping[str, Any]
 MAX_DETAIL = 400
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-"""The server closes idle connections after five seconds: a request on one that it is just closing would fail."""
+"""Servers close idle connections after five seconds: a request on one that it is just closing would fail."""
 
 
 class Unreachable(Exception):
@@ -34,16 +34,18 @@ class Refused(FlotillaError):
         self.answered = answered
 
 
-class SglangClient:
+class ServerClient:
     """Speaks with one server.
 
     Args:
         url: of the server.
         key: its API key; None if it has none.
+        name: of this kind of server, for messages.
         transport: another one than sockets, for tests.
     """
 
-    def __init__(self, url: str, key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, url: str, key: str | None, name: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._name = name
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -58,12 +60,12 @@ class SglangClient:
         """Close all connections, whatever still waits on them."""
         await self._http.aclose()
 
-    async def post(self, path: str, body: Body, *, seconds: float | None) -> Any:
+    async def post(self, path: str, body: Body | None, *, seconds: float | None) -> Any:
         """Call an endpoint.
 
         Args:
             path: of the endpoint.
-            body: sent as JSON.
+            body: sent as JSON; None sends none.
             seconds: deadline; None waits as long as the server takes, which is for sampling alone.
 
         Returns:
@@ -85,12 +87,12 @@ class SglangClient:
         try:
             reply = await self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException:
-            raise DeadlineExceeded(f"the SGLang server did not answer {path} within {seconds} s") from None
+            raise DeadlineExceeded(f"the {self._name} server did not answer {path} within {seconds} s") from None
         except httpx.TransportError as error:
             raise Unreachable(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if reply.status_code >= 400:
             why = reason_of(reply.text)
-            raise Refused(f"the SGLang server answers {path} with {reply.status_code}: {why}", reply.status_code)
+            raise Refused(f"the {self._name} server answers {path} with {reply.status_code}: {why}", reply.status_code)
         try:
             return reply.json() if reply.content else None
         except ValueError:

@@ -1,4 +1,4 @@
-"""An SGLang server that is ours: started, watched, ended with all its processes.
+"""A server that is ours: started, watched, ended with all its processes.
 
 It is a program of another environment. Its process group is ended as a whole; the kernel ends its first process when
 ours dies, and that one's children end with it.
@@ -8,16 +8,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
-import socket
 from collections import deque
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from services.rollout.engines.sglang.arguments import HOST, command_line, environment
-from services.rollout.engines.sglang.model import write_key
-from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.servers.dialect import Launch
 from shared.errors import InvalidSpec, WorkerDied
 from shared.processes import reap, tie_to_parent
 
@@ -30,27 +27,26 @@ USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
 
 
-class SglangServer:
+class ServerProcess:
     """One server process with its children.
 
     Args:
-        settings: how it runs.
+        python: interpreter that has the server.
+        launch: how it is started.
         place: directory for its files, which is the caller's to delete.
+        name: of this kind of server, for messages.
+        variable: that names the interpreter.
     """
 
-    def __init__(self, settings: SglangSettings, place: Path) -> None:
-        self._settings = settings
+    def __init__(self, python: Path, launch: Launch, place: Path, *, name: str, variable: str) -> None:
+        self._python = python
+        self._launch = launch
         self._place = place
+        self._name = name
+        self._variable = variable
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._port = _free_port()
-        self.key = secrets.token_hex(24)
-
-    @property
-    def url(self) -> str:
-        """Where it listens once it is up."""
-        return f"http://{HOST}:{self._port}"
 
     @property
     def process_id(self) -> int | None:
@@ -63,31 +59,28 @@ class SglangServer:
         Raises:
             WorkerDied: the interpreter cannot be started.
         """
-        settings = self._settings
-        assert settings.python is not None
-        file = await asyncio.to_thread(write_key, self._place, self.key)
-        arguments = command_line(settings, port=self._port, key_file=str(file))
+        launch = self._launch
+        await asyncio.to_thread(write_private, self._place, launch.files)
         # A pipe of our own: asyncio would call the server ended only once its last child has closed one of asyncio's.
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                str(settings.python),
-                *arguments,
+                str(self._python),
+                *launch.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=writing,
                 stderr=asyncio.subprocess.STDOUT,
-                env=environment(settings, os.environ),
+                env=launch.environment,
                 cwd=self._place,
                 start_new_session=True,
-                # Its children follow: SGLang ties each of them to it.
-                preexec_fn=tie_to_parent(signal.SIGKILL),
+                preexec_fn=tie_to_parent(launch.death_signal),
             )
         except OSError as error:
             os.close(reading)
-            raise WorkerDied(f"FLOTILLA_SGLANG_PYTHON {settings.python} cannot be started: {error}") from error
+            raise WorkerDied(f"{self._variable} {self._python} cannot be started: {error}") from error
         finally:
             os.close(writing)
-        self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", buffering=0)), name="sglang output")
+        self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", buffering=0)), name="server output")
 
     async def ended(self) -> WorkerDied | InvalidSpec:
         """Wait until it has ended by itself, and return the cause."""
@@ -100,9 +93,9 @@ class SglangServer:
         last = " | ".join(self._last_lines) or "no output"
         if code == USAGE_EXIT_CODE:
             why = next((line for line in reversed(self._last_lines) if "error" in line.lower()), last)
-            return InvalidSpec(f"the SGLang server refuses rollout.engine.options: {why}")
+            return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        return WorkerDied(f"the SGLang server ended by {how}; last lines: {last}", exit_code=code)
+        return WorkerDied(f"the {self._name} server ended by {how}; last lines: {last}", exit_code=code)
 
     async def close(self, seconds: float) -> None:
         """End it and its children, by force after some seconds."""
@@ -149,8 +142,9 @@ class SglangServer:
             rest = rest[:MAX_LINE]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def write_private(place: Path, files: Mapping[str, str]) -> None:
+    """Write files that hold a server's secrets, and that nobody else may read."""
+    for name, text in files.items():
+        descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as target:
+            target.write(text)

@@ -8,19 +8,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engines.sglang.server import SglangServer
-from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.servers.dialect import Launch
+from services.rollout.engines.servers.process import ServerProcess
 from shared.errors import InvalidSpec, WorkerDied
 
 
-def a_server(directory: Path, script: str) -> SglangServer:
+def a_server(directory: Path, script: str) -> ServerProcess:
     program = directory / "program"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o700)
-    return SglangServer(SglangSettings(directory, python=program), directory)
+    return made(program, directory)
 
 
-async def child_of(server: SglangServer) -> psutil.Process:
+def made(python: Path, directory: Path, **files: str) -> ServerProcess:
+    launch = Launch((), {"PATH": os.defpath}, "http://127.0.0.1:1", files=files)
+    return ServerProcess(python, launch, directory, name="SGLang", variable="FLOTILLA_SGLANG_PYTHON")
+
+
+async def child_of(server: ServerProcess) -> psutil.Process:
     async with asyncio.timeout(10):
         while True:
             children = psutil.Process(server.process_id).children()
@@ -80,14 +85,19 @@ async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> N
 
 
 async def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
-    server = SglangServer(SglangSettings(tmp_path, python=tmp_path / "nothing"), tmp_path)
+    server = made(tmp_path / "nothing", tmp_path)
 
     with pytest.raises(WorkerDied, match=r"FLOTILLA_SGLANG_PYTHON .*nothing cannot be started"):
         await server.start()
 
 
-def test_a_key_is_no_argument_for_the_server_to_misread(tmp_path: Path) -> None:
-    # Its file is read as if it were a command line, where a leading dash begins another argument.
-    settings = SglangSettings(tmp_path, python=tmp_path)
+async def test_what_it_keeps_secret_is_for_its_user_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o700)
+    server = made(program, tmp_path, key="secret")
+    await server.start()
+    await server.close(1.0)
 
-    assert all(SglangServer(settings, tmp_path).key.isalnum() for _ in range(20))
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "key").read_text() == "secret"

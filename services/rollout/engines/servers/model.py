@@ -3,7 +3,6 @@
 Names and shapes are compared before an image is loaded, since a tensor of a wrong shape ends the server.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ import psutil
 from services.rollout.engines.decoders.checkpoint import check_headers, read_config, read_headers, safetensors_files
 from shared.errors import ModelError, WeightTransferFailed
 
-PREFIX = "flotilla-sglang-"
+PREFIX = "flotilla-engine-"
 HEAD = frozenset({"lm_head.weight"})
 
 
@@ -102,12 +101,3 @@ def stage_directory(place: Path, model: Path, image: Path) -> Path:
             shutil.copyfile(file, place / file.name)
     (place / "model.safetensors").symlink_to(image.resolve())
     return place
-
-
-def write_key(place: Path, key: str) -> Path:
-    """Write the server's configuration file, which holds its key and nobody else may read."""
-    file = place / "server.yaml"
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as target:
-        target.write(f"api-key: {json.dumps(key)}\n")
-    return file

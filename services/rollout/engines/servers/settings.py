@@ -1,4 +1,4 @@
-"""What an SGLang engine needs to start."""
+"""What an engine behind a server needs to start."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,17 +6,14 @@ from pathlib import Path
 from shared.config.engine import Options
 from shared.settings import LOOPBACK, IPNetwork
 
-MARGIN_TOKENS = 8
-"""SGLang keeps up to six positions of its context for itself, and cuts a completion short that would need them."""
-
 
 @dataclass(frozen=True, slots=True)
-class SglangSettings:
+class ServerSettings:
     """How the server runs, or where it runs already.
 
     Attributes:
         model_path: a Hugging Face model directory.
-        python: interpreter that has SGLang; None if the server is not ours to start.
+        python: interpreter that has the server; None if the server is not ours to start.
         url: where the server listens already; None if it is ours to start.
         version: the policy version of the weights in ``model_path``.
         dtype: of weights, activations and KV cache.
@@ -52,4 +49,4 @@ class SglangSettings:
 
     def __post_init__(self) -> None:
         if self.python is None and self.url is None:
-            raise ValueError("an SGLang engine needs an interpreter to start a server with, or the URL of one")
+            raise ValueError("an engine needs an interpreter to start a server with, or the URL of one")

@@ -1,4 +1,4 @@
-"""A real SGLang server on the CPU: what is only true if it is true of the real one."""
+"""Real SGLang and vLLM servers on the CPU: what is only true if it is true of the real one."""
 
 import asyncio
 import json
@@ -7,6 +7,8 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
@@ -14,17 +16,25 @@ import torch
 from torch import nn
 
 from services.rollout.engines.base import Completion
-from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.servers.engine import ServerEngine
+from services.rollout.engines.sglang.engine import SglangDialect
+from services.rollout.engines.vllm.arguments import SOCKET
+from services.rollout.engines.vllm.engine import VllmDialect
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
+from shared.schemas.engine import EngineCapability
 from shared.schemas.trajectory import FinishReason
-from tests.contract.engine.conftest import sglang_settings, until_running
-from tests.contract.engine.fake_sglang import REQUESTS
+from shared.settings import ENGINE_PYTHONS
+from tests.contract.engine.conftest import server_settings, until_running
+from tests.contract.engine.fake_server import unknown_fields
 from tests.contract.engine.models import make_model, save_image, save_model, scores
 from tests.contract.engine.requests import a_request
-from tests.sglang.recording import RecordingTransport, requests_of
+from tests.servers.recording import RecordingTransport, requests_of
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
+
+KINDS = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
+DIALECTS = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(cuts=False)}
 
 NUM_UPDATES = 200
 PROMPT = (5, 6, 7, 8)
@@ -38,7 +48,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model("qwen3", path)
+    save_model("qwen3-32", path)
     config = path / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
     return path
@@ -47,18 +57,30 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models() -> tuple[nn.Module, nn.Module]:
     """Those of odd versions and of even ones; the server starts with the odd."""
-    return make_model("qwen3", seed=1), make_model("qwen3", seed=0)
+    return make_model("qwen3-32", seed=1), make_model("qwen3-32", seed=0)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def records(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All traffic of this module; ``FLOTILLA_SGLANG_RECORDS`` keeps it, to be checked by SGLang's own classes."""
-    return Path(os.environ.get("FLOTILLA_SGLANG_RECORDS") or tmp_path_factory.mktemp("records") / "traffic.jsonl")
+    kept = os.environ.get(f"FLOTILLA_{kind.upper()}_RECORDS")
+    return Path(kept or tmp_path_factory.mktemp("records") / "traffic.jsonl")
+
+
+def an_engine(kind: str, model_path: Path, **changes: Any) -> ServerEngine:
+    return ServerEngine(server_settings(model_path, kind, **changes), DIALECTS[kind]())
 
 
 @pytest.fixture(scope="module")
-async def engine(model_path: Path, records: Path) -> AsyncIterator[SglangEngine]:
-    made = SglangEngine(sglang_settings(model_path, version=2), transport=RecordingTransport(records))
+async def engine(kind: str, model_path: Path, records: Path) -> AsyncIterator[ServerEngine]:
+    made = an_engine(kind, model_path, version=2)
+    made._transport = RecordingTransport(records, made._place / SOCKET if kind == "vllm" else None)
     await made.start()
     yield made
     await made.close()
@@ -83,7 +105,7 @@ def farthest(models: Sequence[nn.Module], completions: Sequence[Completion]) -> 
 
 
 async def test_updates_in_flight_leave_every_token_its_own_version(
-    engine: SglangEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
+    engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
 ) -> None:
     version = (await engine.load()).version
     running: set[asyncio.Task[Sequence[Completion]]] = set()
@@ -106,7 +128,7 @@ async def test_updates_in_flight_leave_every_token_its_own_version(
 
 
 async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_token(
-    engine: SglangEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
+    engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
 ) -> None:
     version = (await engine.load()).version
     running = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=1000)))
@@ -114,18 +136,20 @@ async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_t
 
     await engine.load_weights(images[(version + 1) % 2], version + 1, OnWeightUpdate.CONTINUE)
 
+    blurred = EngineCapability.EXACT_SPANS not in engine.capabilities
     for completion in await running:
         (_, old), (start, new) = completion.versions
+        start -= blurred
         assert (old, new) == (version, version + 1)
         before = Completion(
-            completion.token_ids[: start - 1], completion.log_probs[: start - 1], ((0, old),), FinishReason.LENGTH
+            completion.token_ids[:start], completion.log_probs[:start], ((0, old),), FinishReason.LENGTH
         )
         assert farthest(models, [before]) < 1e-4
     fresh = await engine.generate(a_request(PROMPT, seeds=(3,), max_new_tokens=50))
     assert farthest(models, fresh) < 1e-4, "a new request shares no cache with the old weights"
 
 
-async def test_an_abort_gives_what_there_is(engine: SglangEngine, models: tuple[nn.Module, nn.Module]) -> None:
+async def test_an_abort_gives_what_there_is(engine: ServerEngine, models: tuple[nn.Module, nn.Module]) -> None:
     request = a_request(PROMPT, seeds=(1, 2), request_id="long", max_new_tokens=1000)
     running = asyncio.create_task(engine.generate(request))
     await until_running(engine, running=2, new_tokens=60)
@@ -139,8 +163,8 @@ async def test_an_abort_gives_what_there_is(engine: SglangEngine, models: tuple[
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
-async def test_a_wrong_image_is_refused_and_the_server_lives(engine: SglangEngine, tmp_path: Path, name: str) -> None:
-    model = make_model("qwen3")
+async def test_a_wrong_image_is_refused_and_the_server_lives(engine: ServerEngine, tmp_path: Path, name: str) -> None:
+    model = make_model("qwen3-32")
     version = (await engine.load()).version
     wrong = save_image(model, tmp_path / "wrong.safetensors", **{name: torch.zeros(7)})
 
@@ -151,8 +175,8 @@ async def test_a_wrong_image_is_refused_and_the_server_lives(engine: SglangEngin
     assert completion.versions == ((0, version),)
 
 
-async def test_a_killed_server_is_a_death_with_its_cause(model_path: Path) -> None:
-    engine = SglangEngine(sglang_settings(model_path))
+async def test_a_killed_server_is_a_death_with_its_cause(kind: str, model_path: Path) -> None:
+    engine = an_engine(kind, model_path)
     await engine.start()
     running = asyncio.create_task(engine.generate(a_request(PROMPT, max_new_tokens=1500)))
     async with asyncio.timeout(60):
@@ -167,17 +191,18 @@ async def test_a_killed_server_is_a_death_with_its_cause(model_path: Path) -> No
     await engine.close()
 
 
-async def test_an_argument_that_the_server_does_not_know_is_refused_in_its_words(model_path: Path) -> None:
-    engine = SglangEngine(sglang_settings(model_path, options={"unheard_of": 3}))
+async def test_an_argument_that_the_server_does_not_know_is_refused_in_its_words(kind: str, model_path: Path) -> None:
+    engine = an_engine(kind, model_path, options={"unheard_of": 3})
 
     with pytest.raises(InvalidSpec, match=r"refuses rollout\.engine\.options.*--unheard-of"):
         await engine.start()
 
 
-def test_the_fields_that_requests_may_have_are_sglangs(records: Path) -> None:
-    known = json.loads(REQUESTS.read_text())
+def test_the_fields_that_requests_may_have_are_the_servers(kind: str, records: Path) -> None:
+    tests = Path(__file__).parents[1]
+    known = json.loads((tests / "goldens" / kind / "requests.json").read_text())
     listing = subprocess.run(
-        [os.environ["FLOTILLA_SGLANG_PYTHON"], str(Path(__file__).parent / "list_fields.py")],
+        [os.environ[ENGINE_PYTHONS[kind]], str(tests / kind / "list_fields.py")],
         capture_output=True,
         text=True,
         check=True,
@@ -188,6 +213,8 @@ def test_the_fields_that_requests_may_have_are_sglangs(records: Path) -> None:
     sent = requests_of(records)
     assert len(sent) > NUM_UPDATES
     for record in sent:
-        fields = known[f"{record['method']} {record['endpoint'].partition('?')[0]}"]
-        assert set(record["body"] or {}) <= set(fields["fields"])
-        assert set((record["body"] or {}).get("sampling_params", {})) <= set(fields.get("sampling_params", ()))
+        path, _, query = record["endpoint"].partition("?")
+        fields = known[f"{record['method']} {path}"]
+        assert not unknown_fields(record["body"], fields)
+        if kind == "vllm":
+            assert set(parse_qs(query)) <= set(fields.get("query", ()))

@@ -1,4 +1,4 @@
-"""The arithmetic example with real SGLang servers: it learns, whatever updates do to samples, and whoever is killed."""
+"""The arithmetic example with real servers: it learns, whatever updates do to samples, and whoever is killed."""
 
 import json
 import os
@@ -11,22 +11,29 @@ import psutil
 import pytest
 import yaml
 
-from services.rollout.engines.sglang.arguments import MODULE
+from services.rollout.engines.sglang import arguments as sglang
+from services.rollout.engines.vllm import arguments as vllm
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1700)]
+pytestmark = pytest.mark.timeout(1700)
+
+KINDS = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
+MODULES = {sglang.MODULE, vllm.MODULE}
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 START_SECONDS = 900
 RUN_SECONDS = 1500
 
 
-def a_spec(directory: Path, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
-    """Take the example as it is, but for the engine."""
-    text = (EXAMPLE / "experiment.yaml").read_text().replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
+def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
+    """Take the example as it is, but for the engine; vLLM's has wider heads."""
+    text = (EXAMPLE / ("vllm.yaml" if kind == "vllm" else "experiment.yaml")).read_text()
+    text = text.replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
     spec: dict[str, Any] = yaml.safe_load(text.replace("prepare.py", str(EXAMPLE / "prepare.py")))
-    spec["rollout"]["engine"] = {"kind": "sglang", "slots": 64, "context_tokens": 128}
+    spec["name"] = "arithmetic"
+    if kind == "sglang":
+        spec["rollout"]["engine"] = {"kind": kind, "slots": 64, "context_tokens": 128}
     spec["optimisation"]["steps"] = steps
     spec["asynchrony"]["on_weight_update"] = mode
     if mode == "drain":
@@ -36,12 +43,12 @@ def a_spec(directory: Path, mode: str, *, steps: int, rollouts: int) -> dict[str
 
 
 def servers_of(run: Run) -> list[int]:
-    """Find the first processes of the SGLang servers: children of rollouts, which do not get our mark."""
+    """Find the first processes of the servers: children of rollouts, which do not get our mark."""
     rollouts = [pid for pid, words in run.family().items() if "services.rollout" in words]
     found = []
     for pid in rollouts:
         with suppress(psutil.Error):
-            found += [child.pid for child in psutil.Process(pid).children() if MODULE in child.cmdline()]
+            found += [child.pid for child in psutil.Process(pid).children() if MODULES & set(child.cmdline())]
     return found
 
 
@@ -68,8 +75,9 @@ def finish(run: Run) -> dict[str, Any]:
     return summary
 
 
-def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path) -> None:
-    run = Run(a_spec(tmp_path, "interrupt", steps=40, rollouts=2), tmp_path, tmp_path / "runs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path, kind: str) -> None:
+    run = Run(a_spec(kind, "interrupt", steps=40, rollouts=2), tmp_path, tmp_path / "runs")
     try:
         until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
         run.until_it_says(r"step [1-9]\d*/")
@@ -86,9 +94,10 @@ def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path) -> None
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["drain", "continue"])
-def test_it_learns_in_every_mode(tmp_path: Path, mode: str) -> None:
-    run = Run(a_spec(tmp_path, mode, steps=20, rollouts=1), tmp_path, tmp_path / "runs")
+def test_it_learns_in_every_mode(tmp_path: Path, mode: str, kind: str) -> None:
+    run = Run(a_spec(kind, mode, steps=20, rollouts=1), tmp_path, tmp_path / "runs")
     try:
         summary = finish(run)
     finally:
@@ -97,8 +106,9 @@ def test_it_learns_in_every_mode(tmp_path: Path, mode: str) -> None:
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
 
 
-def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
-    run = Run(a_spec(tmp_path, "interrupt", steps=1000, rollouts=1), tmp_path, tmp_path / "runs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) -> None:
+    run = Run(a_spec(kind, "interrupt", steps=1000, rollouts=1), tmp_path, tmp_path / "runs")
     try:
         until(lambda: servers_of(run) or run.process.poll() is not None, START_SECONDS, "a server")
         [server] = servers_of(run)

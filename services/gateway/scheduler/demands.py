@@ -1,0 +1,96 @@
+"""What experiments ask of a fleet, and what services there are for them, as the placement sees both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.config.device_rules import DeviceNeed, rollout_need, trainer_need
+from shared.config.engine import ServerEngineConfig
+from shared.config.resources import QuotaConfig
+from shared.config.spec import ExperimentSpec
+from shared.schemas.service import ServiceKind as Kind
+
+NO_NEED = DeviceNeed()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live service that may be given work.
+
+    Attributes:
+        experiment_id: what it is assigned to; None while it is idle.
+        is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
+        engines: kinds of engine that a rollout can start.
+        devices: identities of the GPUs that it may use; two services may have the same one.
+    """
+
+    service_id: str
+    kind: Kind
+    experiment_id: str | None = None
+    is_leaving: bool = False
+    engines: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an active experiment needs to run, and what it may have.
+
+    Attributes:
+        quotas: bounds by kind; a kind that is not here it does not use.
+        is_placed: it had all that it needs at one time, so it gets replacements one by one.
+        is_paused: it takes no surplus, and lends what it has to those who can use it.
+        engine: the kind of engine that its rollouts have to start; None if every rollout can.
+        needs: the GPUs that services of a kind must have.
+        shares_devices: trainer and rollouts take turns on the same ones.
+    """
+
+    experiment_id: str
+    quotas: Mapping[Kind, QuotaConfig]
+    is_placed: bool
+    weight: float = 1.0
+    priority: int = 0
+    is_paused: bool = False
+    engine: str | None = None
+    needs: Mapping[Kind, DeviceNeed] = field(default_factory=dict)
+    shares_devices: bool = False
+
+    def uses(self, kind: Kind) -> bool:
+        """Whether services of this kind work for it."""
+        return kind in self.quotas
+
+    def need_of(self, kind: Kind) -> DeviceNeed:
+        """What GPUs a service of a kind must have."""
+        return self.needs.get(kind, NO_NEED)
+
+    def engine_of(self, kind: Kind) -> str | None:
+        """The engine that a service of a kind has to start."""
+        return self.engine if kind is Kind.ROLLOUT else None
+
+    def suits(self, candidate: Candidate) -> bool:
+        """Whether a service can do what is wanted, be it with somebody else now."""
+        engine = self.engine_of(candidate.kind)
+        has_engine = engine is None or engine in candidate.engines
+        return self.uses(candidate.kind) and has_engine and len(candidate.devices) >= self.need_of(candidate.kind).count
+
+
+def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
+    """Read the bounds of what an experiment needs and may have."""
+    resources = spec.resources
+    nodes = spec.parallelism.nodes
+    quotas = {Kind.TRAINER: QuotaConfig(min=nodes, max=nodes)} if spec.trains else {}
+    if spec.samples_answers:
+        quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
+    if spec.runs_code:
+        quotas[Kind.SANDBOX] = resources.sandboxes or QuotaConfig(min=1, max=1)
+    return quotas
+
+
+def engine_to_start(spec: ExperimentSpec) -> str | None:
+    """Name the engine that an experiment's rollouts must be able to start; None where any rollout will do."""
+    engine = spec.rollout.engine
+    return engine.kind if isinstance(engine, ServerEngineConfig) and engine.url is None else None
+
+
+def needs_of(spec: ExperimentSpec) -> dict[Kind, DeviceNeed]:
+    """Read the GPUs that trainer and rollouts must have."""
+    return {Kind.TRAINER: trainer_need(spec), Kind.ROLLOUT: rollout_need(spec)}

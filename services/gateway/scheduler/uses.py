@@ -1,0 +1,144 @@
+"""Divides the services of a kind among experiments that ask different things of them: an engine, a number of GPUs.
+
+What suits the more demanding is kept for them as far as they may have it, and is the others' beyond that.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from services.gateway.scheduler.demands import Candidate, Demand
+from services.gateway.scheduler.devices import SOMEBODY, Owners, others, reserved_for
+from shared.schemas.service import ServiceKind as Kind
+
+Use = tuple[int, str]
+"""GPUs that a service must have, and the engine that it has to start; none of both: ``(0, "")``."""
+
+
+@dataclass
+class Part:
+    """Experiments with the same use for services, and the services among which they find theirs."""
+
+    demands: list[Demand] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+
+
+def use_of(demand: Demand, kind: Kind) -> Use:
+    """Return what an experiment asks of services of a kind."""
+    return demand.need_of(kind).count, demand.engine_of(kind) or ""
+
+
+def divided_by_use(
+    kind: Kind, demands: Sequence[Demand], candidates: Sequence[Candidate], owners: Owners, waiting: Set[str]
+) -> list[Part]:
+    """Divide experiments and services of a kind.
+
+    Args:
+        kind: of service.
+        demands: of the fleet.
+        candidates: of the fleet.
+        owners: who computes on which device.
+        waiting: experiments that cannot start now whatever is kept for them: nothing is.
+    """
+    users = [demand for demand in demands if demand.uses(kind)]
+    services = [candidate for candidate in candidates if candidate.kind is kind]
+    held: dict[str, list[Candidate]] = {demand.experiment_id: [] for demand in users}
+    for candidate in services:
+        if candidate.experiment_id in held:
+            held[candidate.experiment_id].append(candidate)
+    room = {
+        demand.experiment_id: 0 if demand.experiment_id in waiting else _room(demand, kind, held, len(services))
+        for demand in users
+    }
+    parts = _apart(users, services, held, room, owners)
+    alone = {demand.experiment_id for part in parts for demand in part.demands}
+    free = [each for each in services if each.experiment_id is None and others(each, owners) <= {SOMEBODY}]
+    by_use: dict[Use, Part] = {(0, ""): Part()}
+    for demand in users:
+        if demand.experiment_id not in alone:
+            part = by_use.setdefault(use_of(demand, kind), Part())
+            part.demands.append(demand)
+            part.candidates += held[demand.experiment_id]
+    for use in sorted(by_use, reverse=True):
+        part = by_use[use]
+        able = [each for each in free if len(each.devices) >= use[0] and (not use[1] or use[1] in each.engines)]
+        if use != (0, ""):
+            most = sum(room[demand.experiment_id] for demand in part.demands)
+            able = sorted(able, key=lambda each: (each.is_leaving, len(each.devices)))[:most]
+        taken = {each.service_id for each in able}
+        part.candidates += [each for each in free if each.service_id in taken]
+        free = [each for each in free if each.service_id not in taken]
+        parts.append(part)
+    return parts
+
+
+def reclaimed(
+    demands: Sequence[Demand], candidates: Sequence[Candidate], lacking: Mapping[str, Mapping[Kind, int]]
+) -> dict[str, list[str]]:
+    """Choose surplus of experiments with another use, where somebody's minimum lacks nothing beyond it.
+
+    Returns:
+        By experiment that lacks something, the services that others have to give back.
+    """
+    spare = _surplus(demands, candidates)
+    found: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for demand in demands:
+        chosen: list[str] = []
+        for kind, count in lacking.get(demand.experiment_id, {}).items():
+            suitable = [
+                service.service_id
+                for holder, service in spare
+                if service.kind is kind
+                and use_of(holder, kind) != use_of(demand, kind)
+                and demand.suits(service)
+                and service.service_id not in taken
+            ]
+            if len(suitable) < count:
+                break
+            chosen += suitable[:count]
+        else:
+            if chosen:
+                found[demand.experiment_id] = chosen
+                taken |= set(chosen)
+    return found
+
+
+def _room(demand: Demand, kind: Kind, held: Mapping[str, Sequence[Candidate]], most: int) -> int:
+    quota = demand.quotas[kind]
+    wanted = quota.min if demand.is_paused else most if quota.max is None else quota.max
+    return max(0, wanted - len(held[demand.experiment_id]))
+
+
+def _apart(
+    users: Sequence[Demand],
+    services: Sequence[Candidate],
+    held: Mapping[str, Sequence[Candidate]],
+    room: Mapping[str, int],
+    owners: Owners,
+) -> list[Part]:
+    """Set those apart who may have services that nobody else can use, since they compute on these devices already."""
+    reserved = reserved_for(users, services, owners)
+    parts: list[Part] = []
+    if not reserved:
+        return parts
+    for demand in users:
+        own = [each for each in services if reserved.get(each.service_id) == demand.experiment_id]
+        able = [each for each in own if demand.suits(each)]
+        if able and room[demand.experiment_id] > 0:
+            parts.append(Part([demand], [*held[demand.experiment_id], *able]))
+    return parts
+
+
+def _surplus(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> list[tuple[Demand, Candidate]]:
+    """List what experiments hold beyond their minimums and others could use: leaving ones first, then the newest."""
+    computes = Counter(device for each in candidates if each.experiment_id is not None for device in each.devices)
+    spare = []
+    for demand in demands:
+        for kind, quota in demand.quotas.items():
+            mine = [each for each in candidates if each.experiment_id == demand.experiment_id and each.kind is kind]
+            newest = sorted(enumerate(mine), key=lambda numbered: (not numbered[1].is_leaving, -numbered[0]))
+            beyond = [each for _, each in newest[: max(0, len(mine) - quota.min)]]
+            # A device that another service of the experiment computes on does not fall free with this one.
+            spare += [(demand, each) for each in beyond if all(computes[device] == 1 for device in each.devices)]
+    return spare

@@ -1,0 +1,152 @@
+"""What differs between the servers that sample for us: how they are started, asked, paused and given weights.
+
+Everything else is the same for all of them and is in ``servers.engine``: the order of requests and updates, the check
+of images, supervision, deadlines.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.servers.settings import ServerSettings
+from shared.config.asynchrony import OnWeightUpdate
+from shared.schemas.engine import EngineCapability
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server of our own is started, and where it listens then.
+
+    Attributes:
+        arguments: behind the interpreter.
+        environment: all of it.
+        url: that requests go to.
+        key: that it wants to see; None if whoever reaches it may ask.
+        socket: file in the server's directory that it listens on instead of a port.
+        files: text files in its directory that nobody else may read, by name.
+        death_signal: that the kernel sends to its first process when ours dies. Its children have to follow.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    url: str
+    key: str | None = None
+    socket: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    death_signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHere:
+    """What a server that runs already says about itself.
+
+    Attributes:
+        model_path: directory of its model, as it names it.
+        context_tokens: prompt and completion together; None if it does not say.
+        context_flag: argument that sets this.
+    """
+
+    model_path: Path
+    context_tokens: int | None
+    context_flag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What this side knows of its requests when it asks a server for its load.
+
+    Attributes:
+        prompt_tokens: of the requests at the server.
+        generated_tokens: of completions that have ended.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class Caller(Protocol):
+    """Calls the server; see ``servers.connection.Connection``."""
+
+    async def post(self, path: str, body: Body | None, *, seconds: float | None = None) -> Any:
+        """Call an endpoint."""
+
+    async def get(self, path: str, *, seconds: float | None = None) -> Any:
+        """Read an endpoint."""
+
+
+class Dialect(Protocol):
+    """One kind of server; an instance belongs to one engine."""
+
+    name: str
+    """As people write it."""
+    variable: str
+    """Environment variable that names its interpreter."""
+    capabilities: frozenset[EngineCapability]
+    margin_tokens: int
+    """Positions of its context that it keeps for itself."""
+    generate_path: str
+    alive_path: str
+    """Answered at once while it lives, paused or not."""
+    health_path: str
+    """Answered while it works; not asked while it is paused."""
+    asks_when_idle: bool
+    """Whether ``load`` wants to be called while nothing is sampled as well."""
+
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+        """Say how it is started.
+
+        Args:
+            settings: of the engine.
+            place: directory of its own, in which it is started.
+            context_tokens: prompt and completion together, at most what the model can.
+
+        Raises:
+            InvalidSpec: it cannot be started so.
+        """
+
+    async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
+        """Ask a server that runs already what it serves.
+
+        Raises:
+            ModelError: it was not started as the fleet needs it.
+        """
+
+    async def greet(self, caller: Caller, version: int) -> None:
+        """Prepare a server that has just started, or was just found: its weights are of this version."""
+
+    def body(
+        self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
+    ) -> Body:
+        """Make the body that asks for one completion.
+
+        Args:
+            request: what is asked of the engine.
+            index: of the completion in it.
+            prefix: tokens that it has already and keeps.
+            request_id: of this completion.
+            serving: the version that serves now; completions begun under different ones share no KV cache.
+        """
+
+    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+        """Read the reply to such a body.
+
+        Raises:
+            ValueError: it lacks something, contradicts itself, or names a version that is no number.
+        """
+
+    async def abort(self, caller: Caller, request_id: str) -> None:
+        """End a completion; its call returns what it has."""
+
+    async def switch(
+        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+    ) -> None:
+        """Pause, load a directory that fits the model, go on. After a failure nobody knows its weights."""
+
+    async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
+        """Ask how many completions run, and how many tokens those have that have not ended."""

@@ -1,0 +1,347 @@
+"""An engine whose work a server does: one of its own, or one that runs already.
+
+The server samples and batches; this side orders requests and weight updates, and checks images before the server sees
+them. A server whose weights are not known after a failure is given up: the engine dies, and the next one starts from
+the initial weights.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
+from services.rollout.engines.requests import check_request, unstarted_completion
+from services.rollout.engines.servers.client import Refused
+from services.rollout.engines.servers.completions import new_request_id
+from services.rollout.engines.servers.connection import Connection
+from services.rollout.engines.servers.dialect import Dialect, Known
+from services.rollout.engines.servers.gate import UpdateGate
+from services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
+from services.rollout.engines.servers.settings import ServerSettings
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    InvalidRequest,
+    ModelError,
+    RequestInFlight,
+    Unavailable,
+    WorkerDied,
+)
+from shared.schemas.engine import EngineCapability
+
+ABORT_SECONDS = 1.0
+"""After which an abort is sent again: one that overtakes its request is not heard."""
+SWITCH_POLL_SECONDS = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request that was accepted, its completions' ids, and the calls that sample them once they are sent."""
+
+    request: GenerationRequest
+    ids: list[str]
+    is_aborted: bool = False
+    calls: list[asyncio.Task[Completion]] = field(default_factory=list)
+
+    @property
+    def num_open(self) -> int:
+        return sum(not call.done() for call in self.calls) if self.calls else len(self.ids)
+
+
+class WholeTransfer:
+    """A ``WeightTransfer`` of which nothing is read ahead: the server reads images whole, when they are to serve."""
+
+    def advance(self, bytes_arrived: int) -> None:
+        """See ``WeightTransfer.advance``."""
+
+    def complete(self) -> None:
+        """See ``WeightTransfer.complete``."""
+
+    def abort(self, reason: str) -> None:
+        """See ``WeightTransfer.abort``."""
+
+
+class ServerEngine:
+    """An ``Engine`` whose work a server does.
+
+    It is started once; after the server's death or a ``close``, make another.
+
+    Args:
+        settings: how the server runs, or where.
+        dialect: what kind of server it is.
+        transport: another one than sockets, for tests.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, dialect: Dialect, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._settings = settings
+        self._dialect = dialect
+        self._transport = transport
+        self._place = make_place()
+        self._gate = UpdateGate()
+        self._connection: Connection | None = None
+        self._model: ServedModel | None = None
+        self._context_tokens = settings.context_tokens
+        self._version = settings.version
+        self._active: dict[str, _Active] = {}
+        self._is_closing = False
+        self._generated_tokens = 0
+        self._prefilled_tokens = 0
+
+    @property
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What this kind of server promises; see ``Engine.capabilities``."""
+        return self._dialect.capabilities
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the server that is ours, while it runs."""
+        server = self._connection.server if self._connection is not None else None
+        return server.process_id if server is not None else None
+
+    async def start(self) -> None:
+        """Start the server, or find it; see ``Engine.start``.
+
+        Raises:
+            ModelError: the directory is no model, or the server at ``url`` is for another one.
+            InvalidSpec: the server refuses its arguments.
+            DeadlineExceeded: ``start_seconds`` went by.
+            WorkerDied: the server ended while it loaded, or the one at ``url`` does not answer.
+        """
+        settings = self._settings
+        try:
+            async with asyncio.timeout(settings.start_seconds):
+                self._model = await asyncio.to_thread(read_served_model, settings.model_path)
+                self._context_tokens = min(
+                    settings.context_tokens, self._model.max_positions or settings.context_tokens
+                )
+                self._connection = Connection(
+                    settings,
+                    self._dialect,
+                    self._place,
+                    self._context_tokens,
+                    on_death=self._on_death,
+                    is_paused=lambda: self._gate.is_switching,
+                    transport=self._transport,
+                )
+                await self._connection.start()
+                if settings.url is not None:
+                    await self._check_served(settings.url, self._model, self._connection)
+                await self._dialect.greet(self._connection, settings.version)
+                if settings.url is not None:
+                    # Whoever used it before may have left other weights there.
+                    await self._switch(self._connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
+        except TimeoutError:
+            await self._free()
+            raise DeadlineExceeded(
+                f"the {self._dialect.name} server did not load {settings.model_path} within {settings.start_seconds} s"
+            ) from None
+        except BaseException:
+            await self._free()
+            raise
+
+    async def close(self) -> None:
+        """Abort what is in flight and end the server if it is ours; see ``Engine.close``."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        with suppress(TimeoutError, FlotillaError):
+            async with asyncio.timeout(self._settings.close_seconds):
+                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
+                await self._gate.until_empty()
+        await self._free()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """Sample one completion per seed, without regard to the seeds' values; see ``Engine.generate``."""
+        connection, model = self._running()
+        check_request(request, self._context_tokens, model.vocab_size)
+        if request.request_id in self._active:
+            raise RequestInFlight(f"request {request.request_id} is in flight already")
+        active = _Active(request, [new_request_id() for _ in request.seeds])
+        self._active[request.request_id] = active
+        try:
+            return await self._sampled(active, connection)
+        finally:
+            del self._active[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now, unless weights are being loaded: then once they are. See ``Engine.abort``."""
+        connection, _ = self._running()
+        active = self._active.get(request_id)
+        if active is None:
+            return
+        active.is_aborted = True
+        await self._gate.look()
+        while any(not call.done() for call in active.calls) and connection.death is None:
+            if self._gate.is_switching:
+                # SGLang would not hear it, nor another one after it.
+                await asyncio.sleep(SWITCH_POLL_SECONDS)
+                continue
+            pairs = zip(active.ids, active.calls, strict=True)
+            await asyncio.gather(*(self._send_abort(connection, each) for each, call in pairs if not call.done()))
+            await asyncio.wait(active.calls, timeout=ABORT_SECONDS)
+
+    def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
+        """Announce an image; nothing is read of it until it is loaded. See ``Engine.begin_transfer``."""
+        self._running()
+        return WholeTransfer()
+
+    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+        """Have the server load an image that fits its model; see ``Engine.load_weights``.
+
+        Without ``EXACT_SPANS`` the server may count the token that was under way to the new version under ``continue``.
+        """
+        connection, model = self._running()
+        async with self._gate.updating(on_update):
+            await asyncio.to_thread(model.check_fits, image)
+            source = await asyncio.to_thread(stage_directory, self._place / "weights", self._settings.model_path, image)
+            async with self._gate.switching():
+                connection.check()
+                switching = connection.spawn(self._switch(connection, source, version, on_update), f"version {version}")
+                try:
+                    await asyncio.shield(switching)
+                except asyncio.CancelledError:
+                    # Half-way through there is no way back: whoever asked is gone, the server goes on.
+                    await asyncio.wait([switching])
+                    raise
+
+    async def sleep(self) -> None:
+        """Refuse: it does not promise ``SLEEP``.
+
+        Raises:
+            InvalidRequest: always.
+        """
+        raise InvalidRequest(f"a {self._dialect.name} server does not lend its memory here")
+
+    async def wake(self) -> None:
+        """Do nothing: it never sleeps."""
+
+    async def load(self) -> EngineLoad:
+        """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
+        connection, _ = self._running()
+        asks = self._active or (self._dialect.asks_when_idle and not self._gate.is_switching)
+        running, unfinished = await self._at_server(connection) if asks else (0, 0)
+        num_open = sum(active.num_open for active in self._active.values())
+        running = min(running, num_open)
+        return EngineLoad(
+            version=self._version,
+            running=running,
+            waiting=num_open - running,
+            slots=self._settings.slots,
+            generated_tokens=self._generated_tokens + unfinished,
+            prefilled_tokens=self._prefilled_tokens,
+        )
+
+    async def _check_served(self, url: str, model: ServedModel, connection: Connection) -> None:
+        """Check that a server that runs already is for this model, and has room for its context."""
+        name, margin = self._dialect.name, self._dialect.margin_tokens
+        found = await self._dialect.describe(connection, self._settings)
+        length, needed = found.context_tokens, self._context_tokens + margin
+        if length is not None and length < needed:
+            raise ModelError(
+                f"the {name} server at {url} has a context of {length} tokens: start it with {found.context_flag} "
+                f"{needed}, or lower rollout.engine.context_tokens to {length - margin}"
+            )
+        wanted = self._settings.model_path
+        if (await asyncio.to_thread(_shapes_of, found.model_path)) not in (None, model.shapes):
+            raise ModelError(
+                f"the {name} server at {url} runs {found.model_path}, which is another model than {wanted}"
+            )
+
+    async def _sampled(self, active: _Active, connection: Connection) -> list[Completion]:
+        request = active.request
+        has_no_use = lambda: active.is_aborted or connection.death is not None  # noqa: E731
+        async with self._gate.inside(holds_weights=request.holds_weights, gives_up=has_no_use) as is_inside:
+            if not is_inside:
+                connection.check()
+                return [unstarted_completion(request, index) for index in range(len(request.seeds))]
+            try:
+                async with asyncio.TaskGroup() as calls:
+                    work = [self._sample(active, index, connection) for index in range(len(active.ids))]
+                    active.calls = [calls.create_task(each) for each in work]
+            except BaseExceptionGroup as errors:
+                # One cause is enough to tell: the others are the same, or its consequences.
+                raise errors.exceptions[0] from None
+            if any(call.cancelled() for call in active.calls):
+                connection.check()
+            return [call.result() for call in active.calls]
+
+    async def _sample(self, active: _Active, index: int, connection: Connection) -> Completion:
+        request = active.request
+        prefix = request.prefixes[index] if request.prefixes else None
+        if prefix is not None and not request.resume.allows(prefix.versions, self._version):
+            prefix = None
+        body = self._dialect.body(request, index, prefix, active.ids[index], self._version)
+        try:
+            completion = self._dialect.completion(await connection.generate(body), request, index, prefix)
+        except Refused as error:
+            raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
+        except ValueError as error:
+            connection.die(WorkerDied(f"the {self._dialect.name} server's reply cannot be used: {error}"))
+            raise connection.death or error from error
+        except asyncio.CancelledError:
+            if connection.death is None:
+                connection.spawn(self._send_abort(connection, active.ids[index]), "server abort")
+            raise
+        self._generated_tokens += completion.token_ids.size - completion.num_resumed
+        self._prefilled_tokens += len(request.prompt_ids) + completion.num_resumed
+        return completion
+
+    async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
+        """Pause, load, go on. A failure between leaves weights that nobody knows: then the server is given up."""
+        seconds = self._settings.load_seconds
+        try:
+            await self._dialect.switch(connection, source, version, mode, load_seconds=seconds)
+        except FlotillaError as error:
+            connection.die(WorkerDied(f"version {version} could not be loaded: {error.detail}"))
+            raise connection.death or error from error
+        self._version = version
+
+    async def _send_abort(self, connection: Connection, each: str) -> None:
+        # An abort that is lost is sent again, or its request's connection is closed.
+        with suppress(FlotillaError):
+            await self._dialect.abort(connection, each)
+
+    async def _at_server(self, connection: Connection) -> tuple[int, int]:
+        """Ask how many completions run, and how many tokens they have."""
+        prompts = sum(len(active.request.prompt_ids) for active in self._active.values())
+        with suppress(Refused, DeadlineExceeded, Unavailable):
+            return await self._dialect.load(connection, Known(prompts, self._generated_tokens))
+        return 0, 0
+
+    def _on_death(self) -> None:
+        """Wake everybody who waits for the server."""
+        for active in self._active.values():
+            for call in active.calls:
+                call.cancel()
+        if self._connection is not None:
+            self._connection.spawn(self._gate.look(), "waiting requests")
+
+    async def _free(self) -> None:
+        if self._connection is not None:
+            if self._connection.death is None:
+                self._connection.death = WorkerDied("the engine was closed")
+                self._on_death()
+            await self._connection.close()
+        await asyncio.to_thread(shutil.rmtree, self._place, ignore_errors=True)
+
+    def _running(self) -> tuple[Connection, ServedModel]:
+        if self._connection is None or self._model is None:
+            raise WorkerDied("the engine does not run")
+        self._connection.check()
+        return self._connection, self._model
+
+
+def _shapes_of(directory: Path) -> Mapping[str, tuple[int, ...]] | None:
+    """Read a model's shapes, if it can be read from here."""
+    try:
+        return read_served_model(directory).shapes
+    except ModelError:
+        return None

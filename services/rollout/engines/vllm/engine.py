@@ -1,0 +1,140 @@
+"""vLLM as an engine: what its servers are asked, and in which words."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+
+from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.servers.client import Refused
+from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere
+from services.rollout.engines.servers.engine import ServerEngine
+from services.rollout.engines.servers.settings import ServerSettings
+from services.rollout.engines.vllm.arguments import MAX_SOCKET_PATH, SOCKET, command_line, environment
+from services.rollout.engines.vllm.wire import completion_of, generate_body, metric_of
+from shared.config.asynchrony import OnWeightUpdate
+from shared.config.engine import VllmEngineConfig
+from shared.errors import InvalidSpec, ModelError
+from shared.settings import ENGINE_PYTHONS
+
+ID_PREFIX = "generate-tokens-"
+"""What the server puts before the id of a request of ``/inference/v1/generate``; aborts go by the whole."""
+GENERATED = "vllm:generation_tokens_total"
+RUNNING = "vllm:num_requests_running"
+
+
+class VllmDialect:
+    """vLLM's side of ``servers.dialect.Dialect``.
+
+    vLLM's log-probabilities are of the distribution that it samples from, after temperature, top-k and top-p, or of the
+    model's own, before all of them. What is asked for is that after temperature and before the others: the first if
+    nothing is cut, the second at temperature 1.
+
+    Args:
+        cuts: whether completions to train on are cut by top-k or top-p, which then have temperature 1.
+    """
+
+    name = "vLLM"
+    variable = ENGINE_PYTHONS["vllm"]
+    capabilities = VllmEngineConfig.CAPABILITIES
+    margin_tokens = 0
+    generate_path = "/inference/v1/generate"
+    alive_path = "/version"
+    health_path = "/weight_info"
+    """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
+    asks_when_idle = True
+
+    def __init__(self, *, cuts: bool) -> None:
+        self._logprobs_mode = "raw_logprobs" if cuts else "processed_logprobs"
+        self._generated_before = 0
+
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+        """Start it on a Unix socket in our directory: keys guard a part of its endpoints only.
+
+        It ends its children when it is told to end, so that is what the kernel tells it when we die.
+        """
+        path = place / SOCKET
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise InvalidSpec(
+                f"the vLLM server's socket would be {path}, whose path is too long: set TMPDIR of the rollout to a "
+                "shorter one"
+            )
+        mode = self._logprobs_mode
+        return Launch(
+            arguments=tuple(command_line(settings, context_tokens=context_tokens, logprobs_mode=mode)),
+            environment=environment(settings, os.environ),
+            url="http://vllm",
+            socket=SOCKET,
+            death_signal=signal.SIGTERM,
+        )
+
+    async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
+        """Read ``/server_info``, and whether it has the endpoints that are needed."""
+        try:
+            # The first time the server looks around on its machine, for seconds.
+            facts = await caller.get("/server_info?config_format=json", seconds=settings.start_seconds)
+            await caller.post("/inference/v1/abort_requests", {"request_ids": []})
+        except Refused as error:
+            raise ModelError(
+                f"the vLLM server at {settings.url} lacks what the fleet needs: start it with VLLM_SERVER_DEV_MODE=1 "
+                f"in its environment and --enable-scale-out, without a key ({error.detail})"
+            ) from error
+        model = facts["vllm_config"]["model_config"]
+        if model["logprobs_mode"] != self._logprobs_mode:
+            raise ModelError(
+                f"the vLLM server at {settings.url} gives {model['logprobs_mode']}: start it with --logprobs-mode "
+                f"{self._logprobs_mode}"
+            )
+        return ServedHere(Path(model["model"]), model["max_model_len"], "--max-model-len")
+
+    async def greet(self, caller: Caller, version: int) -> None:
+        """Label its weights, and note what it has generated for others."""
+        await caller.post("/update_weight_version", {"new_version": str(version)})
+        self._generated_before = metric_of(await caller.get("/metrics"), GENERATED)
+
+    def body(
+        self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
+    ) -> Body:
+        """Make a body of ``/inference/v1/generate``."""
+        return generate_body(request, index, prefix, request_id, serving)
+
+    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+        """Read a reply of ``/inference/v1/generate``."""
+        return completion_of(reply, request, index, prefix)
+
+    async def abort(self, caller: Caller, request_id: str) -> None:
+        """End a completion; one that the server does not know is ignored."""
+        await caller.post("/inference/v1/abort_requests", {"request_ids": [f"{ID_PREFIX}{request_id}"]})
+
+    async def switch(
+        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+    ) -> None:
+        """Pause between two steps, load, label, go on.
+
+        Clearing the cache puts running requests back into the queue: they compute their prefix again when it goes on.
+        """
+        clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
+        await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
+        await caller.post("/collective_rpc", load, seconds=load_seconds)
+        await caller.post("/update_weight_version", {"new_version": str(version)})
+        await caller.post("/resume", None)
+
+    async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
+        """Read its metrics; tokens of requests that were given up are left out once it is idle."""
+        page = await caller.get("/metrics")
+        generated, running = metric_of(page, GENERATED), metric_of(page, RUNNING)
+        if not known.prompt_tokens:
+            self._generated_before = generated - known.generated_tokens
+        return running, max(0, generated - self._generated_before - known.generated_tokens)
+
+
+class VllmEngine(ServerEngine):
+    """An ``Engine`` whose work a vLLM server does; see ``ServerEngine`` and ``VllmDialect``."""
+
+    def __init__(
+        self, settings: ServerSettings, transport: httpx.AsyncBaseTransport | None = None, *, cuts: bool = False
+    ) -> None:
+        super().__init__(settings, VllmDialect(cuts=cuts), transport)

@@ -1,0 +1,108 @@
+"""A vLLM server in memory, behind a transport of httpx: it answers as the real one was recorded to.
+
+It takes no field that vLLM 0.32 does not have, and has the habits that matter: aborts go by the id with the prefix that
+it puts before it, a version's label is set by itself, and a directory that cannot be loaded is an error of the server.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.rollout.engines.scripted import log_prob_of
+from tests.contract.engine.fake_server import Body, FakeServer, Sample, spans_of
+
+REQUESTS = Path(__file__).parents[2] / "goldens" / "vllm" / "requests.json"
+ID_PREFIX = "generate-tokens-"
+
+
+class FakeVllm(FakeServer):
+    """Serves a model directory; arguments as of ``FakeServer``.
+
+    Attributes:
+        logprobs_mode: as it was started with.
+        has_scale_out: whether it was started with ``--enable-scale-out``.
+        paused_with: what the last pause asked for.
+    """
+
+    def __init__(self, model: Path, *, slots: int = 12, context_length: int = 4096, token_seconds: float = 0) -> None:
+        super().__init__(model, REQUESTS, slots=slots, context_length=context_length, token_seconds=token_seconds)
+        self.logprobs_mode = "processed_logprobs"
+        self.has_scale_out = True
+        self.paused_with: Body = {}
+        self._num_generated = 0
+        self._routes = {
+            "POST /inference/v1/generate": self._generate,
+            "POST /inference/v1/abort_requests": self._abort,
+            "POST /pause": self._pause,
+            "POST /resume": self._resume,
+            "POST /collective_rpc": self._reload,
+            "POST /update_weight_version": self._set_label,
+            "GET /version": lambda _: {"version": "0.32.0"},
+            "GET /weight_info": lambda _: {"weight_version": self.label},
+            "GET /server_info": self._info,
+            "GET /metrics": self._metrics,
+        }
+
+    async def _generate(self, body: Body) -> Any:
+        params: Mapping[str, Any] = body["sampling_params"]
+        if len(body["token_ids"]) + params["max_tokens"] > self.context_length:
+            return httpx.Response(400, json={"error": {"message": "longer than the maximum model length"}})
+        stops = params.get("stop_token_ids", ())
+        sample = Sample(body["token_ids"], params["max_tokens"], stops, is_greedy=not params["temperature"])
+        reason = await self._sampled(f"{ID_PREFIX}{body['request_id']}", sample)
+        self._num_generated += len(sample.tokens)
+        content = [{"token_id": token, "logprob": log_prob_of(token), "rank": 1} for token in sample.tokens]
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": sample.tokens,
+            "logprobs": {"content": content},
+            "weight_versions": spans_of(sample),
+        }
+        return {"request_id": body["request_id"], "choices": [choice]}
+
+    def _abort(self, body: Body) -> Any:
+        if not self.has_scale_out:
+            return httpx.Response(403, json={"error": {"message": "Scale-out endpoints are disabled."}})
+        for rid in body["request_ids"]:
+            if rid in self._samples:
+                self._samples[rid].is_aborted = True
+        return None
+
+    def _pause(self, query: Body) -> Body:
+        self.paused_with = query
+        self._goes_on.clear()
+        return {"status": "paused"}
+
+    def _resume(self, _: Body) -> Body:
+        self._goes_on.set()
+        return {"status": "resumed"}
+
+    def _reload(self, body: Body) -> Any:
+        assert not self._goes_on.is_set(), "weights change while it samples"
+        assert body["method"] == "reload_weights"
+        why = self._misfit(Path(body["kwargs"]["weights_path"]))
+        return {"results": [None]} if why is None else httpx.Response(500, json={"error": {"message": why}})
+
+    def _on_wrong_shapes(self) -> str:
+        return "shape mismatch"
+
+    def _set_label(self, body: Body) -> Body:
+        self.label = body["new_version"]
+        return {"success": True, "new_version": self.label}
+
+    def _info(self, _: Body) -> Body:
+        facts = {"model": str(self.model), "max_model_len": self.context_length, "logprobs_mode": self.logprobs_mode}
+        return {"vllm_config": {"model_config": facts}}
+
+    def _metrics(self, _: Body) -> httpx.Response:
+        running = [sample for sample in self._samples.values() if sample.is_running]
+        generated = self._num_generated + sum(len(sample.tokens) for sample in self._samples.values())
+        labels = '{engine="0",model_name="m"}'
+        return httpx.Response(
+            200,
+            text=f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {len(running)}.0\n"
+            f"vllm:generation_tokens_total{labels} {generated}.0\n",
+        )

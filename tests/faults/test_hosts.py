@@ -1,0 +1,123 @@
+"""A trainer of two nodes, one rank each, as two hosts have them: it learns what one host's two ranks learn."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.access import PassKey
+from shared.client import GatewayClient
+from shared.schemas.service import ServiceKind
+from shared.weights.image import HOST_ID
+from tests.faults.test_kill import until_completed, until_step
+from tests.faults.test_ranks import NAMED_SECONDS, TOLERANCE, an_experiment, check_ledger, curve_of, start
+from tests.fleet import ROOT, RunningFleet, running_fleet
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
+
+
+class SecondHost:
+    """A trainer service that says that it is on another host; started again whenever it is gone."""
+
+    def __init__(self, fleet: RunningFleet, data: Path) -> None:
+        redis_url = json.loads((fleet.data / "fleet.json").read_text())["redis_url"]
+        self._environment = {
+            **os.environ,
+            HOST_ID: "second",
+            "FLOTILLA_GATEWAY_URL": fleet.url,
+            "FLOTILLA_TOKEN": PassKey(fleet.token).joining(ServiceKind.TRAINER),
+            "FLOTILLA_REDIS_URL": redis_url,
+            "FLOTILLA_DATA": str(data),
+            "FLOTILLA_PORT": "0",
+        }
+        self._log = data.with_suffix(".log")
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "services.trainer"]
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+            )
+
+    def rank(self) -> psutil.Process:
+        """Find its training process."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "services.trainer.worker" in child.cmdline() and "RANK" in child.environ():
+                    return child
+        raise AssertionError("no rank runs on the second host")
+
+
+@contextmanager
+def second_host(fleet: RunningFleet, data: Path) -> Iterator[SecondHost]:
+    host = SecondHost(fleet, data)
+    try:
+        yield host
+    finally:
+        host.process.send_signal(signal.SIGTERM)
+        try:
+            host.process.wait(20)
+        except subprocess.TimeoutExpired:
+            host.process.kill()
+            host.process.wait()
+
+
+async def until_said(client: GatewayClient, experiment_id: str, *phrases: str) -> float:
+    """Wait until a training job's end is named with all these phrases; returns when."""
+    causes = []
+    async with asyncio.timeout(60):
+        async for line in client.lines(f"/v1/experiments/{experiment_id}/events", headers={}, silence_seconds=30):
+            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+            if event.get("type") == "training_job_ended":
+                causes.append(event["data"]["cause"])
+                if all(phrase in causes[-1] for phrase in phrases):
+                    return time.monotonic()
+    raise AssertionError(causes)
+
+
+async def compare(client: GatewayClient, expected: dict[Any, float], experiment_id: str) -> None:
+    found = await curve_of(client, experiment_id)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+
+
+async def test_two_nodes_are_killed_and_learn_what_one_learns(tmp_path: Path) -> None:
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            alone = await start(client, an_experiment(tmp_path, ranks=2))
+            await until_completed(client, alone)
+            expected = await curve_of(client, alone)
+            spec = an_experiment(tmp_path, ranks=2, nodes=2)
+            several = await start(client, spec)
+            with second_host(fleet, tmp_path / "second") as host:
+                await until_step(client, several, 3)
+                killed = time.monotonic()
+                host.rank().kill()
+                assert await until_said(client, several, "rank 1 of 2 was ended by SIGKILL") - killed < NAMED_SECONDS
+
+                await until_step(client, several, 6)
+                killed = time.monotonic()
+                host.process.kill()
+                host.process.wait()
+                assert await until_said(client, several, "node 2 of 2", "is gone") - killed < NAMED_SECONDS
+                host.start()
+
+                await until_step(client, several, 9)
+                killed = time.monotonic()
+                fleet.kill("services.trainer.worker")
+                assert await until_said(client, several, "rank 0 of 2 was ended by SIGKILL") - killed < NAMED_SECONDS
+                await until_completed(client, several)
+                await compare(client, expected, several)
+                await check_ledger(client, several, spec)

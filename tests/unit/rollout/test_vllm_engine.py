@@ -1,0 +1,105 @@
+"""What the vLLM engine adds to the contract: what its server sees and in which order, and which servers it takes."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.servers.settings import ServerSettings
+from services.rollout.engines.vllm.engine import VllmEngine
+from shared.config.asynchrony import OnWeightUpdate
+from shared.errors import ModelError, WorkerDied
+from tests.contract.engine.fake_vllm import FakeVllm
+from tests.contract.engine.models import save_model
+from tests.contract.engine.requests import a_request
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model("qwen3", path)
+    return path
+
+
+@pytest.fixture
+def server(model: Path) -> FakeVllm:
+    return FakeVllm(model, context_length=128)
+
+
+@pytest.fixture
+def settings(model: Path) -> ServerSettings:
+    return ServerSettings(model, url="http://recorded", context_tokens=128, version=3, probe_seconds=60)
+
+
+@pytest.fixture
+async def engine(server: FakeVllm, settings: ServerSettings) -> AsyncIterator[VllmEngine]:
+    made = VllmEngine(settings, transport=server)
+    await made.start()
+    server.calls.clear()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "clears"),
+    [(OnWeightUpdate.INTERRUPT, "true"), (OnWeightUpdate.DRAIN, "true"), (OnWeightUpdate.CONTINUE, "false")],
+)
+async def test_an_update_is_pause_load_label_resume(
+    engine: VllmEngine, server: FakeVllm, model: Path, mode: OnWeightUpdate, clears: str
+) -> None:
+    await engine.load_weights(model / "model.safetensors", 4, mode)
+
+    assert [path for path, _ in server.calls] == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+    assert server.paused_with == {"mode": "keep", "clear_cache": clears}
+    assert server.label == "4"
+    [completion] = await engine.generate(a_request(max_new_tokens=1))
+    assert completion.versions == ((0, 4),)
+    assert server.calls[-1][1] is not None
+    assert server.calls[-1][1]["cache_salt"] == "4"
+
+
+async def test_an_update_that_the_server_cannot_load_is_the_engines_death(
+    engine: VllmEngine, server: FakeVllm, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_shapes", {})  # As if the server were of another model than the directory.
+
+    with pytest.raises(WorkerDied, match=r"version 4 could not be loaded: .*shape mismatch"):
+        await engine.load_weights(model / "model.safetensors", 4, OnWeightUpdate.INTERRUPT)
+
+    with pytest.raises(WorkerDied):
+        await engine.generate(a_request())
+
+
+async def test_a_running_server_gets_the_initial_weights_and_their_label(engine: VllmEngine, server: FakeVllm) -> None:
+    assert server.label == "3"
+
+
+async def test_tokens_that_others_had_are_not_counted(server: FakeVllm, settings: ServerSettings) -> None:
+    server._num_generated = 1000
+    engine = VllmEngine(settings, transport=server)
+    await engine.start()
+
+    await engine.generate(a_request(max_new_tokens=5))
+
+    assert (await engine.load()).generated_tokens == 5
+    await engine.close()
+
+
+async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks(
+    model: Path, settings: ServerSettings
+) -> None:
+    async def start(server: FakeVllm, *, cuts: bool = False) -> None:
+        await VllmEngine(settings, transport=server, cuts=cuts).start()
+
+    small, closed, wrong = FakeVllm(model, context_length=127), FakeVllm(model), FakeVllm(model)
+    closed.has_scale_out = False
+    wrong.logprobs_mode = "raw_logprobs"
+
+    with pytest.raises(ModelError, match="start it with --max-model-len 128"):
+        await start(small)
+    with pytest.raises(ModelError, match="--enable-scale-out"):
+        await start(closed)
+    with pytest.raises(ModelError, match="--logprobs-mode processed_logprobs"):
+        await start(wrong)
+    with pytest.raises(ModelError, match="--logprobs-mode raw_logprobs"):
+        await start(FakeVllm(model), cuts=True)

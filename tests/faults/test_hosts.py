@@ -121,3 +121,24 @@ async def test_two_nodes_are_killed_and_learn_what_one_learns(tmp_path: Path) ->
                 await until_completed(client, several)
                 await compare(client, expected, several)
                 await check_ledger(client, several, spec)
+
+
+async def test_the_host_that_leads_is_lost_and_the_other_one_leads(tmp_path: Path) -> None:
+    spec = an_experiment(tmp_path, ranks=2, nodes=2)
+    # The rollout does not see the shared memory of the host that leads then.
+    spec["asynchrony"]["publication"] = {"transport": "auto"}
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            experiment = await start(client, spec)
+            with second_host(fleet, tmp_path / "second") as host:
+                await until_step(client, experiment, 3)
+                before = host.rank()
+                killed = time.monotonic()
+                fleet.kill("services.trainer")
+                named = await until_said(client, experiment, "node 1 of 2", "is gone")
+                assert named - killed < NAMED_SECONDS
+                await until_step(client, experiment, 6)
+                assert not before.is_running()
+                assert host.rank().environ()["RANK"] == "0"
+                await until_completed(client, experiment)
+                await check_ledger(client, experiment, spec)

@@ -23,20 +23,20 @@ COMMON: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
-def _made(name: str, **config: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def _made(name: str, **config: Any) -> Callable[..., nn.Module]:
+    def make(**others: Any) -> nn.Module:
         torch.manual_seed(0)
         family = getattr(transformers, f"{name}Config")
         kind = getattr(
             transformers, {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
         )
-        model: nn.Module = kind(family(**config)).eval()
+        model: nn.Module = kind(family(**config | others)).eval()
         return model
 
     return make
 
 
-ARCHITECTURES: Mapping[str, Callable[[], nn.Module]] = {
+ARCHITECTURES: Mapping[str, Callable[..., nn.Module]] = {
     "Llama": _made("Llama", **COMMON),
     "Qwen2": _made("Qwen2", **COMMON),
     "Qwen3": _made("Qwen3", **COMMON, tie_word_embeddings=True),

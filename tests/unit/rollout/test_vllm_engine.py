@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from services.rollout.engines.opening import make_engine, offers
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.vllm.engine import VllmEngine
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import ModelError, WorkerDied
+from shared.errors import InvalidSpec, ModelError, WorkerDied
 from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import save_model
 from tests.contract.engine.requests import a_request
+from tests.unit.gateway.builders import a_spec
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,23 @@ async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks
         await start(wrong)
     with pytest.raises(ModelError, match="--logprobs-mode raw_logprobs"):
         await start(FakeVllm(model), cuts=True)
+
+
+def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> None:
+    def mode_of(**sampling: float) -> str:
+        rollout = {"engine": {"kind": "vllm"}, "sampling": sampling}
+        engine = make_engine(a_spec(rollout=rollout), {"vllm": tmp_path / "python"})
+        assert isinstance(engine, VllmEngine)
+        arguments = engine._dialect.launch(engine._settings, Path("/place"), 100).arguments
+        return arguments[arguments.index("--logprobs-mode") + 1]
+
+    assert mode_of(temperature=0.7) == "processed_logprobs"
+    assert (mode_of(top_k=5), mode_of(top_p=0.9)) == ("raw_logprobs", "raw_logprobs")
+
+
+def test_a_service_says_which_engines_it_can_start() -> None:
+    offered = {offer.kind: offer.can_start for offer in offers({"vllm": Path("/python")})}
+
+    assert offered == {"torch": True, "sglang": False, "vllm": True}
+    with pytest.raises(InvalidSpec, match="needs FLOTILLA_SGLANG_PYTHON"):
+        make_engine(a_spec(rollout={"engine": {"kind": "sglang"}}), {"vllm": Path("/python")})

@@ -13,6 +13,7 @@ import yaml
 
 from services.rollout.engines.sglang import arguments as sglang
 from services.rollout.engines.vllm import arguments as vllm
+from tests.contract.engine.conftest import python_of
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until
 
@@ -28,6 +29,7 @@ RUN_SECONDS = 1500
 
 def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
     """Take the example as it is, but for the engine; vLLM's has wider heads."""
+    python_of(kind)
     text = (EXAMPLE / ("vllm.yaml" if kind == "vllm" else "experiment.yaml")).read_text()
     text = text.replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
     spec: dict[str, Any] = yaml.safe_load(text.replace("prepare.py", str(EXAMPLE / "prepare.py")))

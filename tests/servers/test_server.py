@@ -24,8 +24,7 @@ from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
 from shared.schemas.engine import EngineCapability
 from shared.schemas.trajectory import FinishReason
-from shared.settings import ENGINE_PYTHONS
-from tests.contract.engine.conftest import server_settings, until_running
+from tests.contract.engine.conftest import python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
 from tests.contract.engine.models import make_model, save_image, save_model, scores
 from tests.contract.engine.requests import a_request
@@ -202,7 +201,7 @@ def test_the_fields_that_requests_may_have_are_the_servers(kind: str, records: P
     tests = Path(__file__).parents[1]
     known = json.loads((tests / "goldens" / kind / "requests.json").read_text())
     listing = subprocess.run(
-        [os.environ[ENGINE_PYTHONS[kind]], str(tests / kind / "list_fields.py")],
+        [str(python_of(kind)), str(tests / kind / "list_fields.py")],
         capture_output=True,
         text=True,
         check=True,

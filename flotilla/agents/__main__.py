@@ -14,6 +14,7 @@ from flotilla.agents.episodes import Play, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, write_rows
 from shared.errors import FlotillaError
+from shared.schemas.task import Lane
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rows.add_argument("environment", help="id of an installed environment, or a file with load_environment")
     rows.add_argument("output", type=Path, help="JSON lines")
+    rows.add_argument("--held-out", action="store_true", help="those that it evaluates on, for the evaluation's path")
     playing = [
         kinds.add_parser("openrlhf", help="play with the AgentInstance of a file (OpenRLHF's agent_func_path)"),
         kinds.add_parser("verifiers", help="play an environment of the verifiers package"),
@@ -57,7 +59,9 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         if arguments.kind == "verifiers-rows":
-            print(write_rows(load_environment(arguments.environment, arguments.options), arguments.output), "rows")
+            lane = Lane.EVALUATION if arguments.held_out else Lane.TRAIN
+            environment = load_environment(arguments.environment, arguments.options)
+            print(write_rows(environment, arguments.output, lane), "rows")
             return 0
         token = os.environ.get("FLOTILLA_TOKEN")
         if not token:

@@ -12,6 +12,7 @@ from typing import Any
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from shared.errors import InvalidSpec
+from shared.schemas.task import Lane
 
 ROW = "example_id"
 """Column of an environment's dataset that numbers its rows."""
@@ -39,18 +40,23 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Any:
     return module.load_environment(**options)
 
 
-def rows_of(environment: Any) -> Iterator[dict[str, Any]]:
+def dataset_of(environment: Any, lane: Lane) -> Any:
+    """Return the rows for training, or those that are held out; an environment without any gives the former again."""
+    return environment.get_dataset() if lane is Lane.TRAIN else environment.get_eval_dataset()
+
+
+def rows_of(environment: Any, lane: Lane = Lane.TRAIN) -> Iterator[dict[str, Any]]:
     """Make the experiment's rows of the environment's: prompt, answer and number."""
-    for row in environment.get_dataset():
+    for row in dataset_of(environment, lane):
         prompt = row["prompt"]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
         plain = [{"role": each["role"], "content": str(each["content"])} for each in messages]
         yield {"prompt": plain, "answer": str(row.get("answer", "")), ROW: row[ROW]}
 
 
-def write_rows(environment: Any, path: Path) -> int:
+def write_rows(environment: Any, path: Path, lane: Lane = Lane.TRAIN) -> int:
     """Write them as JSON lines; return how many."""
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows_of(environment)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows_of(environment, lane)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return len(lines)
 
@@ -64,7 +70,7 @@ class VerifiersAgent:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._rows = {row[ROW]: dict(row) for row in environment.get_dataset()}
+        self._rows = {Lane.TRAIN: _numbered(environment, Lane.TRAIN)}
 
     async def __call__(self, episode: Episode) -> Verdict:
         """Play one episode.
@@ -76,7 +82,7 @@ class VerifiersAgent:
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        row = self._rows[episode.task["metadata"][ROW]]
+        row = self.row_of(episode.task)
         async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.key) as client:
             output = await self._environment.run_rollout(
                 row, OpenAIChatCompletionsClient(client), episode.model, sampling_args={}
@@ -85,3 +91,14 @@ class VerifiersAgent:
             raise EpisodeLost(str(output.get("error") or "the rollout has no reward"))
         metrics = {str(name): float(value) for name, value in dict(output.get("metrics") or {}).items()}
         return Verdict(float(output["reward"]), metrics)
+
+    def row_of(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Find the environment's row of a task, among those of its split."""
+        lane = Lane(task["split"])
+        if lane not in self._rows:
+            self._rows[lane] = _numbered(self._environment, lane)
+        return self._rows[lane][task["metadata"][ROW]]
+
+
+def _numbered(environment: Any, lane: Lane) -> dict[Any, dict[str, Any]]:
+    return {row[ROW]: dict(row) for row in dataset_of(environment, lane)}

@@ -1,13 +1,17 @@
 """Agents that were written for other frameworks, played against a gateway and rollouts behind sockets."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
+from flotilla.agents.verifiers import VerifiersAgent, write_rows
 from shared.errors import InvalidSpec
+from shared.schemas.task import Lane
 from shared.schemas.trajectory import FinishReason
 from shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, agent_fleet
@@ -114,3 +118,25 @@ def test_a_file_without_an_agent_is_refused_in_a_sentence(tmp_path: Path, code: 
 
     with pytest.raises(InvalidSpec, match="no class AgentInstance with reset and step"):
         load_agent(tmp_path / "agent.py")
+
+
+class HoldsOut:
+    """What is asked of an environment of verifiers for its rows."""
+
+    def get_dataset(self) -> list[dict[str, Any]]:
+        return [{"example_id": 0, "prompt": "train", "answer": "1"}]
+
+    def get_eval_dataset(self) -> list[dict[str, Any]]:
+        return [{"example_id": 0, "prompt": "held out", "answer": "2"}]
+
+
+def test_held_out_rows_of_verifiers_are_told_from_those_of_training(tmp_path: Path) -> None:
+    environment = HoldsOut()
+    write_rows(environment, tmp_path / "train.jsonl")
+    write_rows(environment, tmp_path / "held_out.jsonl", Lane.EVALUATION)
+    agent = VerifiersAgent(environment)
+
+    for name, split in (("train", "train"), ("held_out", "evaluation")):
+        written = json.loads((tmp_path / f"{name}.jsonl").read_text())
+        row = agent.row_of({"split": split, "metadata": {"example_id": written["example_id"]}})
+        assert (row["answer"], written["prompt"][0]["content"]) == (written["answer"], name.replace("_", " "))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shared import address_policy, checked_transport
 from shared.config.episodes import McpToolsConfig
 from shared.errors import EpisodeFailed, InvalidSpec
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
 SERVER = '''
 import os

@@ -20,7 +20,8 @@ ENGINE = (
     "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
-ROLES = ("actor", "critic", "ref", "reward")
+ROLES = ("critic", "ref", "reward")
+ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}
 WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 
@@ -212,8 +213,18 @@ RUNNING: tuple[Parameter, ...] = (
                context=WANDB, aliases=("--logger.wandb.group",)),
     translated("--use_tensorboard", "tracking.trackers", text, "directory of tensorboard, one folder per experiment",
                example="runs", default=None, aliases=("--logger.tensorboard_dir",)),
-    *unsupported(PLACEMENT, *(f"--{role}{dot}{what}" for role in ROLES for what in ("num_nodes", "num_gpus_per_node")
-                              for dot in "_."), harmless=(1,)),
+    translated("--actor_num_gpus_per_node", ("resources.trainer.devices", "parallelism.ranks"), integer,
+               "GPUs of the trainer on each node, with a training process on each, that share the weights; more than "
+               "64 in all change speed, not what is computed", example=4, default=8, harmless=(1,),
+               context={}, unread=Verdict.UNSUPPORTED, aliases=("--actor.num_gpus_per_node",)),
+    translated("--actor_num_nodes", "parallelism.nodes", integer,
+               "machines that the trainer's processes are on; where the GPUs are silent, or more than 64 in all, this "
+               "changes speed, not what is computed", example=2, default=1, harmless=(1,), context=ON_FOUR_GPUS,
+               unread=Verdict.UNSUPPORTED, aliases=("--actor.num_nodes",)),
+    *unsupported("critic and reference compute on the trainer's devices, a reward model on those of the reward "
+                 "service: this changes speed, not what is computed",
+                 *(f"--{role}{dot}{what}" for role in ROLES for what in ("num_nodes", "num_gpus_per_node")
+                   for dot in "_."), harmless=(1,)),
     translated("--colocate_all_models", "resources.sharing", flag,
                "with --vllm_enable_sleep trainer and engines take turns on the same devices", example=True,
                default=False, context={"--vllm_enable_sleep": True}, unread=Verdict.UNSUPPORTED,
@@ -223,8 +234,15 @@ RUNNING: tuple[Parameter, ...] = (
     *unsupported(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
                  "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm", "--ref_reward_offload",
                  "--ref.offload", "--reward.offload", "--grad_accum_dtype", "--use_ds_universal_ckpt"),
-    *unsupported(SHARDING, "--ds_tensor_parallel_size", "--ds.tensor_parallel_size", "--ring_attn_size",
-                 "--ds.ring_attn_size", "--ring_head_stride", "--ds.ring_attn_head_stride", "--zpg", harmless=(1,)),
+    translated("--ds_tensor_parallel_size", "parallelism.tensor_parallel", count,
+               "ranks that compute a layer together, where it divides the trainer's GPUs, which are ranks",
+               example=2, default=1, harmless=(1,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED,
+               aliases=("--ds.tensor_parallel_size",)),
+    translated("--ring_attn_size", "parallelism.sequence_parallel", count,
+               "ranks that share a sequence (by heads, Ulysses, where OpenRLHF passes parts round a ring), where it "
+               "divides the trainer's GPUs which are ranks", example=2, default=1, harmless=(1,),
+               context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED, aliases=("--ds.ring_attn_size",)),
+    *unsupported(SHARDING, "--ring_head_stride", "--ds.ring_attn_head_stride", "--zpg", harmless=(1,)),
     *ignored("bfloat16 is what --param_dtype is by itself", "--bf16"),
     *ignored("a launcher's own, of the processes that it starts", "--local_rank"),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from flotilla.importers.openrlhf import flags, learning
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
+from flotilla.importers.values import same
 from shared.config.data import PLACE
 
 Fields = dict[str, Any]
@@ -19,6 +20,8 @@ SCHEDULES = {
     "cosine_with_min_lr": ("cosine", 0.1), "cosine": ("cosine", 0.0), "linear": ("linear", 0.0),
     "constant": ("constant", None), "constant_with_warmup": ("constant", None),
 }  # fmt: skip
+MOST_RANKS = 64
+"""Of one job."""
 UNLIMITED = 1e8
 """OpenRLHF's own --max_samples."""
 ATTEMPT_SECONDS, ATTEMPTS = 180.0, 5
@@ -64,11 +67,45 @@ def asynchrony(source: Source) -> Fields:
     }
 
 
+def devices(source: Source) -> Fields:
+    """Make the trainer's devices and what its ranks divide, where the number of GPUs is written."""
+    name, on = "--actor_num_gpus_per_node", "--actor_num_nodes"
+    is_one = on not in source.given or same(source.given[on].value, 1)
+    if name not in source.given or (is_one and same(source.given[name].value, 1)):
+        return {}
+    nodes = 1 if is_one else int(source.required(on))
+    ranks = int(source.required(name)) * nodes
+    if ranks > MOST_RANKS:
+        for each in source.given.keys() & {name, on}:
+            source.put_aside(source.given[each].spelling, f"a job has {MOST_RANKS} training processes at most")
+        return {}
+    fields: Fields = {"resources.trainer.devices": ranks // nodes}
+    if nodes > 1:
+        fields["parallelism.nodes"] = nodes
+    names = {"tensor_parallel": "--ds_tensor_parallel_size", "sequence_parallel": "--ring_attn_size"}
+    for field, flag in names.items():
+        if flag not in source.given or "parallelism.tensor_parallel" in fields:
+            continue
+        size = int(source.required(flag))
+        if size > 1 and (ranks % size or (field == "tensor_parallel" and source.value("--lora_rank"))):
+            why = (
+                "adapters are on layers that it divides" if not ranks % size else f"it does not divide the {ranks} GPUs"
+            )
+            source.put_aside(source.given[flag].spelling, why)
+        elif size > 1:
+            fields[f"parallelism.{field}"] = size
+    return fields
+
+
 def sharing(source: Source) -> Fields:
     """Make turns on the same devices, where engines sleep that are placed with the trainer."""
     both = ("--colocate_all_models", "--vllm_enable_sleep")
     # Agents ask engines at any time; one flag without the other is read by nobody.
     if source.value("--agent_func_path") is not None or not all(name in source.given for name in both):
+        return {}
+    on = source.given.get("--actor_num_nodes")
+    if on is not None and not same(on.value, 1):
+        source.put_aside(source.given[both[0]].spelling, "turns on the same devices are for one machine")
         return {}
     return {"resources.sharing": "time"} if all(source.value(name) for name in both) else {}
 
@@ -324,7 +361,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, critic, average, data, batches, asynchrony, sharing, publication, schedule, lengths,
+        model, critic, average, data, batches, asynchrony, devices, sharing, publication, schedule, lengths,
         learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

@@ -12,11 +12,14 @@ from flotilla.importers.source import Given
 
 MODULE: Final = "python"
 """How the report calls the program that a script starts."""
+OTHER: Final = "the fleet trains {}, and ROLL's file of it is not read here: write the spec (docs/jobs.md)"
 PIPELINES: Mapping[str, str | None] = {
     "rlvr": None, "agentic": None,
     "rlvr_vl": "there are no images, only text", "reward_fl": "there are no images, only text",
-    "dpo": "the fleet trains by reinforcement only", "sft": "the fleet trains by reinforcement only",
-    "distill": "the fleet trains by reinforcement only", "distill_vl": "the fleet trains by reinforcement only",
+    "dpo": OTHER.format("pairs of answers by job.kind preference"),
+    "sft": OTHER.format("written answers by job.kind sft"),
+    "distill": OTHER.format("the policy's own answers by a teacher, with algorithm.distillation"),
+    "distill_vl": "there are no images, only text",
     "agentic_rollout": "answers without training are no experiment",
 }  # fmt: skip
 """Pipelines of ROLL, and why one is not read; None where it is."""

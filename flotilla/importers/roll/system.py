@@ -14,12 +14,13 @@ from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.roll import environments, launch, learning, rows
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
+from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
-from flotilla.importers.values import number, same, wrong
+from flotilla.importers.values import number, same
 from shared.config.data import PLACE, is_data_file
 
 Fields = dict[str, Any]
@@ -28,7 +29,6 @@ BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoff
 OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 GRADERS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
@@ -74,37 +74,11 @@ REWARD_ROWS: tuple[Parameter, ...] = (
 )
 
 
-def devices(source: Source) -> int:
-    """Count the devices that hold a share of the batch.
-
-    Raises:
-        InvalidSpec: the mapping is no list of devices.
-    """
-    name = f"{TRAIN}.device_mapping"
-    written = source.value(name)
-    if written is None:
-        total = 1
-    elif isinstance(written, list):
-        total = len(written)
-    else:
-        spans = RANGE.findall(str(written))
-        rest = RANGE.sub("", str(written)).replace("+", "").strip()
-        if not spans or rest:
-            raise wrong(name, written, "of the form list(range(0,8)), or a list of devices")
-        total = sum(max(int(end) - int(start), 0) for start, end in spans)
-    config = f"{TRAIN}.{rows.CONFIG}"
-    split = math.prod(
-        source.required(f"{config}.{kind}_size")
-        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-    )
-    return max(int(total // split), 1)
-
-
 def _groups_per_update(source: Source) -> int:
     samples = (
         source.required(f"{TRAIN}.training_args.per_device_train_batch_size")
         * source.required(f"{TRAIN}.training_args.gradient_accumulation_steps")
-        * devices(source)
+        * shares_of_the_batch(source)
     )
     size = environments.group_size(source)
     if samples % size:
@@ -360,7 +334,7 @@ ROLL: System = make_system(
         learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
-        data, batches, run, adapters, lengths, learning.advantage, learning.policy_loss, learning.kl,
+        data, batches, placement, run, adapters, lengths, learning.advantage, learning.policy_loss, learning.kl,
         learning.normalisation, learning.masks, rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,

@@ -96,7 +96,7 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
                context={f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}),
     translated(f"{ACTOR}.ulysses_sequence_parallel_size",
                ("optimisation.micro_batch_tokens", "parallelism.sequence_parallel"), count,
-               "ranks that share a sequence, where those GPUs are ranks (trainer.device is cuda); it multiplies verl's "
+               "ranks that share a sequence, where the GPUs of the trainer are ranks; it multiplies verl's "
                "token budget", example=2, default=1, harmless=(1,), unread=Verdict.UNSUPPORTED,
                context={**DYNAMIC, "trainer.device": "cuda", "trainer.n_gpus_per_node": 4}),
     applied(f"{ACTOR}.grad_clip", "optimisation.max_grad_norm", number, "bound of the gradient's norm",
@@ -167,15 +167,15 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
                "AdamW's moments, where trainer.device is cuda; param_offload takes them along", example=True,
                default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
     translated(f"{ACTOR}.fsdp_config.fsdp_size", "parallelism.replicas", integer,
-               "GPUs that a copy of the weights is divided among, where those of the trainer are ranks (trainer.device "
-               "is cuda): with fewer than these there are several copies (HSDP)",
+               "GPUs that a copy of the weights is divided among, where those of the trainer are ranks: "
+               "with fewer than these there are several copies (HSDP)",
                example=2, default=-1, harmless=(1, -1),
                context={"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
     translated(f"{ACTOR}.megatron.tensor_model_parallel_size", "parallelism.tensor_parallel", count,
-               "ranks that compute a layer together, where it divides the trainer's GPUs and these are ranks (cuda)",
+               "ranks that compute a layer together, where it divides the trainer's GPUs, which are ranks",
                example=2, default=1, harmless=(1,), unread=Verdict.UNSUPPORTED, context=ON_FOUR_GPUS),
     translated(f"{ACTOR}.megatron.expert_model_parallel_size", "parallelism.expert_parallel", count,
-               "ranks that divide the experts, where the trainer's GPUs are ranks (trainer.device is cuda) that it "
+               "ranks that divide the experts, where the trainer's GPUs are ranks that it "
                "divides, as a multiple of tensor_model_parallel_size", example=2, default=1, harmless=(1,),
                unread=Verdict.UNSUPPORTED, context=ON_FOUR_GPUS),
     refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "

@@ -2,35 +2,58 @@
 
 from typing import Any
 
-from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Source
+from flotilla.importers.values import same
 from flotilla.importers.verl.actor import ACTOR
 
 Fields = dict[str, Any]
 
+MOST_RANKS = 64
+"""Of one job."""
+
 
 def ranks_of(source: Source) -> Fields:
-    """Make the training processes, one for each GPU of the trainer's machine, where their number is written."""
-    if not source.has("trainer.n_gpus_per_node") or source.value("trainer.nnodes") not in {None, UNSET, 1}:
+    """Make the trainer's devices, with a training process on each, where their number is written."""
+    ranks, nodes = _counted(source)
+    if ranks > MOST_RANKS:
+        for name in source.given.keys() & {"trainer.n_gpus_per_node", "trainer.nnodes"}:
+            source.put_aside(source.given[name].spelling, f"a job has {MOST_RANKS} training processes at most")
+    if not 1 < ranks <= MOST_RANKS:
         return {}
-    ranks = int(source.required("trainer.n_gpus_per_node"))
-    if ranks == 1:
-        return {}
-    fields: Fields = {"parallelism.device": "cuda", "parallelism.ranks": ranks}
+    fields: Fields = {"resources.trainer.devices": ranks // nodes}
+    if nodes > 1:
+        fields["parallelism.nodes"] = nodes
+    is_written = source.has("trainer.device")
+    if is_written:
+        fields["parallelism.device"] = "cuda"
     size = source.value(f"{ACTOR}.fsdp_config.fsdp_size")
     split = int(source.required(f"{ACTOR}.ulysses_sequence_parallel_size"))
-    if split > 1 and ranks % split:
+    if split > 1 and ranks % split and is_written:
         source.refuse(f"{ACTOR}.ulysses_sequence_parallel_size", f"it does not divide the {ranks} GPUs")
-    elif split > 1:
+    elif split > 1 and not ranks % split:
         return fields | {"parallelism.sequence_parallel": split}
     if divided := _divided(source, ranks):
         return fields | divided
     if isinstance(size, int) and 1 < size < ranks:
         if ranks % size:
-            source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", f"it does not divide the {ranks} GPUs")
+            why = f"it does not divide the {ranks} GPUs"
+            if is_written:
+                source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", why)
+            else:
+                source.put_aside(source.given[f"{ACTOR}.fsdp_config.fsdp_size"].spelling, why)
         else:
             fields["parallelism.replicas"] = ranks // size
     return fields
+
+
+def _counted(source: Source) -> tuple[int, int]:
+    """Return the GPUs of all nodes, and the nodes; no GPU where their number is not written, or asks for nothing."""
+    gpus, nodes = (source.given.get(f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes"))
+    is_one = nodes is None or nodes.value is None or same(nodes.value, 1)
+    if gpus is None or (is_one and same(gpus.value, 1)):
+        return 0, 1
+    count = 1 if is_one else int(source.required("trainer.nnodes"))
+    return int(source.required("trainer.n_gpus_per_node")) * count, count
 
 
 def _divided(source: Source, ranks: int) -> Fields:

@@ -253,11 +253,16 @@ def placement(source: Source) -> Fields:
         device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
         if device is not None:
             fields |= {"parallelism.device": device, "rollout.engine.device": device}
-        if device == "cuda:0":
-            fields |= ranks_of(source)
+    if not source.has("trainer.device") or fields.get("parallelism.device") == "cuda:0":
+        fields |= ranks_of(source)
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
-    if not has_engines and source.has("actor_rollout_ref.hybrid_engine"):
-        fields["resources.sharing"] = "time" if source.value("actor_rollout_ref.hybrid_engine") else "none"
+    hybrid = "actor_rollout_ref.hybrid_engine"
+    takes_turns = not source.has("trainer.device") and "resources.trainer.devices" in fields
+    if fields.get("parallelism.nodes", 1) > 1:
+        if not has_engines and hybrid in source.given:
+            source.put_aside(source.given[hybrid].spelling, "turns on the same devices are for one machine")
+    elif not has_engines and (source.has(hybrid) or takes_turns):
+        fields["resources.sharing"] = "time" if source.value(hybrid) else "none"
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)

@@ -10,8 +10,8 @@ ASYNC = "async_training"
 ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
 DEVICES = (
-    "the trainer's ranks are on one machine, as many as parallelism.ranks says; batch sizes are global: this changes "
-    "speed, not what is computed"
+    "the trainer's ranks are on one machine, as many as resources.trainer.devices says; batch sizes are global: this "
+    "changes speed, not what is computed"
 )
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
@@ -36,7 +36,7 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     applied("trainer.critic_warmup", "algorithm.value_loss.warmup_steps", integer, "steps of the critic alone",
             example=5, default=0, context={"algorithm.adv_estimator": "gae"}),
     translated("trainer.device", ("parallelism.device", "rollout.engine.device"), text,
-               "cuda is cuda:0, npu is refused; where it is silent, our own default: where to run is not what to run",
+               "cuda is cuda:0, npu is refused; where it is silent, our own default: GPUs where there are some",
                example="cuda"),
     translated("trainer.logger", "tracking.trackers", texts,
                "wandb, mlflow, tensorboard; file is jsonl, console is flotilla watch; where it is silent, none is fed",
@@ -115,11 +115,14 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
              "rollout.total_epochs"),
     *ignored("no trainer of verl reads it, though its file has it: they read actor_rollout_ref.rollout.n",
              "rollout.n"),
-    *unsupported(DEVICES, "trainer.nnodes", default=1),
-    translated("trainer.n_gpus_per_node", "parallelism.ranks", count,
-               "where trainer.device is cuda and there is one node: training processes that share the weights, one for "
-               "each GPU; else where to run is not what to run", example=4, default=1, harmless=(1,),
-               context={"trainer.device": "cuda"}, unread=Verdict.UNSUPPORTED),
+    translated("trainer.nnodes", "parallelism.nodes", count,
+               "machines that the trainer's processes are on, up to 64 processes in all; where trainer.device is cpu, "
+               "or n_gpus_per_node is silent, where to run is not what to run", example=2, default=1, harmless=(1,),
+               context={"trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
+    translated("trainer.n_gpus_per_node", ("resources.trainer.devices", "parallelism.ranks"), count,
+               "GPUs of the trainer on each node, with a training process on each, that share the weights; "
+               "where trainer.device is cpu, where to run is not what to run", example=4,
+               default=1, harmless=(1,), unread=Verdict.UNSUPPORTED),
     translated(f"{ASYNC}.checkpoint_engine.device_buffer_size_M", "asynchrony.publication.slice_megabytes", integer,
                "size of one broadcast, at most 64: larger ones gain nothing", example=16, context=FULLY_ASYNC),
     translated(f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes", "asynchrony.publication.slice_megabytes", integer,

@@ -40,6 +40,7 @@ SMALL = (
     "evaluation=null",
     f"checkpoint.every_steps={STEPS}",
     "parallelism={device: cpu}",
+    "resources={}",
     "rollout.engine.device=cpu",
     "tracking.trackers=[{kind: jsonl}]",
 )

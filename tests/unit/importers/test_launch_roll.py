@@ -40,8 +40,8 @@ def test_the_file_of_a_pipeline_is_read(command: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
-        ("dpo", "reinforcement only"),
-        ("sft", "reinforcement only"),
+        ("dpo", "job.kind preference"),
+        ("sft", "job.kind sft"),
         ("rlvr_vl", "no images"),
         ("mine", "that this importer"),
     ],

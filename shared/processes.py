@@ -76,6 +76,15 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
+def group_lives(group: int) -> bool:
+    """Tell whether a process of a group has not ended; those that nobody reaps have."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.getpgid(process.pid) == group and _lives(process):
+                return True
+    return False
+
+
 def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.SIGTERM) -> None:
     """Ask the kernel to signal this process when its parent ends.
 

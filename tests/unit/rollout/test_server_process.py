@@ -72,6 +72,19 @@ async def test_a_server_that_does_not_end_is_killed_with_its_children(tmp_path: 
     await asyncio.to_thread(child.wait, 10)
 
 
+async def test_children_may_tidy_up_after_the_first_process_has_ended(tmp_path: Path) -> None:
+    tidies = "trap 'sleep 0.3; touch tidy; exit' TERM; touch ready; while :; do sleep 0.05; done"
+    server = a_server(tmp_path, f'sh -c "{tidies}" & trap "exit 0" TERM; while :; do wait; done')
+    await server.start()
+    async with asyncio.timeout(10):
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.01)
+
+    await server.close(10.0)
+
+    assert (tmp_path / "tidy").exists()
+
+
 async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> None:
     server = a_server(tmp_path, "head -c 3000000 /dev/zero | tr '\\0' 'x'; echo; echo last; exit 3")
     await server.start()

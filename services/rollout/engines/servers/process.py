@@ -16,13 +16,14 @@ from pathlib import Path
 
 from services.rollout.engines.servers.dialect import Launch
 from shared.errors import InvalidSpec, WorkerDied
-from shared.processes import reap, tie_to_parent
+from shared.processes import group_lives, reap, tie_to_parent
 
 log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 MAX_LINE = 400
 CHUNK_BYTES = 1 << 16
+GROUP_POLL_SECONDS = 0.1
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
 
@@ -106,12 +107,20 @@ class ServerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await process.wait()
+                # What its children tidy up, such as shared memory, nobody else would.
+                await self._until_group_ends(process.pid)
         # Also when the first process has ended: a child that stays would keep its memory and its device.
         self._signal(signal.SIGKILL)
         await reap(process)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
+
+    async def _until_group_ends(self, group: int) -> None:
+        while True:
+            if not await asyncio.to_thread(group_lives, group):
+                return
+            await asyncio.sleep(GROUP_POLL_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None

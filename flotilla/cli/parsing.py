@@ -117,7 +117,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def add_fleet(parser: argparse.ArgumentParser, port: int) -> None:
     """Add what a local fleet consists of."""
     parser.add_argument("--rollouts", type=at_least_one, help="rollout services")
-    parser.add_argument("--trainers", type=at_least_one, help="trainer services: one for each experiment at a time")
+    parser.add_argument("--trainers", type=at_least_one, help="trainers: parallelism.nodes per experiment at a time")
     parser.add_argument("--rewards", type=at_least_one, help="reward services")
     parser.add_argument("--sandboxes", type=at_least_one, help="sandbox services")
     parser.add_argument("--port", type=int, default=port, help="port of the gateway, 0 for any free one (%(default)s)")

@@ -1,10 +1,12 @@
 """Compare the sandbox's throughput with one plain bwrap call per program, in turns within one run.
 
-    python -m benchmarks.sandbox [--levels A,B,C] [--seconds 5] [--program 'print(1)']
+    python -m benchmarks.sandbox [--levels A,B,C] [--seconds 5] [--program 'print(1)'] [--floor]
 
 At each level and number of programs at a time, rounds of both alternate, so that whatever else the machine does weighs
 on both. bwrap is called with the same namespaces and the same interpreter and flags, without filter, Landlock, limits
-or control group. The ratio is the result; programs per second are this machine's.
+or control group. The ratio is the result; programs per second are this machine's. ``--floor`` measures in place of the
+sandbox what a run of level A or B cannot do without: a warm interpreter forks into the namespaces of a run, makes its
+file systems, and forks once more; there are no messages, limits, filters, control groups and programs.
 """
 
 import argparse
@@ -12,12 +14,18 @@ import asyncio
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from pydantic import SecretStr
 
 from services.sandbox.executor import Executor, Program
+from services.sandbox.guard import namespaces
+from services.sandbox.install import compile_guard, install_guard
+from services.sandbox.isolation import Place
+from services.sandbox.isolation import bwrap_command as isolated_command
 from services.sandbox.languages import find_languages, find_python, python_command
 from services.sandbox.routes.run_code import make_program
 from services.sandbox.settings import SandboxSettings
@@ -27,6 +35,7 @@ from shared.schemas.sandbox import IsolationLevel, RunCodeRequest
 
 WANTED_RATIO = 3.0
 ROUNDS = 4
+USUAL = SandboxSettings(token=SecretStr("x" * 32)).concurrency
 
 
 def bwrap_command(python: str, program: str) -> list[str]:
@@ -106,20 +115,76 @@ async def compare(level: IsolationLevel, at_a_time: int, source: str, seconds: f
     return statistics.median(ours), statistics.median(plain)
 
 
+FLOOR = """
+import os, sys, time
+from services.sandbox.guard import namespaces
+from services.sandbox.limits import Limits
+
+def wait_for(pid):
+    if os.waitpid(pid, 0)[1]:
+        sys.exit("a fork failed")
+
+namespaces.prepare()
+end, forks = time.monotonic() + float(sys.argv[1]), 0
+while time.monotonic() < end:
+    guard = namespaces.fork()
+    if guard == 0:
+        namespaces.furnish(Limits())
+        program = os.fork()
+        if program == 0:
+            os._exit(0)
+        wait_for(program)
+        os._exit(0)
+    wait_for(guard)
+    forks += 1
+print(forks)
+"""
+
+
+async def forks_per_second(place: Place, at_a_time: int, seconds: float) -> float:
+    """Measure forks without anything else; see ``--floor``."""
+
+    async def lane() -> int:
+        process = await asyncio.create_subprocess_exec(
+            *isolated_command(place),
+            *python_command(place.python)[:-1],
+            *("-c", FLOOR, str(seconds)),
+            stdout=asyncio.subprocess.PIPE,
+            env={"PYTHONPATH": namespaces.CODE},
+        )
+        stdout, _ = await process.communicate()
+        return int(stdout)
+
+    return sum(await asyncio.gather(*[lane() for _ in range(at_a_time)])) / seconds
+
+
+async def measure_floor(place: Place, source: str, seconds: float) -> None:
+    """Print a line per number at a time."""
+    await compile_guard(place)
+    command = bwrap_command(place.python, source)
+    print("at a time | forks/s | one bwrap each/s | ratio")
+    for at_a_time in (1, USUAL):
+        forks, plain = [], []
+        for _ in range(ROUNDS):
+            plain.append(await programs_per_second(lambda: call_bwrap(command), at_a_time, seconds / ROUNDS))
+            forks.append(await forks_per_second(place, at_a_time, seconds / ROUNDS))
+        floor, one_each = statistics.median(forks), statistics.median(plain)
+        print(f"{at_a_time:9} | {floor:7.1f} | {one_each:16.1f} | {floor / one_each:5.2f}", flush=True)
+
+
 async def measure(levels: list[IsolationLevel], source: str, seconds: float) -> bool:
     """Print a line per level and number at a time; True if every ratio at the usual number is as wanted."""
-    usual = SandboxSettings(token=SecretStr("x" * 32)).concurrency
     is_enough = True
     print("level | at a time | sandbox/s | one bwrap each/s | ratio")
     for level in levels:
-        for at_a_time in (1, usual):
+        for at_a_time in (1, USUAL):
             try:
                 ours, plain = await compare(level, at_a_time, source, seconds)
             except Unavailable as error:
                 print(f"{level.value:5} | {at_a_time:9} | not available here: {error.detail}")
                 continue
             print(f"{level.value:5} | {at_a_time:9} | {ours:9.1f} | {plain:16.1f} | {ours / plain:5.2f}", flush=True)
-            is_enough = is_enough and (at_a_time != usual or ours >= WANTED_RATIO * plain)
+            is_enough = is_enough and (at_a_time != USUAL or ours >= WANTED_RATIO * plain)
     return is_enough
 
 
@@ -129,10 +194,18 @@ def main() -> int:
     parser.add_argument("--levels", default="A,B,C")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each cell of the table")
     parser.add_argument("--program", default="print(1)")
+    parser.add_argument("--floor", action="store_true", help="measure what no run can do without")
     arguments = parser.parse_args()
     if shutil.which("bwrap") is None:
         print("bwrap is not installed: there is nothing to compare with", file=sys.stderr)
         return 2
+    if arguments.floor:
+        with tempfile.TemporaryDirectory() as name:
+            code = Path(name, "code")
+            code.parent.chmod(0o755)
+            install_guard(code)
+            asyncio.run(measure_floor(Place(find_python(None), str(code)), arguments.program, arguments.seconds))
+        return 0
     assert "python" in find_languages(find_python(None))
     levels = [IsolationLevel(name) for name in arguments.levels.split(",")]
     return 0 if asyncio.run(measure(levels, arguments.program, arguments.seconds)) else 1

@@ -15,7 +15,6 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -24,10 +23,12 @@ from typing import NamedTuple, NoReturn
 
 from services.sandbox.guard import kernel, landlock, main, namespaces, seccomp
 from services.sandbox.guard.job import DONE, JOINED, KILL_NAMESPACE, KILL_UID, READY, Orders
-from services.sandbox.guard.process import IsProgram
+from services.sandbox.guard.process import MACHINE, IsProgram
 
 MESSAGE_BYTES = 65536
 MOST_GROUPS = 8
+_LEFT: "list[IsProgram]" = []
+"""Keeps the frames that a program has left: taking them apart would cost more than it frees."""
 
 
 def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
@@ -56,6 +57,7 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
             _forget(set(paths), known)
             _run_all(control, orders)
     except IsProgram as program:
+        _LEFT.append(program)
         return program.is_session
     os._exit(0)
 
@@ -184,8 +186,8 @@ def _warm_up() -> None:
     os.chdir("/")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for denies_metadata in (False, True):
-        if platform.machine() in seccomp.ARCHITECTURES:
-            seccomp.filter_for(platform.machine(), denies_metadata)
+        if MACHINE in seccomp.ARCHITECTURES:
+            seccomp.filter_for(MACHINE, denies_metadata)
     landlock.version()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # should a guard be killed, its programs are found below the server

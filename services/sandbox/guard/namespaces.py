@@ -6,7 +6,6 @@ capability means nothing any more.
 """
 
 import os
-import platform
 
 from services.sandbox.guard import kernel
 from services.sandbox.guard.seccomp import ARCHITECTURES, CLONE
@@ -44,7 +43,7 @@ def fork() -> int:
     Raises:
         OSError: the kernel refused.
     """
-    return kernel.fork(CLONE[list(ARCHITECTURES).index(platform.machine())], OF_A_RUN)
+    return kernel.fork(CLONE[list(ARCHITECTURES).index(os.uname().machine)], OF_A_RUN)
 
 
 def furnish(limits: Limits) -> int:

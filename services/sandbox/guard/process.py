@@ -9,7 +9,6 @@ that interpreter already, stopped just before it opens ``main.py``, and goes on.
 
 import binascii
 import os
-import platform
 import select
 import signal
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.sandbox.guard import kernel, landlock, seccomp
 from services.sandbox.guard.job import (
@@ -43,7 +41,7 @@ OWN_PROCESSES = 5
 """The isolation's own processes, which count for the uid too."""
 NICENESS = 10
 MOST_DESCRIPTORS = 1 << 20
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 STANDARD = ("stdin", "stdout", "stderr")
 
 
@@ -182,7 +180,7 @@ def start(phase: Phase, job: Job, surroundings: Surroundings, further: "tuple[in
 
 def _not_started(phase: Phase, job: Job) -> str:
     """Tell whose fault it is: what lies in the working directory was made by the program, and has to be there."""
-    return OVER_LIMIT if Path(phase.argv[0]).is_relative_to(job.directory) else NOT_STARTED
+    return OVER_LIMIT if phase.argv[0].startswith(f"{job.directory}/") else NOT_STARTED
 
 
 def _become(phase: Phase, job: Job, streams: "Sequence[int]", failure: int) -> None:
@@ -244,10 +242,10 @@ def _confine(phase: Phase, job: Job, *, processes: int) -> None:
 def _processes_of_uid() -> "list[int]":
     """List the threads of this uid: where it is shared, RLIMIT_NPROC counts them all."""
     found = []
-    for entry in Path("/proc").iterdir():
+    for name in os.listdir("/proc"):  # noqa: PTH208
         with suppress(OSError):
-            if entry.name.isdigit() and entry.lstat().st_uid == os.getuid():
-                found += [int(thread.name) for thread in (entry / "task").iterdir()]
+            if name.isdigit() and os.lstat(f"/proc/{name}").st_uid == os.getuid():
+                found += [int(thread) for thread in os.listdir(f"/proc/{name}/task")]  # noqa: PTH208
     return found
 
 

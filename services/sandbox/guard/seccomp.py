@@ -109,7 +109,7 @@ def build_filter(machine: str, *, denies_metadata: bool) -> list[Instruction]:
     """Make the filter for an architecture.
 
     Args:
-        machine: as ``platform.machine()`` calls it.
+        machine: as ``os.uname()`` calls it.
         denies_metadata: also deny changes of a file's mode, owner, times and attributes, where the program runs under
             the uid of other files.
 

@@ -40,7 +40,7 @@ class ProcessStatus:
 
 
 def read(path: str) -> bytes:
-    """Read a file of /proc, which pathlib would take many pages of memory for, each copied in a fork.
+    """Read a file of /proc.
 
     Raises:
         OSError: it cannot be read.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.sandbox.guard.job import Cell
+from services.sandbox.guard.session_main import ENDS
 from services.sandbox.routes.run_code import make_response
 from services.sandbox.sessions import Session, SessionBusy, SessionEnded
 from services.sandbox.state import SandboxState
@@ -195,8 +196,12 @@ async def test_no_attack_succeeds_from_a_session(level: str) -> None:
     async with a_sandbox(level, queue_seconds=60.0) as state:
         for name in sorted(PROGRAMS.keys() - SLOW):
             session = await opened(state)
-            answer, _ = await run(state, session, PROGRAMS[name], 8)
+            answer, is_alive = await run(state, session, PROGRAMS[name], 8)
             output = (answer.run_result.stdout or "") if answer.run_result else ""
+            if name == "forgery: an answer on every descriptor":
+                # There a session says itself that its cell has ended: a lie costs it the session.
+                assert answer.status is RunStatus.FAILED and not is_alive, answer
+                output = output.replace(f"BREACH {ENDS} ", "stopped ")
             if answer.status is RunStatus.SANDBOX_ERROR or "BREACH" in output or not (output or answer.message):
                 found[name] = answer.model_dump_json()
             await state.sessions.end(session)

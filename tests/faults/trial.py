@@ -252,7 +252,8 @@ def joining(data: Path, log: Path, *options: str, **environment: str) -> Iterato
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         for each in family:
-            each.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was found
+                each.kill()
         process.kill()
         process.wait()
 

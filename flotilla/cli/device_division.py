@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shared.config.device_rules import DeviceNeed, devices_of_engine, ranks_of_a_node, rollout_need, trainer_need
 from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec
 
 Labels = tuple[str, ...]
 
@@ -59,6 +60,25 @@ def wishes_of(spec: ExperimentSpec) -> Wishes:
         rollouts=_wish(rollout_need(spec), devices_of_engine(spec)),
         are_shared=spec.shares_devices,
     )
+
+
+def check_devices(spec: ExperimentSpec, num_devices: int) -> None:
+    """Refuse what no service that is started on this machine could have: it would be waited for without an end.
+
+    Args:
+        spec: of the experiment.
+        num_devices: GPUs of this machine that its services may have.
+
+    Raises:
+        InvalidSpec: a service needs more.
+    """
+    for name, need in (("trainer", trainer_need(spec)), ("rollouts", rollout_need(spec))):
+        if need.count > num_devices:
+            raise InvalidSpec(
+                f"resources.{name}.devices: {need.count} GPUs are asked for, and this machine has {num_devices} for "
+                "the fleet; to use what is there: --set resources.trainer.devices=auto "
+                "--set resources.rollouts.devices=auto --set parallelism={} --set resources.sharing=none"
+            )
 
 
 def divide(labels: Labels, wishes: Wishes, *, num_trainers: int, num_rollouts: int) -> Division:

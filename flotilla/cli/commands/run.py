@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
-from flotilla.cli.device_division import wishes_of
+from flotilla.cli.device_division import check_devices, wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.output import new_console, short_path
@@ -24,6 +24,7 @@ from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from flotilla.packages import check_engine, check_packages
 from shared.client import GatewayClient
+from shared.devices import machine_devices, own_devices
 from shared.errors import Unavailable
 from shared.places import grant_code
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -60,6 +61,7 @@ async def run(arguments: argparse.Namespace) -> int:
 async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
     """Prepare, start a fleet, run the experiment on it to its end, and show what came of it; return the exit code."""
     console, started = new_console(), time.monotonic()
+    check_devices(launch.spec, len(own_devices(await asyncio.to_thread(machine_devices), os.environ)))
     if not (arguments.go_on and directory.holds_run):
         await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
     # Before the fleet starts: all of it is on this machine, and finds the model in the cache.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flotilla.cli.device_division import Division, Wish, Wishes, divide, wishes_of
+from flotilla.cli.device_division import Division, Wish, Wishes, check_devices, divide, wishes_of
+from shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 FOUR = ("0", "1", "2", "3")
@@ -68,3 +69,16 @@ def test_a_run_divides_them_as_its_spec_needs_them() -> None:
     numbered = wishes_of(a_spec(parallelism={"device": "cuda:1"}))
     assert numbered.why_whole == "the spec names them by number (cuda:1 and auto)"
     assert divide(FOUR, numbered, num_trainers=1, num_rollouts=1).trainers is None
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollouts"])
+def test_what_no_service_of_this_machine_could_have_is_refused(name: str) -> None:
+    spec = a_spec(resources={name: {"devices": 1}})
+    check_devices(spec, 1)
+
+    with pytest.raises(InvalidSpec, match=rf"resources.{name}.devices: 1 GPUs are asked for, and this machine has 0"):
+        check_devices(spec, 0)
+
+
+def test_a_spec_that_asks_for_no_devices_runs_where_there_are_none() -> None:
+    check_devices(a_spec(), 0)

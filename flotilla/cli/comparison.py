@@ -30,6 +30,9 @@ USUAL = (
 )
 """The series that are compared unless others are named."""
 ABSENT = "-"
+AUTO = "auto"
+DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype"})
+"""What is decided by an experiment's first services where its spec says auto (``shared/config/device_rules.py``)."""
 
 
 def common_step(several: Sequence[Points], at_most: int | None) -> int | None:
@@ -104,12 +107,23 @@ def compare_specs(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
         One entry per setting, by path: ``path`` and ``values`` in the order of the experiments; what a spec does not
-        have at all is ``"-"``, what is not set is None.
+        have at all is ``"-"``, what is not set is None. What one of them leaves open that is decided when it gets its
+        first services (``auto``) is no difference to what was decided for another.
     """
     several = [dict(_leaves(spec)) for spec in specs]
     paths = dict.fromkeys(path for leaves in several for path in leaves)
     rows = [{"path": path, "values": [leaves.get(path, ABSENT) for leaves in several]} for path in paths]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+    return [row for row in rows if len(_said(str(row["path"]), list(row["values"]))) > 1]
+
+
+def _said(path: str, values: Sequence[Any]) -> list[Any]:
+    """List the different values; not what is still to be decided."""
+    is_decided = path in DECIDED and any(value != AUTO for value in values)
+    found: list[Any] = []
+    for value in values:
+        if value not in found and not (is_decided and value == AUTO):
+            found.append(value)
+    return found
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

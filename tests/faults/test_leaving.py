@@ -4,17 +4,18 @@ import asyncio
 import signal
 import subprocess
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flotilla.connection import is_running
+from shared.schemas.service import ServiceView
 from tests.faults.test_kill import until_step, watch_balance
 from tests.faults.trial import (
-    ENGINE,
     PATIENCE_SECONDS,
-    SLOW_ENGINE,
     Trial,
     check_what_was_trained,
     joining,
@@ -27,24 +28,31 @@ from tests.fleet import FLOTILLA, ROOT, make_experiment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NOTICE_SECONDS = 6.0
-UNHURRIED_ENGINE = "engine.step slow in=engine seconds=0.04"
-"""An answer takes 24 s: it is not finished while tokens of it are awaited and the command that drains starts."""
+UNHURRIED = "unhurried"
+FAULTS = ("engine.step slow in=engine seconds=0.04", f"engine.step slow in=engine seconds=0.3 while={UNHURRIED}")
+"""An answer takes 4 s, so that engines that load meanwhile get their share of few cores; half a minute while somebody
+leaves: it is not finished while tokens of it are awaited."""
 
 
 async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
-    data = tmp_path / "fleet"
+    data, marks = tmp_path / "fleet", tmp_path / "marks"
+    faults = "; ".join([f"marks={marks}", *FAULTS])
     balanced: list[bool] = []
-    with two_rollouts(data, UNHURRIED_ENGINE) as fleet:
+    with two_rollouts(data, faults) as fleet:
         async with fleet.client() as client:
             trial = await Trial.start(fleet, client, long_completions(tmp_path))
             watching = asyncio.create_task(watch_balance(client, trial.id, balanced))
             options = ("--notice", str(NOTICE_SECONDS))
-            with joining(data, tmp_path / "slow.log", *options, FLOTILLA_FAULTS=SLOW_ENGINE) as slow:
+            with joining(data, tmp_path / "first.log", *options, FLOTILLA_FAULTS=faults) as first:
                 await trial.until_served_by(3)
-                await is_drained(trial, slow.pid)
-                await ends_at_first_sigterm(trial, slow)
-            with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=ENGINE) as second:
-                await ends_at_second_sigterm(trial, second)
+                own = min(set(await trial.rollouts()) - {first.pid})
+                async with amid_answers(trial, own, marks / UNHURRIED) as view:
+                    await is_drained(trial, view)
+                async with amid_answers(trial, first.pid, marks / UNHURRIED) as view:
+                    await ends_at_first_sigterm(trial, first, view)
+            with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=faults) as second:
+                async with amid_answers(trial, second.pid, marks / UNHURRIED) as view:
+                    await ends_at_second_sigterm(trial, second, view)
             resumed = await waited(trial.num_resumed, PATIENCE_SECONDS, "tokens that were handed over to be trained")
             await until_step(client, trial.id, 1)  # its metrics may come before the word that it is done
             await trial.stop()
@@ -57,14 +65,14 @@ async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
 
 
 def long_completions(directory: Path) -> dict[str, Any]:
-    """Completions that take longer than a notice."""
+    """Completions that take longer than a notice while somebody leaves."""
     return make_experiment(
         directory,
         name="long",
         rollout={
             "group_size": 2,
-            "sampling": {"max_new_tokens": 600, "ignore_eos": True},
-            "engine": {"slots": 8, "context_tokens": 700},
+            "sampling": {"max_new_tokens": 100, "ignore_eos": True},
+            "engine": {"slots": 8, "context_tokens": 200},
         },
         optimisation={"steps": 100_000, "groups_per_mini_batch": 6},
         asynchrony={"publication": {"transport": "gloo"}},
@@ -86,17 +94,26 @@ async def is_gone(pid: int) -> bool:
     return not is_running(pid)
 
 
-async def is_drained(trial: Trial, slow: int) -> None:
+@asynccontextmanager
+async def amid_answers(trial: Trial, pid: int, unhurried: Path) -> AsyncIterator[ServiceView]:
+    """Let the answers that a rollout has just begun last until it has left."""
+    await trial.until_it_claims(pid)
+    unhurried.touch()
+    try:
+        yield await trial.until_it_samples(pid)
+    finally:
+        unhurried.unlink()
+
+
+async def is_drained(trial: Trial, view: ServiceView) -> None:
     """A rollout of the fleet's own is drained by command: it is gone within the notice and not started again."""
-    pid = min(set(await trial.rollouts()) - {slow})
-    view = await trial.until_it_samples(pid)
     log = trial.fleet.data.parent / f"{trial.fleet.data.name}.log"
     command = [*FLOTILLA, "drain", view.service_id, "--data", str(trial.fleet.data), "--notice", str(NOTICE_SECONDS)]
     drain = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
         drained = time.monotonic()
-        await waited(lambda: is_gone(pid), NOTICE_SECONDS + 10, "the end of what is drained")
+        await waited(lambda: is_gone(view.pid), NOTICE_SECONDS + 10, "the end of what is drained")
         seconds = time.monotonic() - drained
         said, _ = await asyncio.to_thread(drain.communicate, timeout=30)
     finally:
@@ -112,9 +129,8 @@ async def is_drained(trial: Trial, slow: int) -> None:
     assert len(trial.fleet.pids("services.rollout")) == 1
 
 
-async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
+async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]", view: ServiceView) -> None:
     """A signal is a notice too: the process hands over what it has, and ends in order."""
-    view = await trial.until_it_samples(process.pid)
     process.send_signal(signal.SIGTERM)
     seconds = await seconds_to_end(process, NOTICE_SECONDS + 10)
     report(f"SIGTERM with {NOTICE_SECONDS:.0f} s notice", seconds)
@@ -123,9 +139,8 @@ async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]"
     assert (await trial.left(view.service_id))["tokens_handed_over"] > 0
 
 
-async def ends_at_second_sigterm(trial: Trial, process: "subprocess.Popen[bytes]") -> None:
+async def ends_at_second_sigterm(trial: Trial, process: "subprocess.Popen[bytes]", view: ServiceView) -> None:
     """A second signal does not wait for the notice."""
-    view = await trial.until_it_samples(process.pid)
     process.send_signal(signal.SIGTERM)
     await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the drain")
     await asyncio.sleep(0.5)

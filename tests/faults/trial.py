@@ -114,20 +114,24 @@ class Trial:
         found: dict[str, Any] = await waited(is_in_it, PATIENCE_SECONDS, what, pause_seconds=0.005)
         return found
 
-    async def until_it_samples(self, pid: int) -> ServiceView:
-        """Wait until a rollout has tokens of a task that it has just claimed, so that most of its answer is to come."""
+    async def until_it_claims(self, pid: int) -> None:
+        """Wait until a rollout claims a task: all of its answer is to come."""
         before = await self.held_by(pid)
 
         async def has_claimed() -> bool:
             return bool(await self.held_by(pid) - before)
 
+        await waited(has_claimed, PATIENCE_SECONDS, f"a new claim of {pid}", pause_seconds=0.01)
+
+    async def until_it_samples(self, pid: int) -> ServiceView:
+        """Wait until a rollout has counted tokens that it sampled since this was called."""
+
         async def view_with(num_tokens: float) -> ServiceView | None:
             view = (await self.rollouts()).get(pid)
             return view if view and view.observed.load.get("generated_tokens", 0) > num_tokens else None
 
-        await waited(has_claimed, PATIENCE_SECONDS, f"a new claim of {pid}", pause_seconds=0.01)
         num_tokens = 0.0
-        # The first count may be older than the claim, and the second one's tokens sampled before it.
+        # The first count may be older than the call, and the second one's tokens sampled before it.
         for _ in range(3):
             view: ServiceView = await waited(partial(view_with, num_tokens), PATIENCE_SECONDS, f"tokens of {pid}")
             num_tokens = view.observed.load["generated_tokens"]

@@ -20,6 +20,7 @@ from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
 from shared.access import Scope
+from shared.checkpoints import StoredCheckpoint
 from shared.clock import Clock, rfc3339
 from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
@@ -91,6 +92,11 @@ class ExperimentCommands:
     async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:
         spec = await asyncio.to_thread(checks.pinned, spec)
         await asyncio.to_thread(checks.check, spec, self._places)
+        stored = None
+        if spec.checkpoint.resume_from is not None:
+            stored = await self._stored(spec.checkpoint.resume_from)
+            spec = origins.as_decided(stored, spec)
+            origins.check_spec(stored, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
         directory = self._directory / experiment_id
         now = self._clock.now()
@@ -104,8 +110,8 @@ class ExperimentCommands:
             created_at=now,
             updated_at=now,
         )
-        if spec.checkpoint.resume_from is not None:
-            record = await self._begun_from(record, spec, spec.checkpoint.resume_from)
+        if stored is not None:
+            record = await self._begun_from(record, spec, stored)
         elif start:
             await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
@@ -120,17 +126,24 @@ class ExperimentCommands:
             await asyncio.to_thread(origins.finish, directory)
         return experiment
 
-    async def _begun_from(self, record: ExperimentRecord, spec: ExperimentSpec, reference: str) -> ExperimentRecord:
-        """Put the checkpoint that an experiment begins from into its directory.
+    async def _stored(self, reference: str) -> StoredCheckpoint:
+        """Find the checkpoint that an experiment begins from.
 
         Raises:
-            InvalidSpec, ModelError: there is no such checkpoint, or it does not go with the spec.
-            Unavailable: it could not be written.
+            InvalidSpec, ModelError: there is no such checkpoint.
         """
         where, step = origins.parse_reference(reference)
         path = Path(where) if "/" in where else Path(self._repository.named(where).record.directory)
-        stored = await asyncio.to_thread(origins.find, path, step)
-        origins.check_spec(stored, spec)
+        return await asyncio.to_thread(origins.find, path, step)
+
+    async def _begun_from(
+        self, record: ExperimentRecord, spec: ExperimentSpec, stored: StoredCheckpoint
+    ) -> ExperimentRecord:
+        """Put the checkpoint that an experiment begins from into its directory.
+
+        Raises:
+            Unavailable: it could not be written.
+        """
         origin = await asyncio.to_thread(origins.take, stored, spec, record.id, Path(record.directory))
         state = stored.state
         published_step = origin.step if state.published_step is None else state.published_step

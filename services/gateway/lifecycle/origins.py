@@ -23,6 +23,7 @@ from shared.checkpoints import (
     complete,
     folders,
 )
+from shared.config.load import with_changes
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, ModelError, Unavailable
 from shared.schemas.experiment import Origin
@@ -106,6 +107,19 @@ def find(path: Path, step: int | None) -> StoredCheckpoint:
             raise ModelError(f"{FIELD}: {path} is not the folder of {'a step' if step is None else f'step {step}'}")
         return choose(path.parent, own[0])
     return choose(checkpoints_at(path), step)
+
+
+def as_decided(stored: StoredCheckpoint, spec: ExperimentSpec) -> ExperimentSpec:
+    """Let what a spec leaves open, and may not differ from the checkpoint's, be as it was decided there."""
+    now, before = spec.model_dump(mode="json"), stored.state.spec
+    found = {
+        (section, key): before[section][key]
+        for section, key in FIXED_FIELDS
+        if now[section][key] == "auto" and before.get(section, {}).get(key, "auto") != "auto"
+    }
+    for (section, key), value in found.items():
+        spec = with_changes(spec, {section: {key: value}})
+    return spec
 
 
 def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:

@@ -75,6 +75,14 @@ def test_specs_differ_where_a_setting_differs_or_is_missing() -> None:
     assert compare_specs([first, first]) == []
 
 
+def test_what_is_still_to_be_decided_is_no_difference() -> None:
+    specs = [{"model": {"dtype": dtype, "path": "/m"}} for dtype in ("auto", "float32", "bfloat16")]
+
+    assert compare_specs(specs[:2]) == []
+    assert [row["path"] for row in compare_specs(specs)] == ["model.dtype"]
+    assert [row["path"] for row in compare_specs([{"threads": "auto"}, {"threads": 2}])] == ["threads"]
+
+
 def test_a_comparison_shows_metrics_settings_and_a_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

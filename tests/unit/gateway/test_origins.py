@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from services.gateway.lifecycle import origins
-from services.gateway.lifecycle.origins import UNFINISHED, check_spec, find, parse_reference, remove_unfinished, take
+from services.gateway.lifecycle.origins import (
+    UNFINISHED,
+    as_decided,
+    check_spec,
+    find,
+    parse_reference,
+    remove_unfinished,
+    take,
+)
 from shared.checkpoints import complete
 from shared.errors import InvalidSpec, ModelError, Unavailable
 from tests.unit.gateway.builders import a_spec
@@ -70,6 +78,22 @@ def test_a_spec_that_does_not_go_with_the_checkpoint_is_refused(parent: Path) ->
         check_spec(stored, a_longer_spec(model={"path": "/another"}))
     with pytest.raises(ModelError, match=r"no critic\.safetensors"):
         check_spec(stored, a_longer_spec(algorithm={"advantage": {"kind": "gae"}}))
+
+
+def test_what_is_left_open_is_what_it_was_decided_to_be(tmp_path: Path) -> None:
+    directory = tmp_path / "trial-1"
+    decided = a_longer_spec(model={"path": a_spec().model.path, "dtype": "bfloat16"})
+    store_checkpoint(directory, 2, decided.model_dump(mode="json"))
+    stored, left_open = find(directory, None), a_longer_spec()
+    assert left_open.model.dtype == "auto"
+
+    spec = as_decided(stored, left_open)
+
+    assert spec.model.dtype == "bfloat16"
+    check_spec(stored, spec)
+    with pytest.raises(ModelError, match=r"model\.dtype"):
+        said = a_longer_spec(model={"path": a_spec().model.path, "dtype": "float32"})
+        check_spec(stored, as_decided(stored, said))
 
 
 def test_the_checkpoint_becomes_the_new_experiments_own(parent: Path, tmp_path: Path) -> None:

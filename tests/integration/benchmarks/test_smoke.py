@@ -74,6 +74,7 @@ def test_scale(run: Callable[..., Any]) -> None:
     assert found["growth"] == dict.fromkeys(found["growth"], 1.0)
 
 
+@pytest.mark.long
 def test_samples(run: Callable[..., Any]) -> None:
     small = ["--steps", "30", "--trained", "2", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--megabytes", "1"]
     found = run(samples.main, *small)
@@ -87,7 +88,7 @@ def test_samples(run: Callable[..., Any]) -> None:
     assert all(each["cpu_seconds"] > 0 for each in found["finding"]["commands"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights(run: Callable[..., Any]) -> None:
     rows = run(weights.main, "--mebibytes", "2", "--receivers", "1")
 

@@ -147,7 +147,6 @@ def test_a_code_interpreter_of_verl_trains(fleet: RunningFleet, tmp_path: Path) 
         "roll-0.3/examples/qwen2.5-0.5B-agentic/agent_val_frozen_lake.yaml",
         "roll-0.2.1/examples/qwen2.5-0.5B-agentic/agent_val_frozen_lake_async_amd.yaml",
         "roll-0.3/examples/qwen2.5-0.5B-agentic/agent_val_frozen_lake_gigpo.yaml",
-        "roll-0.3/examples/qwen2.5-0.5B-agentic/agentic_val_sokoban_native.yaml",
         "roll-0.2.1/examples/qwen3-30BA3B-agentic_fsdp2/agentic_val_sokoban_30a3.yaml",
     ],
 )

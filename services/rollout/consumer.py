@@ -21,6 +21,7 @@ from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.handed_over import HandOverCounts
 from services.rollout.weights.version import VersionGate
+from shared.cancelling import cancelled_by
 from shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
 from shared.retry import DATA_PLANE, retry
 from shared.schemas.task import Task
@@ -261,29 +262,9 @@ class RolloutConsumer:
         if config.max_lag is None:
             yield
             return
-        ends_at, block = oldest + config.max_lag + 1, asyncio.current_task()
-        assert block is not None
-        cancellations, is_too_old = block.cancelling(), False
-
-        async def end() -> None:
-            nonlocal is_too_old
-            await self._gate.comes(ends_at)
-            is_too_old = True
-            block.cancel()
-
-        try:
-            watching = asyncio.create_task(end(), name="age")
-            try:
-                yield
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-        except BaseException as error:
-            # As where a claim is lost: the cancellation is taken back, and another one from outside stays one.
-            is_ours = is_too_old and block.uncancel() <= cancellations
-            if is_ours and isinstance(error, asyncio.CancelledError):
-                raise _TooOld from error
-            raise
+        too_old = self._gate.comes(oldest + config.max_lag + 1)
+        async with cancelled_by(too_old, _TooOld(), name="age"):
+            yield
 
     @asynccontextmanager
     async def _holding(self, config: LaneConfig, hop: Hop, claim: Claim) -> AsyncIterator[None]:

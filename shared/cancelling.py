@@ -1,0 +1,42 @@
+"""Ending a block of a task when something happens elsewhere, as ``asyncio.timeout`` does when its time is over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+
+
+@asynccontextmanager
+async def cancelled_by(event: Awaitable[object], error: Exception, *, name: str) -> AsyncIterator[None]:
+    """Cancel the block once ``event`` has happened.
+
+    Args:
+        event: what to wait for; ended with the block. If it raises, nothing is cancelled.
+        error: what is raised in the place of the cancellation.
+        name: of the task that waits, in logs.
+
+    Raises:
+        Exception: ``error``, if the block was cancelled for the event. A cancellation from outside stays one.
+    """
+    block = asyncio.current_task()
+    assert block is not None
+    cancellations, has_happened = block.cancelling(), False
+
+    async def wait() -> None:
+        nonlocal has_happened
+        await event
+        has_happened = True
+        block.cancel()
+
+    try:
+        waiting = asyncio.create_task(wait(), name=name)
+        try:
+            yield
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+    except BaseException as ended:
+        # Like asyncio.timeout: the cancellation is taken back, and becomes an error only where there is no other.
+        is_ours = has_happened and block.uncancel() <= cancellations
+        if is_ours and isinstance(ended, asyncio.CancelledError):
+            raise error from ended
+        raise

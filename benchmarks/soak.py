@@ -1,6 +1,6 @@
 """Honest work beside hostile neighbours: what it loses, and whether any of it is graded wrongly.
 
-    python -m benchmarks.soak [--minutes 30] [--report docs/soak.md] [--json FILE]
+    python -m benchmarks.soak [--minutes 30] [--neighbours programs,clients] [--report docs/soak.md] [--json FILE]
 
 A fleet trains a tiny model. Beside it, at a steady rate, graders have programs run by the fleet's sandbox whose right
 grades are known, and ask a grader over HTTP. In every other window lanes fill the rest of the sandbox with the attack
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -33,10 +34,12 @@ START_SECONDS = 300.0
 STOP_SECONDS = 300.0
 SETTLE_SECONDS = 3.0
 """After a change of the load, before what is done is counted."""
-FIRST_STEPS = 3
+FIRST_STEPS = 300
+"""Before the first window: a run that begins has more groups to train on, and is faster for half a minute."""
 HOSTILE_PROGRAMS = 6
 """At a time: more than the sandbox runs of one caller."""
 ENDLESS = 1_000_000
+NEIGHBOURS = frozenset({"programs", "graders", "clients"})
 ENDED = {"stopped", "failed", "completed"}
 
 
@@ -111,7 +114,9 @@ async def alternate(
         await load.close()
 
 
-async def soak(fleet: RunningFleet, folder: Path, minutes: float, window_seconds: float, report: Report) -> None:
+async def soak(
+    fleet: RunningFleet, folder: Path, neighbours: frozenset[str], minutes: float, window_seconds: float, report: Report
+) -> None:
     """Train, and alternate windows until the time is over; then stop the training and read its ledger."""
     spec = make_experiment(folder, optimisation={"steps": ENDLESS}, checkpoint={"every_steps": 200})
     grader = await serve(grader_answer)
@@ -122,8 +127,10 @@ async def soak(fleet: RunningFleet, folder: Path, minutes: float, window_seconds
         await wait_for(client, path, START_SECONDS, steps=FIRST_STEPS)
         sandbox, report.level = await sandbox_of(client)
         url = f"http://127.0.0.1:{grader.sockets[0].getsockname()[1]}"
-        async with HostileProcess.started(Hostility(fleet.url, sandbox, fleet.token, HOSTILE_PROGRAMS)) as neighbours:
-            load = Load(Targets(sandbox, fleet.token, url, neighbours), report)
+        programs = HOSTILE_PROGRAMS if "programs" in neighbours else 0
+        hostility = Hostility(fleet.url, sandbox, fleet.token, programs, sends_requests="clients" in neighbours)
+        async with HostileProcess.started(hostility) as process:
+            load = Load(Targets(sandbox, fleet.token, url, process, asks_hostile="graders" in neighbours), report)
             await alternate(client, path, load, minutes, window_seconds, report)
         await client.call("POST", f"{path}/stop", deadline_seconds=60)
         await wait_for(client, path, STOP_SECONDS, steps=None)
@@ -131,11 +138,25 @@ async def soak(fleet: RunningFleet, folder: Path, minutes: float, window_seconds
         report.ledger = {name: ledger[name] for name in ("issued", "trained", "balanced")}
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _neighbours(text: str) -> frozenset[str]:
+    named = frozenset(text.split(","))
+    if not named <= NEIGHBOURS:
+        raise argparse.ArgumentTypeError(f"a list of {', '.join(sorted(NEIGHBOURS))}, not {text}")
+    return named
+
+
 def main() -> int:
     """Run it; 1 if honest work lost a tenth, or anything was graded wrongly or miscounted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--window-seconds", type=float, default=60.0)
+    parser.add_argument(
+        "--neighbours", type=_neighbours, default=NEIGHBOURS, help="which of them join, to tell their parts"
+    )
     parser.add_argument("--report", type=Path, help="page to write, such as docs/soak.md")
     parser.add_argument("--json", type=Path, help="figures to write")
     arguments = parser.parse_args()
@@ -145,7 +166,9 @@ def main() -> int:
         folder = Path(name)
         with running_fleet(folder / "fleet", sandbox=True) as fleet:
             try:
-                asyncio.run(soak(fleet, folder, arguments.minutes, arguments.window_seconds, report))
+                asyncio.run(
+                    soak(fleet, folder, arguments.neighbours, arguments.minutes, arguments.window_seconds, report)
+                )
             except (FlotillaError, RuntimeError, TimeoutError) as error:
                 report.problem = f"{type(error).__name__}: {error}"
     command = f"python -m benchmarks.soak --minutes {arguments.minutes:g}"
@@ -163,4 +186,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends this by its pid ends the fleet with it
+        signal.signal(number, _interrupt)
     sys.exit(main())

@@ -1,7 +1,8 @@
 """Hostile programs, clients and a hostile grader of a soak, in a process of their own.
 
-They belong on other machines: what it costs to be hostile is not to be taken for what it does. So the process is nice.
-It reads its targets, then ``begin`` and ``end``, from stdin, and answers each ``end`` with what was done, all in JSON.
+They belong on other machines: what it costs to be hostile is not to be taken for what it does. So the process runs
+where nothing else wants to. It reads its targets, then ``begin`` and ``end``, from stdin, and answers each ``end`` with
+what was done, all in JSON.
 """
 
 import asyncio
@@ -24,7 +25,6 @@ from tests.integration.sandbox.attacks import SIMPLE
 from tests.integration.sandbox.campaign import PROGRAMS
 from tests.integration.sandbox.poison import POISONS
 
-NICENESS = 10
 END_SECONDS = 30.0
 ATTACKS = [*PROGRAMS.values(), *POISONS.values(), *(attack.code for attack in SIMPLE)]
 REPLIES = (
@@ -65,19 +65,22 @@ class Hostility:
         gateway, sandbox: their URLs.
         token: which the sandbox lets in.
         programs: how many at a time.
+        sends_requests: whether hostile clients are among them.
     """
 
     gateway: str
     sandbox: str
     token: str
     programs: int
+    sends_requests: bool = True
 
     async def run(self, done: Done) -> None:
         """Go on without a pause until cancelled."""
         async with asyncio.TaskGroup() as lanes:
+            lanes.create_task(asyncio.Event().wait())
             for _ in range(self.programs):
                 lanes.create_task(self._programs(done))
-            for url in (self.gateway, self.sandbox):
+            for url in (self.gateway, self.sandbox) if self.sends_requests else ():
                 lanes.create_task(self._requests(url, done))
 
     async def _programs(self, done: Done) -> None:
@@ -155,7 +158,7 @@ class HostileProcess:
 
 async def main() -> None:
     """Follow what stdin says until its end."""
-    os.nice(NICENESS)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     hostility = Hostility(**json.loads(await reader.readline()))

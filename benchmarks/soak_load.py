@@ -45,12 +45,14 @@ class Targets:
         token: the operator's, which the sandbox lets in.
         grader: URL of a grader that answers right.
         neighbours: who is hostile.
+        asks_hostile: whether their grader is asked.
     """
 
     sandbox: str
     token: str
     grader: str
     neighbours: HostileProcess
+    asks_hostile: bool = True
 
 
 class Load:
@@ -64,6 +66,7 @@ class Load:
     def __init__(self, targets: Targets, report: Report) -> None:
         self.window = Window(is_hostile=False)
         self._neighbours = targets.neighbours
+        self._asks_hostile = targets.asks_hostile
         self._report = report
         config = CodeConfig(run_timeout_seconds=2.0)
         client = new_client()
@@ -122,7 +125,7 @@ class Load:
             self.window.answers += 1
 
     async def _replies(self) -> None:
-        while True:
+        while self._asks_hostile:
             (grade,) = await self._hostile.score([self._sample("y", None)])
             if grade.status is GradeStatus.SCORED:
                 self._report.rewarded.append(f"a hostile reply became {grade}"[:500])

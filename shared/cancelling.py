@@ -1,16 +1,16 @@
 """Ending a block of a task when something happens elsewhere, as ``asyncio.timeout`` does when its time is over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def cancelled_by(event: Awaitable[object], error: Exception, *, name: str) -> AsyncIterator[None]:
-    """Cancel the block once ``event`` has happened.
+async def cancelled_by(event: Callable[[], Awaitable[object]], error: Exception, *, name: str) -> AsyncIterator[None]:
+    """Cancel the block once what ``event`` waits for has happened.
 
     Args:
-        event: what to wait for; ended with the block. If it raises, nothing is cancelled.
+        event: waits; ended with the block. If it raises, nothing is cancelled.
         error: what is raised in the place of the cancellation.
         name: of the task that waits, in logs.
 
@@ -23,7 +23,7 @@ async def cancelled_by(event: Awaitable[object], error: Exception, *, name: str)
 
     async def wait() -> None:
         nonlocal has_happened
-        await event
+        await event()
         has_happened = True
         block.cancel()
 

@@ -262,7 +262,7 @@ class RolloutConsumer:
         if config.max_lag is None:
             yield
             return
-        too_old = self._gate.comes(oldest + config.max_lag + 1)
+        too_old = partial(self._gate.comes, oldest + config.max_lag + 1)
         async with cancelled_by(too_old, _TooOld(), name="age"):
             yield
 

@@ -7,7 +7,7 @@ leave. Time is counted as it is used, so it does not matter by how many programs
 from collections import OrderedDict
 from collections.abc import Callable
 
-PART = 0.1
+PART = 0.04
 """Of the machine's processors: what each caller may use before others."""
 SAVED_SECONDS = 10.0
 """A caller that has used nothing has so long a time of its part saved."""

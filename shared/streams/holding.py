@@ -21,6 +21,6 @@ async def holding(hop: Hop, claim: Claim) -> AsyncIterator[Renewal]:
     lost = ClaimLost(f"entry {claim.entry_id} of the hop {hop.name.value} is held no more")
     async with (
         hop.renewing(claim) as renewal,
-        cancelled_by(renewal.lost.wait(), lost, name=f"watch {claim.entry_id}"),
+        cancelled_by(renewal.lost.wait, lost, name=f"watch {claim.entry_id}"),
     ):
         yield renewal

@@ -15,7 +15,7 @@ class TooLate(Exception):
 async def test_an_event_ends_the_block_as_its_error() -> None:
     event = asyncio.Event()
     with pytest.raises(TooLate):
-        async with cancelled_by(event.wait(), TooLate(), name="event"):
+        async with cancelled_by(event.wait, TooLate(), name="event"):
             event.set()
             await asyncio.Event().wait()
     current = asyncio.current_task()
@@ -26,7 +26,7 @@ async def test_a_cancellation_from_outside_stays_one_beside_the_event() -> None:
     event, is_within = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
-        async with cancelled_by(event.wait(), TooLate(), name="event"):
+        async with cancelled_by(event.wait, TooLate(), name="event"):
             is_within.set()
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -44,7 +44,7 @@ async def test_a_cancellation_from_outside_stays_one_beside_the_event() -> None:
 async def test_a_block_that_ends_by_itself_leaves_nobody_waiting(outcome: str) -> None:
     before = asyncio.all_tasks()
     with suppress(KeyError):
-        async with cancelled_by(asyncio.Event().wait(), TooLate(), name="event"):
+        async with cancelled_by(asyncio.Event().wait, TooLate(), name="event"):
             if outcome == "raises":
                 raise KeyError
     assert asyncio.all_tasks() == before

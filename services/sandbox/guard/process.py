@@ -30,10 +30,17 @@ from services.sandbox.guard.job import (
     Phase,
     PhaseResult,
 )
-from services.sandbox.guard.watch import Baseline, Blockage, descendants, find_excess, time_verdict
+from services.sandbox.guard.watch import (
+    POLL_SECONDS,
+    Baseline,
+    Blockage,
+    descendants,
+    find_excess,
+    next_look,
+    time_verdict,
+)
 from services.sandbox.limits import apply_rlimits, longest_seconds
 
-POLL_SECONDS = 0.05
 CHUNK_BYTES = 65536
 PIPE_BYTES = 1 << 20
 KILL_SECONDS = 20.0
@@ -255,7 +262,7 @@ def _attend(
     """Feed, drain and watch the command until it ends by itself or has to be ended; closes ``stdin``."""
     started, before, blockage = time.monotonic(), Baseline.of({}), Blockage()
     deadline = started + phase.timeout_seconds
-    next_look = started + POLL_SECONDS
+    due = started + POLL_SECONDS
     unsent = memoryview(given)
     open_drains = {drain.descriptor: drain for drain in drains}
     poll = select.poll()
@@ -281,15 +288,15 @@ def _attend(
                 if verdict is not None:
                     return verdict, why_ended(verdict, phase.timeout_seconds)
                 deadline = now + POLL_SECONDS
-            if now >= next_look:
+            if now >= due:
+                work = time.process_time()
                 blockage.look(descendants(os.getpid()), now)
                 counts_held = job.confinement.counts_held
                 excess = find_excess(os.getpid(), job.directory, job.limits, counts_held=counts_held)
                 if excess is not None:
                     return OVER_LIMIT, excess
-                # Where looking is slow, for there are very many processes, look less often.
-                next_look = time.monotonic() + max(POLL_SECONDS, 10 * (time.monotonic() - now))
-            for descriptor, _ in poll.poll(1000 * max(0.0, min(next_look, deadline) - time.monotonic())):
+                due = next_look(work)
+            for descriptor, _ in poll.poll(1000 * max(0.0, min(due, deadline) - time.monotonic())):
                 if descriptor == caller:
                     return OVER_LIMIT, "nobody waits for the answer any more"
                 if descriptor in open_drains and not open_drains[descriptor].read():

@@ -25,7 +25,6 @@ from services.sandbox.guard.job import (
 )
 from services.sandbox.guard.messages import framed, read_message, write_all
 from services.sandbox.guard.process import (
-    POLL_SECONDS,
     Command,
     Drain,
     Surroundings,
@@ -37,7 +36,15 @@ from services.sandbox.guard.process import (
     why_ended,
 )
 from services.sandbox.guard.session_main import FAILED, FINE
-from services.sandbox.guard.watch import Baseline, cpu_seconds, descendants, find_excess, time_verdict
+from services.sandbox.guard.watch import (
+    POLL_SECONDS,
+    Baseline,
+    cpu_seconds,
+    descendants,
+    find_excess,
+    next_look,
+    time_verdict,
+)
 
 INTERRUPT_SECONDS = 1.0
 """So long may a cell take to end after its time, having been interrupted, without costing the session."""
@@ -197,6 +204,7 @@ class _Watch:
             return Ended(self._verdict, None, f"{self._too_long()}; it could not be interrupted")
         if now < self._next:
             return None
+        work = time.process_time()
         root, job = os.getpid(), self._job
         tree = descendants(root)
         verdict = time_verdict(tree, now - self._began, self._limit_seconds, self._before)
@@ -210,7 +218,7 @@ class _Watch:
         excess = find_excess(root, job.directory, job.limits, counts_held=job.confinement.counts_held)
         if excess is not None:
             return Ended(OVER_LIMIT, None, excess)
-        self._next = time.monotonic() + max(POLL_SECONDS, 10 * (time.monotonic() - now))
+        self._next = next_look(work)
         return None
 
     def _too_long(self) -> str:

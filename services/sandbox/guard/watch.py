@@ -7,6 +7,7 @@ overshoot.
 
 import os
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,20 @@ BUFFER_BYTES = {"socket": 212_992, "pipe": 65_536}
 """What a socket or pipe can hold, as the kernel counts it: neither can be made larger here."""
 MAPPING_BYTES = 256
 CHUNK_BYTES = 65536
+POLL_SECONDS = 0.05
+LOOKING_PART = 10
+"""Looks take one part in so many of the time, where they take longer than a moment."""
+
+
+def next_look(cpu_seconds_before: float) -> float:
+    """Return when to look again: rarely where looking is work, for there are very many processes.
+
+    Only the work counts: on a busy machine a look may wait long for a processor, in which a program goes on.
+
+    Args:
+        cpu_seconds_before: this process's time of the processor when the look began.
+    """
+    return time.monotonic() + max(POLL_SECONDS, LOOKING_PART * (time.process_time() - cpu_seconds_before))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,10 @@
 import mmap
 import os
 import socket
+import time
 from pathlib import Path
+
+import pytest
 
 from services.sandbox.guard import watch
 from services.sandbox.guard.watch import BUFFER_BYTES, Held, held, read_status
@@ -44,3 +47,16 @@ def test_a_deleted_file_counts_while_it_is_mapped(tmp_path: Path) -> None:
     with mapped:
         assert held(tree, device).deleted_bytes == before + size
     assert held(tree, device).deleted_bytes == before
+
+
+def test_a_look_that_waits_for_a_processor_does_not_delay_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, work = time.monotonic(), 0.001
+    monkeypatch.setattr(time, "process_time", lambda: work)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3.0)  # the look began 3 s ago
+
+    soon = watch.next_look(0.0)
+    work = 0.5  # there are very many processes
+    later = watch.next_look(0.0)
+
+    assert soon - (now + 3.0) == pytest.approx(watch.POLL_SECONDS)
+    assert later - (now + 3.0) == pytest.approx(5.0)

@@ -7,15 +7,16 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 import sqlalchemy as sa
-from sqlalchemy import Connection, Engine, Table
+from sqlalchemy import Column, Connection, Engine, Table
 from sqlalchemy.exc import SQLAlchemyError
 
 from services.gateway.store import tables
@@ -60,6 +61,8 @@ CONNECT_SECONDS = 10
 UPGRADE_SECONDS = 900.0
 ONLY = 1
 """Key of the one row that names the last transaction."""
+ONE_VALUE = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
+"""No two rows of metrics have the same."""
 log = logging.getLogger(__name__)
 
 
@@ -326,13 +329,10 @@ def _do(connection: Connection, write: Write) -> Event | None:
 def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[MetricPoint]) -> None:
     # The last of two equal keys in one batch wins, as it would in two batches.
     newest = {(point.name, point.step): point for point in points}
-    table = tables.metrics
-    for name, step in newest:
-        same = (table.c.experiment_id == experiment_id, table.c.name == name, table.c.step == step)
-        connection.execute(sa.delete(table).where(*same))
     rows = [{"experiment_id": experiment_id, **point.model_dump()} for point in newest.values()]
     if rows:
-        connection.execute(sa.insert(table), rows)
+        connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
+        connection.execute(_insertion(tables.metrics), rows)
 
 
 def row_of(record: Any) -> dict[str, Any]:
@@ -351,6 +351,32 @@ def _plain(value: Any) -> Any:
 
 
 def _put(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    key = [column == row[column.name] for column in table.primary_key]
-    if connection.execute(sa.update(table).where(*key).values(dict(row))).rowcount == 0:
-        connection.execute(sa.insert(table).values(dict(row)))
+    key = _key_of(table.primary_key, row)
+    if connection.execute(_update(table), {**row, **key}).rowcount == 0:
+        connection.execute(_insertion(table), dict(row))
+
+
+# Made once each: to put a statement together takes longer than the database does for it.
+
+
+@cache
+def _update(table: Table) -> sa.Update:
+    return sa.update(table).where(*_is_the_row(table.primary_key))
+
+
+@cache
+def _deletion_of_metrics() -> sa.Delete:
+    return sa.delete(tables.metrics).where(*_is_the_row(ONE_VALUE))
+
+
+@cache
+def _insertion(table: Table) -> sa.Insert:
+    return sa.insert(table)
+
+
+def _is_the_row(key: Iterable[Column[Any]]) -> list[sa.ColumnElement[bool]]:
+    return [column == sa.bindparam(f"key_{column.name}", type_=column.type) for column in key]
+
+
+def _key_of(key: Iterable[Column[Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"key_{column.name}": row[column.name] for column in key}

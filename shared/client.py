@@ -17,12 +17,12 @@ from typing import Any, Self
 import httpx
 
 from shared.access import RENEWED_TOKEN
+from shared.bearer_client import bearer_client
 from shared.clock import Clock, SystemClock
 from shared.errors import DeadlineExceeded, FlotillaError, TokenExpired, Unauthorized, Unavailable, error_for_code
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.retry import retry
-from shared.tls import tls_context
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +67,8 @@ class GatewayClient:
         self.on_renewal: Callable[[str], None] | None = None
         self._pass: str | None = None
         self._clock = clock or SystemClock()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=headers,
-            transport=transport,
-            limits=limits,
-            trust_env=False,
-            verify=tls_context(),
-        )
+        self._http = bearer_client(self.base_url, token, limits=limits, transport=transport)
 
     async def __aenter__(self) -> Self:
         return self

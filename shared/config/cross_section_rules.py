@@ -10,6 +10,7 @@ from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.data import DataConfig, check_data_source_column
+from shared.config.engine import ServerEngineConfig
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
@@ -169,6 +170,11 @@ def _sharing(spec: Sections) -> None:
         raise ValueError(
             f"resources.sharing time needs an engine that can sleep, which rollout.engine.kind {engine.kind} cannot: "
             "use torch, or leave sharing out"
+        )
+    if isinstance(engine, ServerEngineConfig) and engine.url is None and engine.device == "cpu":
+        raise ValueError(
+            f"resources.sharing time needs an engine that can free its memory, which rollout.engine.kind {engine.kind} "
+            "can on GPUs only, and rollout.engine.device is cpu: use torch, leave sharing out, or set device to cuda"
         )
     if spec.rollout.agents is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ from shared.config.asynchrony import AsynchronyConfig
 from shared.config.engine import Options, ServerEngineConfig
 from shared.config.model import ModelConfig
 from shared.config.parallelism import ParallelismConfig
-from shared.config.resources import ResourcesConfig
+from shared.config.resources import ResourcesConfig, Sharing
 from shared.config.rollout import RolloutConfig
 
 SPLITS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"))
@@ -83,9 +83,14 @@ def ranks_of_a_node(spec: Sections) -> int:
 def rollout_need(spec: Sections) -> DeviceNeed:
     """Count the GPUs that each rollout must have; an engine that runs elsewhere has its own."""
     engine, asked = spec.rollout.engine, spec.resources.rollouts.devices
-    if isinstance(engine, ServerEngineConfig) and engine.url is not None:
-        return DeviceNeed()
-    return _need(engine.device, 0 if asked == "auto" else asked, devices_of_engine(spec))
+    used = devices_of_engine(spec)
+    if isinstance(engine, ServerEngineConfig):
+        if engine.url is not None:
+            return DeviceNeed()
+        if asked == "auto" and spec.resources.sharing is Sharing.TIME:
+            # Servers free memory on GPUs only.
+            asked = used
+    return _need(engine.device, 0 if asked == "auto" else asked, used)
 
 
 def devices_of_engine(spec: Sections) -> int:

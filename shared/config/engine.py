@@ -70,7 +70,7 @@ VLLM_OPTIONS: Mapping[str, str] = {
         "nothing: its load is read from them": ("disable_log_stats",),
         "nothing: several do not know each other's requests": ("api_server_count",),
         "nothing: the model has no other name": ("served_model_name",),
-        "nothing: a server does not lend its memory here": ("enable_sleep_mode",),
+        "resources.sharing": ("enable_sleep_mode",),
         "nothing: weights are read from images": ("weight_transfer_config",),
         "nothing: a draft model would keep its initial weights": ("speculative_config", "spec_model", "spec_method"),
         "nothing: it names modules, which would be imported": (
@@ -186,7 +186,9 @@ class VllmEngineConfig(ServerEngineConfig):
     The service starts it with the interpreter that FLOTILLA_VLLM_PYTHON names, or uses the one at url.
     """
 
-    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset({EngineCapability.EXACT_SPANS})
+    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset(
+        {EngineCapability.EXACT_SPANS, EngineCapability.SLEEP}
+    )
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **VLLM_OPTIONS}
 
     kind: Literal["vllm"]

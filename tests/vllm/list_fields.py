@@ -8,15 +8,17 @@ import msgspec
 from vllm.entrypoints.rl.online import api_router as rl
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.dev.server_info.api_router import show_server_info
+from vllm.entrypoints.serve.dev.sleep.api_router import sleep
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu_worker import Worker
 
 READ_BY_HAND = {
     "POST /inference/v1/abort_requests": {"fields": ["request_ids"]},
     "POST /collective_rpc": {"fields": ["args", "kwargs", "method", "timeout"]},
+    "POST /wake_up": {"fields": [], "query": ["tags"]},
 }
-"""Their routes take the body as it is."""
-WITHOUT_A_BODY = ("POST /resume", "GET /version", "GET /weight_info", "GET /metrics")
+"""Their routes take the body, or the query, as it is."""
+WITHOUT_A_BODY = ("POST /resume", "GET /version", "GET /weight_info", "GET /metrics", "GET /is_sleeping")
 
 
 def parameters_of(route: object) -> list[str]:
@@ -33,6 +35,7 @@ found: dict[str, dict[str, list[str]]] = {
         ),
     },
     "POST /update_weight_version": {"fields": parameters_of(rl.update_weight_version)},
+    "POST /sleep": {"fields": [], "query": parameters_of(sleep)},
     "POST /pause": {"fields": [], "query": parameters_of(rl.pause_generation)},
     "GET /server_info": {"fields": [], "query": parameters_of(show_server_info)},
     **READ_BY_HAND,

@@ -87,6 +87,7 @@ def server_settings(
         context_tokens=engine.context_tokens,
         decodes=bool(spec.rollout.sampling.stop),
         options=_options(spec, engine),
+        sleeps=spec.shares_devices,
         start_seconds=engine.start_seconds,
         load_seconds=engine.load_seconds,
         networks=networks,

@@ -21,7 +21,7 @@ from shared.schemas.engine import EngineCapability
 from shared.settings import ENGINE_PYTHONS
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.fake_vllm import FakeVllm
-from tests.contract.engine.models import EOS, make_model, save_image, save_model
+from tests.contract.engine.models import EOS, make_model, save_image, save_long_model
 
 CONTEXT = 2048
 SLOTS = 12
@@ -30,11 +30,7 @@ LONG = 1500
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model("qwen3-32", path)
-    config = path / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
-    return path
+    return save_long_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: 
         "recorded-sglang": lambda: recorded_sglang(model_path),
         "recorded-vllm": lambda: recorded_vllm(model_path),
         "sglang": lambda: SglangEngine(server_settings(model_path, "sglang")),
-        "vllm": lambda: VllmEngine(server_settings(model_path, "vllm")),
+        "vllm": lambda: VllmEngine(server_settings(model_path, "vllm", sleeps=True)),
     }
     return makers[request.param]
 
@@ -106,7 +102,7 @@ def recorded_sglang(model_path: Path) -> SglangEngine:
 
 def recorded_vllm(model_path: Path) -> VllmEngine:
     """Make a vLLM engine whose server is in memory."""
-    settings = server_settings(model_path, "vllm", python=None, url="http://recorded")
+    settings = server_settings(model_path, "vllm", python=None, url="http://recorded", sleeps=True)
     return VllmEngine(settings, transport=FakeVllm(model_path, slots=SLOTS, token_seconds=0.0003))
 
 

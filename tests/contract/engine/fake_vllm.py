@@ -23,29 +23,38 @@ class FakeVllm(FakeServer):
     Attributes:
         logprobs_mode: as it was started with.
         has_scale_out: whether it was started with ``--enable-scale-out``.
+        enable_sleep_mode: whether it was started so.
         paused_with: what the last pause asked for.
+        asleep: what of its memory is freed.
     """
 
     def __init__(self, model: Path, *, slots: int = 12, context_length: int = 4096, token_seconds: float = 0) -> None:
         super().__init__(model, REQUESTS, slots=slots, context_length=context_length, token_seconds=token_seconds)
         self.logprobs_mode = "processed_logprobs"
         self.has_scale_out = True
+        self.enable_sleep_mode = True
         self.paused_with: Body = {}
+        self.asleep: set[str] = set()
+        self._has_weights = True
         self._num_generated = 0
         self._routes = {
             "POST /inference/v1/generate": self._generate,
             "POST /inference/v1/abort_requests": self._abort,
             "POST /pause": self._pause,
             "POST /resume": self._resume,
+            "POST /sleep": self._sleep,
+            "POST /wake_up": self._wake_up,
             "POST /collective_rpc": self._reload,
             "POST /update_weight_version": self._set_label,
             "GET /version": lambda _: {"version": "0.32.0"},
             "GET /weight_info": lambda _: {"weight_version": self.label},
+            "GET /is_sleeping": lambda _: {"is_sleeping": not self._goes_on.is_set()},
             "GET /server_info": self._info,
             "GET /metrics": self._metrics,
         }
 
     async def _generate(self, body: Body) -> Any:
+        assert self._has_weights, "it samples with memory that nobody wrote to"
         params: Mapping[str, Any] = body["sampling_params"]
         if len(body["token_ids"]) + params["max_tokens"] > self.context_length:
             return httpx.Response(400, json={"error": {"message": "longer than the maximum model length"}})
@@ -80,10 +89,26 @@ class FakeVllm(FakeServer):
         self._goes_on.set()
         return {"status": "resumed"}
 
+    def _sleep(self, query: Body) -> Body:
+        assert query == {"level": "2"}
+        for sample in self._samples.values():
+            sample.is_aborted = True
+        self._goes_on.clear()
+        self.asleep, self._has_weights = {"weights", "kv_cache"}, False
+        return {"status": "sleeping", "level": 2}
+
+    def _wake_up(self, query: Body) -> Body:
+        self.asleep -= {query["tags"]} if query else self.asleep
+        if not self.asleep:
+            self._goes_on.set()
+        return {"status": "sleeping" if self.asleep else "awake", "tags": list(query.values()) or None}
+
     def _reload(self, body: Body) -> Any:
         assert not self._goes_on.is_set(), "weights change while it samples"
+        assert "weights" not in self.asleep, "weights need memory"
         assert body["method"] == "reload_weights"
         why = self._misfit(Path(body["kwargs"]["weights_path"]))
+        self._has_weights |= why is None
         return {"results": [None]} if why is None else httpx.Response(500, json={"error": {"message": why}})
 
     def _on_wrong_shapes(self) -> str:
@@ -94,7 +119,12 @@ class FakeVllm(FakeServer):
         return {"success": True, "new_version": self.label}
 
     def _info(self, _: Body) -> Body:
-        facts = {"model": str(self.model), "max_model_len": self.context_length, "logprobs_mode": self.logprobs_mode}
+        facts = {
+            "model": str(self.model),
+            "max_model_len": self.context_length,
+            "logprobs_mode": self.logprobs_mode,
+            "enable_sleep_mode": self.enable_sleep_mode,
+        }
         return {"vllm_config": {"model_config": facts}}
 
     def _metrics(self, _: Body) -> httpx.Response:

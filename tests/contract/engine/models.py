@@ -130,6 +130,14 @@ def save_model(family: str, directory: Path, *, seed: int = 0) -> nn.Module:
     return model
 
 
+def save_long_model(directory: Path) -> Path:
+    """Save the model that engines and servers are tested with, whose context has room for long samples."""
+    save_model("qwen3-32", directory)
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    return directory
+
+
 def save_image(model: nn.Module, path: Path, **changes: torch.Tensor) -> Path:
     """Save a weight image of a model, without the head when it is tied."""
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}

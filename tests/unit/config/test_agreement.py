@@ -43,6 +43,8 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"nodes": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
         ({"parallelism": {"ranks": 3, "nodes": 2}}, "parallelism", "parallelism.nodes 2 must"),
         ({"parallelism": {"ranks": 2, "nodes": 2}, "resources": {"sharing": "time"}}, "resources.sharing", "of both"),
+        ({"rollout": {"engine": {"kind": "vllm", "device": "cpu"}}, "resources": {"sharing": "time"}},
+         "resources.sharing", "rollout.engine.kind vllm can on GPUs only"),
         ({"parallelism": {"sequence_parallel": 2}}, "parallelism", "no effect while parallelism.ranks is 1"),
         ({"parallelism": {"ranks": 4, "sequence_parallel": 3}}, "parallelism", "must divide parallelism.ranks 4"),
         ({"parallelism": {"ranks": 4, "replicas": 2, "sequence_parallel": 2}}, "parallelism", "must be 1 beside it"),

@@ -45,6 +45,8 @@ def test_a_spec_that_says_nothing_asks_for_no_device_and_uses_those_it_gets() ->
         ({"rollout": {"engine": {**SGLANG, "options": {"--tp-size": 2, "pp": 2}}}}, (0, True), (4, True)),
         ({"rollout": {"engine": SGLANG}, "resources": {"rollouts": {"devices": 2}}}, (0, True), (2, True)),
         ({"rollout": {"engine": {"kind": "sglang", "url": "http://127.0.0.1:3"}}}, (0, True), (0, False)),
+        ({"resources": {"sharing": "time"}}, (0, True), (0, True)),
+        ({"resources": {"sharing": "time"}, "rollout": {"engine": {"kind": "vllm"}}}, (0, True), (1, True)),
     ],
 )
 def test_devices_follow_from_what_computes(

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from services.rollout.engines.servers.completions import completion_of
 from services.rollout.engines.servers.dialect import Dialect
 from services.rollout.engines.sglang.engine import SglangDialect
 from services.rollout.engines.vllm.engine import VllmDialect
@@ -116,7 +117,7 @@ def test_the_same_request_is_made_today_and_its_recorded_reply_is_read(kind: Kin
         token_ids, log_probs, spans, reason = kind.sampled(record["reply"])
 
         assert kind.dialect.body(request, 0, None, request_id, int(body["cache_salt"])) == body
-        completion = kind.dialect.completion(record["reply"], request, 0, None)
+        completion = completion_of(kind.dialect.sampled, record["reply"], request, 0, None)
 
         assert completion.token_ids.tolist() == token_ids
         np.testing.assert_array_equal(completion.log_probs, np.array(log_probs, np.float32))

@@ -1,8 +1,11 @@
 """What the vLLM engine adds to the contract: what its server sees and in which order, and which servers it takes."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.rollout.engines.opening import make_engine, offers
@@ -72,6 +75,60 @@ async def test_an_update_that_the_server_cannot_load_is_the_engines_death(
         await engine.generate(a_request())
 
 
+async def test_it_sleeps_without_weights_and_wakes_with_those_it_is_given(
+    engine: VllmEngine, server: FakeVllm, model: Path
+) -> None:
+    await engine.sleep()
+    assert server.asleep == {"weights", "kv_cache"}
+
+    await engine.load_weights(model / "model.safetensors", 4, OnWeightUpdate.INTERRUPT)
+
+    asked = [path for path, _ in server.calls]
+    assert asked == ["/sleep", "/wake_up", "/collective_rpc", "/update_weight_version", "/wake_up"]
+    assert (server.asleep, server.label) == (set(), "4")
+
+
+async def test_a_server_that_was_left_asleep_is_woken(
+    engine: VllmEngine, server: FakeVllm, settings: ServerSettings
+) -> None:
+    await engine.sleep()
+    await engine.close()
+
+    again = VllmEngine(settings, transport=server)
+    await again.start()
+
+    assert server.asleep == set()
+    [completion] = await again.generate(a_request(max_new_tokens=1))
+    assert completion.versions == ((0, 3),)
+    await again.close()
+
+
+async def test_a_server_that_does_not_go_to_sleep_is_the_engines_death(
+    engine: VllmEngine, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(server._routes, "POST /sleep", lambda _: httpx.Response(500, json={"error": "no memory"}))
+
+    with pytest.raises(WorkerDied, match=r"did not go to sleep: .*no memory"):
+        await engine.sleep()
+
+    with pytest.raises(WorkerDied):
+        await engine.wake()
+
+
+async def test_a_sleeping_server_is_not_asked_for_its_health(
+    server: FakeVllm, settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VllmEngine(replace(settings, probe_seconds=0.001), transport=server)
+    await engine.start()
+    await engine.sleep()
+    server.calls.clear()
+
+    await asyncio.sleep(0.05)
+
+    assert server.calls == []
+    await engine.close()
+
+
 async def test_a_running_server_gets_the_initial_weights_and_their_label(engine: VllmEngine, server: FakeVllm) -> None:
     assert server.label == "3"
 
@@ -93,7 +150,12 @@ async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks
     async def start(server: FakeVllm, *, cuts: bool = False) -> None:
         await VllmEngine(settings, transport=server, cuts=cuts).start()
 
+    async def share(server: FakeVllm) -> None:
+        await VllmEngine(replace(settings, sleeps=True), transport=server).start()
+
     small, closed, wrong = FakeVllm(model, context_length=127), FakeVllm(model), FakeVllm(model)
+    sleepless = FakeVllm(model)
+    sleepless.enable_sleep_mode = False
     closed.has_scale_out = False
     wrong.logprobs_mode = "raw_logprobs"
 
@@ -105,6 +167,9 @@ async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks
         await start(wrong)
     with pytest.raises(ModelError, match="--logprobs-mode raw_logprobs"):
         await start(FakeVllm(model), cuts=True)
+    await start(sleepless)
+    with pytest.raises(ModelError, match=r"resources\.sharing time asks: start it on a GPU with --enable-sleep-mode"):
+        await share(sleepless)
 
 
 def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.servers.completions import completion_of
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.vllm.arguments import command_line, environment
 from services.rollout.engines.vllm.engine import VllmDialect
-from services.rollout.engines.vllm.wire import completion_of, generate_body, metric_of
+from services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
 from shared.errors import InvalidSpec
 from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
@@ -51,6 +52,11 @@ def test_what_follows_from_the_spec_is_said_to_the_server() -> None:
     assert value_of("--uds", arguments) == "server.sock"
     assert "--skip-tokenizer-init" in arguments
     assert "--no-skip-tokenizer-init" in words(decodes=True)
+
+
+def test_it_can_lend_its_memory_where_it_is_asked_to_and_there_is_a_gpu() -> None:
+    assert "--enable-sleep-mode" in words(sleeps=True, device="cuda:0")
+    assert "--enable-sleep-mode" not in words(sleeps=True, device="cpu") + words(device="cuda:0")
 
 
 def test_options_beat_what_a_cpu_needs_and_false_is_said() -> None:
@@ -121,7 +127,7 @@ def test_greedy_is_temperature_zero_over_all_tokens() -> None:
 def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
 
-    completion = completion_of(a_reply(weight_versions=spans), a_request(), 0, BEGUN)
+    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN)
 
     assert completion.token_ids.tolist() == [8, 9, 5, 6, 7]
     np.testing.assert_allclose(completion.log_probs, [-0.5, -0.25, -0.5, -0.6, -0.7], atol=1e-6)
@@ -131,8 +137,8 @@ def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
 def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> None:
     reply = a_reply((), "abort", weight_versions=[])
 
-    assert completion_of(reply, a_request(), 0, None).token_ids.size == 0
-    kept = completion_of(reply, a_request(prefixes=[BEGUN]), 0, BEGUN)
+    assert completion_of(sampled_of, reply, a_request(), 0, None).token_ids.size == 0
+    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN)
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([8, 9], FinishReason.ABORTED)
 
 
@@ -149,7 +155,7 @@ def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> N
 )
 def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|unpack"):
-        completion_of(reply, a_request(), 0, None)
+        completion_of(sampled_of, reply, a_request(), 0, None)
 
 
 def test_a_metric_is_added_up_over_its_labels() -> None:

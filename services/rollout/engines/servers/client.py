@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from shared.bearer_client import bearer_client
 from shared.errors import DeadlineExceeded, FlotillaError
-from shared.tls import tls_context
 
 Body = Mapping[str, Any]
 MAX_DETAIL = 400
@@ -46,15 +46,7 @@ class ServerClient:
 
     def __init__(self, url: str, key: str | None, name: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._name = name
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
-            limits=LIMITS,
-            transport=transport,
-            trust_env=False,
-            verify=tls_context(),
-        )
+        self._http = bearer_client(url, key, limits=LIMITS, transport=transport)
 
     async def close(self) -> None:
         """Close all connections, whatever still waits on them."""

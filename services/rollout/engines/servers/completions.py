@@ -1,7 +1,8 @@
 """Makes completions of what servers reply; pure functions."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,31 +18,50 @@ def new_request_id() -> str:
     return secrets.token_hex(16)
 
 
-def make_completion(
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a server says that it sampled of one completion.
+
+    Attributes:
+        token_ids: that it sampled.
+        scores: token and log-probability (nats) of each of them.
+        spans: half-open ranges over all of them, with ``version``, ``start`` and ``end``.
+        reason: why it ended.
+    """
+
+    token_ids: Sequence[int]
+    scores: Sequence[tuple[int, float]]
+    spans: Sequence[Mapping[str, Any]]
+    reason: FinishReason
+
+
+def completion_of(
+    read: Callable[[Mapping[str, Any]], Sampled],
+    reply: Mapping[str, Any],
     request: GenerationRequest,
     index: int,
     prefix: Prefix | None,
-    *,
-    token_ids: Sequence[int],
-    log_probs: Sequence[float],
-    spans: Sequence[Mapping[str, Any]],
-    reason: FinishReason,
 ) -> Completion:
     """Check what a server sampled and put it behind what was kept.
 
     Args:
+        read: reads a reply of this kind of server.
+        reply: of the server.
         request: what was asked of the engine.
         index: of the completion in it.
         prefix: what was kept of the one that came with it.
-        token_ids: that the server sampled.
-        log_probs: nats, of each of them.
-        spans: half-open ranges over all of them, with ``version``, ``start`` and ``end``.
-        reason: why it ended.
 
     Raises:
-        ValueError: a log-probability is not finite, or the spans do not cover the tokens one after the other.
+        ValueError: the reply lacks something, contradicts itself, or names a version that is no number.
     """
-    runs = _runs(spans, len(token_ids))
+    try:
+        sampled = read(reply)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the reply is not as expected: {error!r}") from error
+    token_ids, reason = sampled.token_ids, sampled.reason
+    if [token for token, _ in sampled.scores] != list(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens and {len(sampled.scores)} log-probabilities do not belong together")
+    runs, log_probs = _runs(sampled.spans, len(token_ids)), [value for _, value in sampled.scores]
     if not np.isfinite(log_probs).all():
         raise ValueError("a log-probability is not finite")
     sampling = request.sampling

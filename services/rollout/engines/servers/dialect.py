@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.resumption import Prefix
+from services.rollout.engines.servers.completions import Sampled
 from services.rollout.engines.servers.settings import ServerSettings
 from shared.config.asynchrony import OnWeightUpdate
 from shared.schemas.engine import EngineCapability
@@ -80,6 +81,19 @@ class Caller(Protocol):
         """Read an endpoint."""
 
 
+class Sleeper(Protocol):
+    """How one kind of server lends the memory of its device. Nobody else asks it for anything meanwhile.
+
+    It can where it was started with ``ServerSettings.sleeps``, or by somebody who allowed it.
+    """
+
+    async def sleep(self, caller: Caller, *, seconds: float) -> None:
+        """Free weights and KV cache of a server that samples nothing; returns when they are gone."""
+
+    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+        """Take the memory again and load a directory that fits the model. After a failure nobody knows its weights."""
+
+
 class Dialect(Protocol):
     """One kind of server; an instance belongs to one engine."""
 
@@ -97,6 +111,8 @@ class Dialect(Protocol):
     """Answered while it works; not asked while it is paused."""
     asks_when_idle: bool
     """Whether ``load`` wants to be called while nothing is sampled as well."""
+    sleeper: Sleeper | None
+    """How it lends its memory; None if it cannot. ``SLEEP`` is among its capabilities if it can."""
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
         """Say how it is started.
@@ -133,11 +149,11 @@ class Dialect(Protocol):
             serving: the version that serves now; completions begun under different ones share no KV cache.
         """
 
-    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+    def sampled(self, reply: Body) -> Sampled:
         """Read the reply to such a body.
 
         Raises:
-            ValueError: it lacks something, contradicts itself, or names a version that is no number.
+            KeyError, TypeError, ValueError: it lacks something, or is something else.
         """
 
     async def abort(self, caller: Caller, request_id: str) -> None:

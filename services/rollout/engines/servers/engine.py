@@ -7,7 +7,7 @@ the initial weights.
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,9 @@ import httpx
 from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
 from services.rollout.engines.requests import check_request, unstarted_completion
 from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.completions import new_request_id
+from services.rollout.engines.servers.completions import completion_of, new_request_id
 from services.rollout.engines.servers.connection import Connection
-from services.rollout.engines.servers.dialect import Dialect, Known
+from services.rollout.engines.servers.dialect import Dialect, Known, Sleeper
 from services.rollout.engines.servers.gate import UpdateGate
 from services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
 from services.rollout.engines.servers.settings import ServerSettings
@@ -92,6 +92,8 @@ class ServerEngine:
         self._version = settings.version
         self._active: dict[str, _Active] = {}
         self._is_closing = False
+        self._is_asleep = self._is_falling_asleep = False
+        self._num_sleeps = 0
         self._generated_tokens = 0
         self._prefilled_tokens = 0
 
@@ -128,7 +130,7 @@ class ServerEngine:
                     self._place,
                     self._context_tokens,
                     on_death=self._on_death,
-                    is_paused=lambda: self._gate.is_switching,
+                    is_paused=lambda: self._gate.is_switching or self._is_asleep,
                     transport=self._transport,
                 )
                 await self._connection.start()
@@ -161,6 +163,8 @@ class ServerEngine:
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Sample one completion per seed, without regard to the seeds' values; see ``Engine.generate``."""
         connection, model = self._running()
+        if self._is_asleep or self._is_falling_asleep:
+            raise Unavailable("the engine is asleep")
         check_request(request, self._context_tokens, model.vocab_size)
         if request.request_id in self._active:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
@@ -199,34 +203,51 @@ class ServerEngine:
         Without ``EXACT_SPANS`` the server may count the token that was under way to the new version under ``continue``.
         """
         connection, model = self._running()
+        num_sleeps = self._num_sleeps
         async with self._gate.updating(on_update):
             await asyncio.to_thread(model.check_fits, image)
             source = await asyncio.to_thread(stage_directory, self._place / "weights", self._settings.model_path, image)
             async with self._gate.switching():
-                connection.check()
-                switching = connection.spawn(self._switch(connection, source, version, on_update), f"version {version}")
-                try:
-                    await asyncio.shield(switching)
-                except asyncio.CancelledError:
-                    # Half-way through there is no way back: whoever asked is gone, the server goes on.
-                    await asyncio.wait([switching])
-                    raise
+                if num_sleeps != self._num_sleeps:
+                    raise Unavailable("the engine was put to sleep")
+                await self._to_the_end(connection, self._switch(connection, source, version, on_update))
 
     async def sleep(self) -> None:
-        """Refuse: it does not promise ``SLEEP``.
+        """Have the server free its memory; see ``Engine.sleep``.
 
         Raises:
-            InvalidRequest: always.
+            InvalidRequest: this kind of server does not promise ``SLEEP``.
+            WorkerDied: it did not free it, and is given up.
         """
-        raise InvalidRequest(f"a {self._dialect.name} server does not lend its memory here")
+        connection, _ = self._running()
+        sleeper = self._dialect.sleeper
+        if sleeper is None:
+            raise InvalidRequest(f"a {self._dialect.name} server does not lend its memory")
+        if self._is_asleep:
+            return
+        self._is_falling_asleep = True
+        self._num_sleeps += 1
+        try:
+            await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
+            async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
+                await self._to_the_end(connection, self._fall_asleep(connection, sleeper))
+        finally:
+            self._is_falling_asleep = False
 
     async def wake(self) -> None:
-        """Do nothing: it never sleeps."""
+        """Have the server read the model's directory again; see ``Engine.wake``."""
+        connection, _ = self._running()
+        if not self._is_asleep:
+            return
+        source, version = self._settings.model_path, self._settings.version
+        async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
+            await self._to_the_end(connection, self._switch(connection, source, version, OnWeightUpdate.DRAIN))
 
     async def load(self) -> EngineLoad:
         """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
         connection, _ = self._running()
-        asks = self._active or (self._dialect.asks_when_idle and not self._gate.is_switching)
+        is_asked = self._dialect.asks_when_idle and not (self._gate.is_switching or self._is_asleep)
+        asks = self._active or is_asked
         running, unfinished = await self._at_server(connection) if asks else (0, 0)
         num_open = sum(active.num_open for active in self._active.values())
         running = min(running, num_open)
@@ -280,7 +301,8 @@ class ServerEngine:
             prefix = None
         body = self._dialect.body(request, index, prefix, active.ids[index], self._version)
         try:
-            completion = self._dialect.completion(await connection.generate(body), request, index, prefix)
+            reply = await connection.generate(body)
+            completion = completion_of(self._dialect.sampled, reply, request, index, prefix)
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
         except ValueError as error:
@@ -294,15 +316,38 @@ class ServerEngine:
         self._prefilled_tokens += len(request.prompt_ids) + completion.num_resumed
         return completion
 
-    async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
-        """Pause, load, go on. A failure between leaves weights that nobody knows: then the server is given up."""
-        seconds = self._settings.load_seconds
+    async def _to_the_end(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
+        """Await what changes the server, also when cancelled: half-way there is no way back, so the server goes on."""
+        task = connection.spawn(work, "change of the server")
         try:
-            await self._dialect.switch(connection, source, version, mode, load_seconds=seconds)
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
+        """Pause or wake, load, go on. After a failure between nobody knows the weights: the server is given up."""
+        connection.check()
+        seconds, sleeper = self._settings.load_seconds, self._dialect.sleeper
+        try:
+            if self._is_asleep and sleeper is not None:
+                await sleeper.wake(connection, source, version, load_seconds=seconds)
+            else:
+                await self._dialect.switch(connection, source, version, mode, load_seconds=seconds)
         except FlotillaError as error:
             connection.die(WorkerDied(f"version {version} could not be loaded: {error.detail}"))
             raise connection.death or error from error
-        self._version = version
+        self._version, self._is_asleep = version, False
+
+    async def _fall_asleep(self, connection: Connection, sleeper: Sleeper) -> None:
+        """Free the memory. After a failure nobody knows how much of it: the server is given up, and all of it is."""
+        connection.check()
+        try:
+            await sleeper.sleep(connection, seconds=self._settings.load_seconds)
+        except FlotillaError as error:
+            connection.die(WorkerDied(f"the {self._dialect.name} server did not go to sleep: {error.detail}"))
+            raise connection.death or error from error
+        self._is_asleep = True
 
     async def _send_abort(self, connection: Connection, each: str) -> None:
         # An abort that is lost is sent again, or its request's connection is closed.

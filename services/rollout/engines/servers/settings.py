@@ -22,6 +22,7 @@ class ServerSettings:
         context_tokens: prompt and completion together.
         decodes: whether stop strings are wanted, for which the server needs the model's tokenizer.
         options: further server arguments.
+        sleeps: whether it lends its memory at times, for which a server may have to be started so.
         start_seconds: deadline of ``start``.
         load_seconds: deadline of loading weights.
         call_seconds: deadline of any other call that waits for no sampling.
@@ -40,6 +41,7 @@ class ServerSettings:
     context_tokens: int = 2048
     decodes: bool = False
     options: Options | None = None
+    sleeps: bool = False
     start_seconds: float = 600.0
     load_seconds: float = 120.0
     call_seconds: float = 30.0

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.resumption import Prefix
 from services.rollout.engines.servers.command import HOST, free_port
-from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere
+from services.rollout.engines.servers.completions import Sampled
+from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, command_line, environment
-from services.rollout.engines.sglang.wire import completion_of, generate_body
+from services.rollout.engines.sglang.wire import generate_body, sampled_of
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import SglangEngineConfig
 from shared.settings import ENGINE_PYTHONS
@@ -38,6 +39,7 @@ class SglangDialect:
     alive_path = "/model_info"
     health_path = "/health"
     asks_when_idle = False
+    sleeper: Sleeper | None = None
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
         """Start it on a free port, with a key in a file; the kernel ends it with us, and it its children."""
@@ -64,9 +66,9 @@ class SglangDialect:
         """Make a body of ``/generate``; seeds have no effect there."""
         return generate_body(request, request_id, prefix, serving=serving)
 
-    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+    def sampled(self, reply: Body) -> Sampled:
         """Read a reply of ``/generate``."""
-        return completion_of(reply, request, index, prefix)
+        return sampled_of(reply)
 
     async def abort(self, caller: Caller, request_id: str) -> None:
         """End a completion; one that the server does not know is ignored."""

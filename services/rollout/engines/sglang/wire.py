@@ -6,9 +6,9 @@ One completion is one request with an id of its own: the server aborts by prefix
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
+from services.rollout.engines.base import GenerationRequest, SamplingParameters
 from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import make_completion
+from services.rollout.engines.servers.completions import Sampled
 from shared.schemas.trajectory import FinishReason
 
 Body = dict[str, Any]
@@ -50,19 +50,12 @@ def _sampling(sampling: SamplingParameters, num_kept: int) -> Body:
     return body
 
 
-def completion_of(
-    reply: Mapping[str, Any], request: GenerationRequest, index: int, prefix: Prefix | None
-) -> Completion:
-    """Read a reply of ``/generate``; arguments and errors as of ``Dialect.completion``."""
-    try:
-        facts = reply["meta_info"]
-        token_ids = [int(token) for token in reply.get("output_ids") or ()]
-        triples = facts.get("output_token_logprobs") or ()
-        reason = REASONS[facts["finish_reason"]["type"]]
-        spans = list(facts.get("weight_versions") or ())
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the reply is not as expected: {error!r}") from error
-    if [triple[1] for triple in triples] != token_ids:
-        raise ValueError(f"{len(token_ids)} tokens and {len(triples)} log-probabilities do not belong together")
-    log_probs = [float(triple[0]) for triple in triples]
-    return make_completion(request, index, prefix, token_ids=token_ids, log_probs=log_probs, spans=spans, reason=reason)
+def sampled_of(reply: Mapping[str, Any]) -> Sampled:
+    """Read a reply of ``/generate``; errors as of ``Dialect.sampled``."""
+    facts = reply["meta_info"]
+    return Sampled(
+        token_ids=[int(token) for token in reply.get("output_ids") or ()],
+        scores=[(int(triple[1]), float(triple[0])) for triple in facts.get("output_token_logprobs") or ()],
+        spans=list(facts.get("weight_versions") or ()),
+        reason=REASONS[facts["finish_reason"]["type"]],
+    )

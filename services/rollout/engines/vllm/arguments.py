@@ -38,6 +38,9 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         "skip_tokenizer_init": not settings.decodes,
         "enable_scale_out": True,
     }
+    if settings.sleeps and settings.device != "cpu":
+        # Its build for CPUs refuses the flag: it goes to sleep all the same, and keeps its memory.
+        owned["enable_sleep_mode"] = True
     given = plain_names(settings.options)
     return ["-m", MODULE, *flags({**defaults, **given, **owned}, negates=True)]
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.resumption import Prefix
 from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere
+from services.rollout.engines.servers.completions import Sampled
+from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.vllm.arguments import MAX_SOCKET_PATH, SOCKET, command_line, environment
-from services.rollout.engines.vllm.wire import completion_of, generate_body, metric_of
+from services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import VllmEngineConfig
 from shared.errors import InvalidSpec, ModelError
@@ -23,6 +24,20 @@ ID_PREFIX = "generate-tokens-"
 """What the server puts before the id of a request of ``/inference/v1/generate``; aborts go by the whole."""
 GENERATED = "vllm:generation_tokens_total"
 RUNNING = "vllm:num_requests_running"
+
+
+class VllmSleeper:
+    """Lends the memory of a server that was started with ``--enable-sleep-mode``."""
+
+    async def sleep(self, caller: Caller, *, seconds: float) -> None:
+        """Throw weights and KV cache away: the next weights come with the waking."""
+        await caller.post("/sleep?level=2", None, seconds=seconds)
+
+    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+        """Take memory for the weights, load and label them, then take that of the KV cache, and go on."""
+        await caller.post("/wake_up?tags=weights", None, seconds=load_seconds)
+        await _reload(caller, source, version, load_seconds)
+        await caller.post("/wake_up?tags=kv_cache", None, seconds=load_seconds)
 
 
 class VllmDialect:
@@ -45,6 +60,7 @@ class VllmDialect:
     health_path = "/weight_info"
     """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
     asks_when_idle = True
+    sleeper: Sleeper | None = VllmSleeper()
 
     def __init__(self, *, cuts: bool) -> None:
         self._logprobs_mode = "raw_logprobs" if cuts else "processed_logprobs"
@@ -71,7 +87,7 @@ class VllmDialect:
         )
 
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
-        """Read ``/server_info``, and whether it has the endpoints that are needed."""
+        """Read ``/server_info``, and whether it has the endpoints that are needed; wake it if it was left asleep."""
         try:
             # The first time the server looks around on its machine, for seconds.
             facts = await caller.get("/server_info?config_format=json", seconds=settings.start_seconds)
@@ -87,6 +103,14 @@ class VllmDialect:
                 f"the vLLM server at {settings.url} gives {model['logprobs_mode']}: start it with --logprobs-mode "
                 f"{self._logprobs_mode}"
             )
+        if settings.sleeps and not model["enable_sleep_mode"]:
+            raise ModelError(
+                f"the vLLM server at {settings.url} cannot lend its memory, as resources.sharing time asks: start it "
+                "on a GPU with --enable-sleep-mode, or leave sharing out"
+            )
+        if (await caller.get("/is_sleeping"))["is_sleeping"]:
+            # Whoever used it before was in the trainer's shift. It has no weights yet, but the memory for them.
+            await caller.post("/wake_up", None, seconds=settings.load_seconds)
         return ServedHere(Path(model["model"]), model["max_model_len"], "--max-model-len")
 
     async def greet(self, caller: Caller, version: int) -> None:
@@ -100,9 +124,9 @@ class VllmDialect:
         """Make a body of ``/inference/v1/generate``."""
         return generate_body(request, index, prefix, request_id, serving)
 
-    def completion(self, reply: Body, request: GenerationRequest, index: int, prefix: Prefix | None) -> Completion:
+    def sampled(self, reply: Body) -> Sampled:
         """Read a reply of ``/inference/v1/generate``."""
-        return completion_of(reply, request, index, prefix)
+        return sampled_of(reply)
 
     async def abort(self, caller: Caller, request_id: str) -> None:
         """End a completion; one that the server does not know is ignored."""
@@ -117,9 +141,7 @@ class VllmDialect:
         """
         clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
         await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)
-        load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
-        await caller.post("/collective_rpc", load, seconds=load_seconds)
-        await caller.post("/update_weight_version", {"new_version": str(version)})
+        await _reload(caller, source, version, load_seconds)
         await caller.post("/resume", None)
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
@@ -129,6 +151,12 @@ class VllmDialect:
         if not known.prompt_tokens:
             self._generated_before = generated - known.generated_tokens
         return running, max(0, generated - self._generated_before - known.generated_tokens)
+
+
+async def _reload(caller: Caller, source: Path, version: int, load_seconds: float) -> None:
+    load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
+    await caller.post("/collective_rpc", load, seconds=load_seconds)
+    await caller.post("/update_weight_version", {"new_version": str(version)})
 
 
 class VllmEngine(ServerEngine):

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
+from services.rollout.engines.base import GenerationRequest, SamplingParameters
 from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import make_completion
+from services.rollout.engines.servers.completions import Sampled
 from shared.schemas.trajectory import FinishReason
 
 Body = dict[str, Any]
@@ -47,23 +47,20 @@ def _sampling(sampling: SamplingParameters, seed: int, num_kept: int) -> Body:
     return body
 
 
-def completion_of(
-    reply: Mapping[str, Any], request: GenerationRequest, index: int, prefix: Prefix | None
-) -> Completion:
-    """Read a reply; arguments and errors as of ``Dialect.completion``."""
-    try:
-        [choice] = reply["choices"]
-        token_ids = [int(token) for token in choice.get("token_ids") or ()]
-        content = (choice.get("logprobs") or {}).get("content") or ()
-        pairs = [(int(each["token_id"]), float(each["logprob"])) for each in content]
-        reason = REASONS[choice["finish_reason"]]
-        spans = list(choice.get("weight_versions") or ())
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the reply is not as expected: {error!r}") from error
-    if [token for token, _ in pairs] != token_ids:
-        raise ValueError(f"{len(token_ids)} tokens and {len(pairs)} log-probabilities do not belong together")
-    log_probs = [float("nan") if value <= NO_LOG_PROB else value for _, value in pairs]
-    return make_completion(request, index, prefix, token_ids=token_ids, log_probs=log_probs, spans=spans, reason=reason)
+def sampled_of(reply: Mapping[str, Any]) -> Sampled:
+    """Read a reply; errors as of ``Dialect.sampled``."""
+    [choice] = reply["choices"]
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    return Sampled(
+        token_ids=[int(token) for token in choice.get("token_ids") or ()],
+        scores=[(int(each["token_id"]), _log_prob(float(each["logprob"]))) for each in content],
+        spans=list(choice.get("weight_versions") or ()),
+        reason=REASONS[choice["finish_reason"]],
+    )
+
+
+def _log_prob(value: float) -> float:
+    return float("nan") if value <= NO_LOG_PROB else value
 
 
 def metric_of(page: str, name: str) -> int:

@@ -76,15 +76,6 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def group_lives(group: int) -> bool:
-    """Tell whether a process of a group has not ended; those that nobody reaps have."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if os.getpgid(process.pid) == group and _lives(process):
-                return True
-    return False
-
-
 def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.SIGTERM) -> None:
     """Ask the kernel to signal this process when its parent ends.
 
@@ -101,7 +92,7 @@ def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.
         os.kill(os.getpid(), with_signal)
 
 
-def tie_to_parent(with_signal: int = signal.SIGTERM) -> Callable[[], None] | None:
+def tie_to_parent() -> Callable[[], None] | None:
     """Return a ``preexec_fn`` that ties a program which is not ours to this process; None where there is no such call.
 
     The library is loaded before the fork: between fork and exec the child may make system calls only.
@@ -111,7 +102,7 @@ def tie_to_parent(with_signal: int = signal.SIGTERM) -> Callable[[], None] | Non
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
 
     def tie() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, with_signal, 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -45,12 +45,13 @@ def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]
 
 
 def servers_of(run: Run) -> list[int]:
-    """Find the first processes of the servers: children of rollouts, which do not get our mark."""
+    """Find the first processes of the servers: children of the keepers of rollouts, which do not get our mark."""
     rollouts = [pid for pid, words in run.family().items() if "services.rollout" in words]
     found = []
     for pid in rollouts:
         with suppress(psutil.Error):
-            found += [child.pid for child in psutil.Process(pid).children() if MODULES & set(child.cmdline())]
+            servers = [server for keeper in psutil.Process(pid).children() for server in keeper.children()]
+            found += [server.pid for server in servers if MODULES & set(server.cmdline())]
     return found
 
 
@@ -114,9 +115,11 @@ def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) ->
     try:
         until(lambda: servers_of(run) or run.process.poll() is not None, START_SECONDS, "a server")
         [server] = servers_of(run)
-        rollout = psutil.Process(server).parent()
+        keeper = psutil.Process(server).parent()
+        assert keeper is not None
+        rollout = keeper.parent()
         assert rollout is not None
-        descendants = psutil.Process(server).children(recursive=True)
+        descendants = [keeper, *psutil.Process(server).children(recursive=True)]
         rollout.kill()
         until(lambda: not psutil.pid_exists(server), 30, "its server to end")
         until(lambda: not any(each.is_running() for each in descendants), 30, "its server's children to end")

@@ -3,14 +3,17 @@
 import asyncio
 import json
 import os
-import signal
+import re
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -26,14 +29,32 @@ from shared.schemas.engine import EngineCapability
 from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.conftest import python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
-from tests.contract.engine.models import make_model, save_image, save_model, scores
+from tests.contract.engine.models import make_model, save_image, save_long_model, scores
 from tests.contract.engine.requests import a_request
+from tests.fleet import until
+from tests.marked_processes import MARK, marked
 from tests.servers.recording import RecordingTransport, requests_of
 
 pytestmark = pytest.mark.timeout(900)
 
 KINDS = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
 DIALECTS = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(cuts=False)}
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from services.rollout.engines.servers.settings import ServerSettings
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.vllm.engine import VllmEngine
+
+async def main(model, python, kind):
+    make = {"sglang": SglangEngine, "vllm": VllmEngine}[kind]
+    engines = [make(ServerSettings(Path(model), python=Path(python))) for _ in range(2)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 NUM_UPDATES = 200
 PROMPT = (5, 6, 7, 8)
@@ -46,11 +67,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model("qwen3-32", path)
-    config = path / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
-    return path
+    return save_long_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +198,46 @@ async def test_a_killed_server_is_a_death_with_its_cause(kind: str, model_path: 
     async with asyncio.timeout(60):
         while not (await engine.load()).running:
             await asyncio.sleep(0.01)
-    assert engine.process_id is not None
+    [server, *_] = psutil.Process(engine.process_id).children()
 
-    os.kill(engine.process_id, signal.SIGKILL)
+    server.kill()
 
     with pytest.raises(WorkerDied, match="ended by signal SIGKILL"):
         await running
     await engine.close()
+
+
+@pytest.mark.parametrize("phase", ["its first processes run", "one has a child"])
+def test_an_owner_that_is_killed_while_two_servers_start_leaves_nothing(
+    kind: str, model_path: Path, tmp_path: Path, phase: str
+) -> None:
+    words = [sys.executable, "-P", "-c", OWNER, str(model_path), str(python_of(kind)), kind]
+    owner = subprocess.Popen(words, env={**os.environ, MARK: str(tmp_path)})
+    servers = until(lambda: servers_of(owner.pid), 60, "two servers")
+    if phase == "one has a child":
+        until(lambda: any(len(server.children()) > 1 for server in servers), 300, "a server that has children")
+    shared = {name for pid in marked(tmp_path) for name in shared_memory_of(pid)}
+
+    owner.kill()
+    owner.wait()
+
+    until(lambda: not marked(tmp_path), 30, "everything of its servers to end")
+    assert not [name for name in shared if Path(name).exists()]
+
+
+def servers_of(owner: int) -> list[psutil.Process]:
+    """Find the first processes of two servers; none while there are not two."""
+    with suppress(psutil.Error):
+        found = [each for keeper in psutil.Process(owner).children() for each in keeper.children()]
+        return found if len(found) == 2 else []
+    return []
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Name the shared memory of Python's that a process has mapped."""
+    with suppress(OSError):
+        return set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+    return set()
 
 
 async def test_an_argument_that_the_server_does_not_know_is_refused_in_its_words(kind: str, model_path: Path) -> None:

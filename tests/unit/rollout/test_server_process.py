@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import psutil
-import pytest
 
 from services.rollout.engines.servers.dialect import Launch
 from services.rollout.engines.servers.process import ServerProcess
@@ -25,13 +24,19 @@ def made(python: Path, directory: Path, **files: str) -> ServerProcess:
     return ServerProcess(python, launch, directory, name="SGLang", variable="FLOTILLA_SGLANG_PYTHON")
 
 
-async def child_of(server: ServerProcess) -> psutil.Process:
+async def child_of(process_id: int | None) -> psutil.Process:
     async with asyncio.timeout(10):
         while True:
-            children = psutil.Process(server.process_id).children()
+            children = psutil.Process(process_id).children()
             if children:
                 return children[0]
             await asyncio.sleep(0.01)
+
+
+async def family_of(server: ServerProcess) -> tuple[psutil.Process, psutil.Process]:
+    """Find its first process and that one's child, once there are both."""
+    first = await child_of(server.process_id)
+    return first, await child_of(first.pid)
 
 
 async def test_arguments_that_are_refused_are_told_in_the_servers_words(tmp_path: Path) -> None:
@@ -48,10 +53,9 @@ async def test_arguments_that_are_refused_are_told_in_the_servers_words(tmp_path
 async def test_a_death_is_known_at_once_with_its_last_lines_though_a_child_lives(tmp_path: Path) -> None:
     server = a_server(tmp_path, "echo loaded; sleep 1000 & wait")
     await server.start()
-    child = await child_of(server)
-    assert server.process_id is not None
+    first, child = await family_of(server)
 
-    os.kill(server.process_id, signal.SIGKILL)
+    first.kill()
 
     async with asyncio.timeout(10):
         error = await server.ended()
@@ -64,12 +68,26 @@ async def test_a_death_is_known_at_once_with_its_last_lines_though_a_child_lives
 async def test_a_server_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     server = a_server(tmp_path, "trap '' TERM; sleep 1000 & while :; do wait; done")
     await server.start()
-    child = await child_of(server)
+    _, child = await family_of(server)
 
     await server.close(0.1)
 
     assert server.process_id is None
     await asyncio.to_thread(child.wait, 10)
+
+
+async def test_a_server_whose_keeper_is_killed_is_dead_and_its_children_end_with_it(tmp_path: Path) -> None:
+    server = a_server(tmp_path, "trap '' TERM; sleep 1000 & while :; do wait; done")
+    await server.start()
+    first, child = await family_of(server)
+    assert server.process_id is not None
+
+    os.kill(server.process_id, signal.SIGKILL)
+
+    assert isinstance(await server.ended(), WorkerDied)
+    await server.close(1.0)
+    for each in (first, child):
+        await asyncio.to_thread(each.wait, 10)
 
 
 async def test_children_may_tidy_up_after_the_first_process_has_ended(tmp_path: Path) -> None:
@@ -99,9 +117,13 @@ async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> N
 
 async def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
     server = made(tmp_path / "nothing", tmp_path)
+    await server.start()
 
-    with pytest.raises(WorkerDied, match=r"FLOTILLA_SGLANG_PYTHON .*nothing cannot be started"):
-        await server.start()
+    error = await server.ended()
+
+    assert isinstance(error, WorkerDied)
+    assert error.detail == (f"FLOTILLA_SGLANG_PYTHON {tmp_path}/nothing cannot be started: No such file or directory")
+    await server.close(1.0)
 
 
 async def test_what_it_keeps_secret_is_for_its_user_alone(tmp_path: Path) -> None:

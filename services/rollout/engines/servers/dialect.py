@@ -4,7 +4,6 @@ Everything else is the same for all of them and is in ``servers.engine``: the or
 of images, supervision, deadlines.
 """
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,6 @@ class Launch:
         key: that it wants to see; None if whoever reaches it may ask.
         socket: file in the server's directory that it listens on instead of a port.
         files: text files in its directory that nobody else may read, by name.
-        death_signal: that the kernel sends to its first process when ours dies. Its children have to follow.
     """
 
     arguments: tuple[str, ...]
@@ -40,7 +38,6 @@ class Launch:
     key: str | None = None
     socket: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    death_signal: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A server that is ours: started, watched, ended with all its processes.
 
-It is a program of another environment. Its process group is ended as a whole; the kernel ends its first process when
-ours dies, and that one's children end with it.
+It is a program of another environment. Between it and us is a keeper (``keeper.py``), which ends when nothing of the
+server is left, ends everything when we die, and ends as the server did.
 """
 
 import asyncio
@@ -9,23 +9,27 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
+from services.rollout.engines.servers import keeper
 from services.rollout.engines.servers.dialect import Launch
 from shared.errors import InvalidSpec, WorkerDied
-from shared.processes import group_lives, reap, tie_to_parent
+from shared.processes import reap
 
 log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 MAX_LINE = 400
 CHUNK_BYTES = 1 << 16
-GROUP_POLL_SECONDS = 0.1
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
+KEEPER = Path(keeper.__file__)
+CHILDREN_SECONDS = 3.0
+"""What its children have to tidy up when its first process has ended by itself."""
 
 
 class ServerProcess:
@@ -46,40 +50,38 @@ class ServerProcess:
         self._name = name
         self._variable = variable
         self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: int | None = None
         self._reading: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
 
     @property
     def process_id(self) -> int | None:
-        """Of its first process, while that runs."""
+        """Of its keeper, while that runs: the server is its first child."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Start it; it is not up yet when this returns.
-
-        Raises:
-            WorkerDied: the interpreter cannot be started.
-        """
+        """Start it; it is not up yet when this returns."""
         launch = self._launch
         await asyncio.to_thread(write_private, self._place, launch.files)
         # A pipe of our own: asyncio would call the server ended only once its last child has closed one of asyncio's.
         reading, writing = os.pipe()
+        lifeline, self._lifeline = os.pipe()
+        command = (str(self._python), *launch.arguments)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                str(self._python),
-                *launch.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                *(sys.executable, "-I", "-S", str(KEEPER), str(CHILDREN_SECONDS), *command),
+                stdin=lifeline,
                 stdout=writing,
                 stderr=asyncio.subprocess.STDOUT,
                 env=launch.environment,
                 cwd=self._place,
                 start_new_session=True,
-                preexec_fn=tie_to_parent(launch.death_signal),
             )
-        except OSError as error:
+        except BaseException:
             os.close(reading)
-            raise WorkerDied(f"{self._variable} {self._python} cannot be started: {error}") from error
+            raise
         finally:
+            os.close(lifeline)
             os.close(writing)
         self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", buffering=0)), name="server output")
 
@@ -92,6 +94,8 @@ class ServerProcess:
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._reading)
         last = " | ".join(self._last_lines) or "no output"
+        if code == keeper.CANNOT_START:
+            return WorkerDied(f"{self._variable} {self._python} cannot be started: {last}")
         if code == USAGE_EXIT_CODE:
             why = next((line for line in reversed(self._last_lines) if "error" in line.lower()), last)
             return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
@@ -102,30 +106,28 @@ class ServerProcess:
         """End it and its children, by force after some seconds."""
         process = self._process
         if process is None:
+            self._let_go()
             return
-        self._signal(signal.SIGTERM)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await process.wait()
-                # What its children tidy up, such as shared memory, nobody else would.
-                await self._until_group_ends(process.pid)
-        # Also when the first process has ended: a child that stays would keep its memory and its device.
-        self._signal(signal.SIGKILL)
+        self._let_go()
         await reap(process)
+        # Somebody may have killed the keeper: a child that stays would keep its memory and its device.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
 
-    async def _until_group_ends(self, group: int) -> None:
-        while True:
-            if not await asyncio.to_thread(group_lives, group):
-                return
-            await asyncio.sleep(GROUP_POLL_SECONDS)
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+    def _let_go(self) -> None:
+        """Have the keeper kill whatever is left."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     async def _read(self, pipe: FileIO) -> None:
         reader = asyncio.StreamReader()

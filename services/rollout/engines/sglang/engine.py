@@ -42,7 +42,7 @@ class SglangDialect:
     sleeper: Sleeper | None = None
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
-        """Start it on a free port, with a key in a file; the kernel ends it with us, and it its children."""
+        """Start it on a free port, with a key in a file."""
         port, key = free_port(), secrets.token_hex(24)
         return Launch(
             arguments=tuple(command_line(settings, port=port, key_file=str(place / KEY_FILE))),

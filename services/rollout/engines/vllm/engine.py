@@ -1,7 +1,6 @@
 """vLLM as an engine: what its servers are asked, and in which words."""
 
 import os
-import signal
 from pathlib import Path
 
 import httpx
@@ -67,10 +66,7 @@ class VllmDialect:
         self._generated_before = 0
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
-        """Start it on a Unix socket in our directory: keys guard a part of its endpoints only.
-
-        It ends its children when it is told to end, so that is what the kernel tells it when we die.
-        """
+        """Start it on a Unix socket in our directory: keys guard a part of its endpoints only."""
         path = place / SOCKET
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
             raise InvalidSpec(
@@ -83,7 +79,6 @@ class VllmDialect:
             environment=environment(settings, os.environ),
             url="http://vllm",
             socket=SOCKET,
-            death_signal=signal.SIGTERM,
         )
 
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:

@@ -6,20 +6,24 @@ from typing import Final
 
 MAX_VALUES: Final = 20_000
 """Most brackets, braces and commas outside of strings."""
-MAX_STRINGS: Final = 40_000
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
-def parse_json(content: bytes, *, keeps_integers: bool = False) -> object:
+def parse_json(content: bytes, *, keeps_integers: bool = False, max_values: int = MAX_VALUES) -> object:
     """Parse some bounded bytes; whole numbers become floats unless they are to stay, which limits their digits.
+
+    Args:
+        content: the bytes.
+        keeps_integers: whether they are to stay.
+        max_values: most brackets, braces and commas outside of strings; of strings there may be twice as many.
 
     Raises:
         ValueError: it is not JSON, or has too many values or levels; says so as the end of a sentence.
     """
-    if _num_values(content) > MAX_VALUES:
+    if _num_values(content) > max_values:
         strings = content.count(b'"') // 2
-        if strings > MAX_STRINGS or _num_values(_STRING.sub(b"", content)) > MAX_VALUES:
-            raise ValueError(f"has more than {MAX_VALUES} values")
+        if strings > 2 * max_values or _num_values(_STRING.sub(b"", content)) > max_values:
+            raise ValueError(f"has more than {max_values} values")
     try:
         answer: object = json.loads(content, parse_int=None if keeps_integers else float)
     except RecursionError:

@@ -15,6 +15,7 @@ from functools import partial
 from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
 from services.reward.tally import GradingTally
+from services.reward.teacher.teachers import Teachers
 from services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import ClaimLost, FlotillaError
@@ -166,6 +167,7 @@ class RewardConsumer:
         config: what is filtered.
         concurrency: groups graded at the same time in each lane.
         kept: told of groups that are not trained.
+        teachers: asked about what is to be trained; None where no teacher is behind a URL.
     """
 
     def __init__(
@@ -175,8 +177,10 @@ class RewardConsumer:
         config: RewardConfig,
         concurrency: int,
         kept: KeepsEnded | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self._lanes = lanes
+        self._teachers = teachers
         self._verifier = verifier
         self._config = config
         self._kept = NothingKept() if kept is None else kept
@@ -192,14 +196,24 @@ class RewardConsumer:
 
     @property
     def why_hopeless(self) -> str | None:
-        """Return why grading will not recover by itself, once too many groups in a row could not be graded."""
-        if self.failures_in_a_row < self._config.max_consecutive_failures:
-            return None
+        """Return why grading will not recover by itself, as once too many groups in a row could not be graded."""
+        if self._refusal is not None or self.failures_in_a_row < self._config.max_consecutive_failures:
+            return self._refusal
         return f"{self.failures_in_a_row} groups in a row could not be graded; the last error: {self.last_error}"
+
+    @property
+    def problem(self) -> str | None:
+        """What is waited for outside of the fleet; None if nothing is."""
+        return None if self._teachers is None else self._teachers.problem
+
+    @property
+    def _refusal(self) -> str | None:
+        return None if self._teachers is None else self._teachers.refusal
 
     def resume(self) -> None:
         """Claim groups."""
-        self._claiming.set()
+        if self._refusal is None:
+            self._claiming.set()
 
     def pause(self) -> None:
         """Claim no more groups; those in work are finished."""
@@ -257,6 +271,8 @@ class RewardConsumer:
             log.info("claim was lost, its grading was ended", extra={"error": error.detail})
         except FlotillaError as error:
             log.warning("group is handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
+            if self._refusal is not None:
+                self.pause()
             await self._give_up(lane.hop, claim)
         except asyncio.CancelledError:
             await asyncio.shield(self._give_up(lane.hop, claim))
@@ -307,15 +323,33 @@ class RewardConsumer:
             else:
                 await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_abstained")
             return
-        self.failures_in_a_row = 0
         if reason is not None:
+            self.failures_in_a_row = 0
             await self._end(lane.hop, claim, group, Resolution.FILTERED, reason)
             return
         trained = for_training(group, self._config)
-        if any(t.num_sampled for t in trained.trajectories):
-            await self._forward(lane.hop, claim, trained)
-        else:
+        if not any(t.num_sampled for t in trained.trajectories):
+            self.failures_in_a_row = 0
             await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_masked")
+        elif (judged := await self._judged(trained)) is not None:
+            self.failures_in_a_row = 0
+            await self._forward(lane.hop, claim, judged)
+        else:
+            self.failures_in_a_row += 1
+            log.warning("no sample could be judged", extra={"entry_id": claim.entry_id, "error": self.last_error})
+            await self._end(lane.hop, claim, group, Resolution.FAILED, "teacher_error")
+
+    async def _judged(self, group: Group) -> Group | None:
+        """Have a teacher judge what is to be trained, as long as it takes; None if it could judge no member."""
+        if self._teachers is None:
+            return group
+        judged = await self._teachers.judged(group)
+        pairs = zip(group.trajectories, judged.trajectories, strict=True)
+        refused = [after.reason for before, after in pairs if before.status is not after.status]
+        self.failed_samples += len(refused)
+        self.graded_samples -= len(refused)
+        self.last_error = refused[-1] if refused else self.last_error
+        return judged if any(each.status is GradeStatus.SCORED for each in judged.trajectories) else None
 
     async def _end(self, hop: Hop, claim: Claim, group: Group, resolution: Resolution, reason: str) -> None:
         self._kept.ended(group, SampleKind(resolution.value), reason)

@@ -29,12 +29,16 @@ class Retryable(GradingFailed):
         detail: what happened.
         after_seconds: how long the grader asks to be left alone.
         is_outage: whether it speaks against the URL: it did not answer, or not as a server that works.
+        answered: the status that it answered with; None if it did not.
     """
 
-    def __init__(self, detail: str, after_seconds: float = 0.0, *, is_outage: bool = True) -> None:
+    def __init__(
+        self, detail: str, after_seconds: float = 0.0, *, is_outage: bool = True, answered: int | None = None
+    ) -> None:
         super().__init__(detail)
         self.after_seconds = after_seconds
         self.is_outage = is_outage
+        self.answered = answered
 
 
 class GraderCall:
@@ -47,6 +51,7 @@ class GraderCall:
         private: networks that are not public and may be asked.
         resolver: how names are found.
         headers: sent besides.
+        peer: what errors call who is asked.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class GraderCall:
         private: Sequence[IPNetwork] = (),
         resolver: Resolver = resolve,
         headers: Mapping[str, str] | None = None,
+        peer: str = "the grader",
     ) -> None:
         self._client = client
         self._clock = clock
@@ -65,8 +71,11 @@ class GraderCall:
         self._private = private
         self._resolver = resolver
         self._headers = dict(headers or {})
+        self._peer = peer
 
-    async def post(self, url: str, body: bytes, name: str, *, may_be_later: bool = False) -> bytes | None:
+    async def post(
+        self, url: str, body: bytes, name: str, *, may_be_later: bool = False, max_bytes: int | None = None
+    ) -> bytes | None:
         """Send a request and return the body of a 200; None for a 202, where that is allowed.
 
         Args:
@@ -74,11 +83,13 @@ class GraderCall:
             body: JSON.
             name: the request's id, the same at every attempt.
             may_be_later: whether a callback was offered.
+            max_bytes: the longest answer; None for that of a grader.
 
         Raises:
             Retryable: the next attempt may succeed.
             GradingFailed: it will not.
         """
+        most = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
         try:
             request = await self._request(url, body, name)
             response = await self._client.send(request, stream=True)
@@ -86,16 +97,16 @@ class GraderCall:
                 if await self._is_later(response, may_be_later):
                     return None
                 content = bytearray()
-                async for piece in at_most(response.aiter_bytes(), MAX_ANSWER_BYTES):
+                async for piece in at_most(response.aiter_bytes(), most):
                     content += piece
             finally:
                 await response.aclose()
         except ReplyTooLong as error:
-            raise GradingFailed(f"the grader's answer is longer than {MAX_ANSWER_BYTES} bytes") from error
+            raise GradingFailed(f"{self._peer}'s answer is longer than {most} bytes") from error
         except (httpx.HTTPError, OSError) as error:
-            raise Retryable(f"the grader does not answer: {error!r}"[:500]) from error
+            raise Retryable(f"{self._peer} does not answer: {error!r}"[:500]) from error
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise GradingFailed(f"the grader's URL cannot be used: {error}"[:500]) from error
+            raise GradingFailed(f"{self._peer}'s URL cannot be used: {error}"[:500]) from error
         return bytes(content)
 
     async def _request(self, text: str, body: bytes, name: str) -> httpx.Request:
@@ -121,19 +132,20 @@ class GraderCall:
     async def _is_later(self, response: httpx.Response, may_be_later: bool) -> bool:
         # Before a byte is read.
         if is_packed(response.headers):
-            raise GradingFailed(f"the grader answered {response.status_code}, compressed, though it was asked not to")
+            raise GradingFailed(f"{self._peer} answered {response.status_code}, compressed, though it was asked not to")
         if response.status_code == 200:
             return False
         if response.status_code == 202:
             if may_be_later:
                 return True
-            raise GradingFailed("the grader answered 202 (later), but it was offered no callback")
+            raise GradingFailed(f"{self._peer} answered 202 (later), but it was offered no callback")
         reason = await _reason(response)
         if response.status_code in RETRIED_STATUSES:
             after = _retry_after(response.headers.get("Retry-After"), self._clock.now())
             is_outage = response.status_code != ASKS_FOR_PAUSE
-            raise Retryable(f"the grader answered {response.status_code}{reason}", after, is_outage=is_outage)
-        raise GradingFailed(f"the grader refused the request with {response.status_code}{reason}")
+            detail = f"{self._peer} answered {response.status_code}{reason}"
+            raise Retryable(detail, after, is_outage=is_outage, answered=response.status_code)
+        raise GradingFailed(f"{self._peer} refused the request with {response.status_code}{reason}")
 
 
 def _retry_after(header: str | None, now: float) -> float:

@@ -10,7 +10,7 @@ from services.reward.consumer import RewardConsumer
 from shared import reconciling
 from shared.config.spec import ExperimentSpec
 from shared.reconciling import SessionFollower
-from shared.schemas.service import Assignment, ObservedState, WorkState
+from shared.schemas.service import TEACHER, Assignment, Failure, ObservedState, WorkState
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,14 @@ class RewardService(SessionFollower[Session]):
             experiment_id=self._assignment.experiment_id if self._assignment else None,
             state=self._state,
             load=load,
-            failure=self._failure,
+            failure=self._failure or self._waiting(),
             grading=worker.tally.report() if worker is not None else None,
         )
+
+    def _waiting(self) -> Failure | None:
+        """Return what the session waits for outside of the fleet, if it does."""
+        problem = None if self._session is None else self._session.worker.problem
+        return None if problem is None else Failure(component=TEACHER, cause=problem, fatal=False)
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:
         return [self._watch_failures(), self._watch_grades()]
@@ -114,8 +119,11 @@ class RewardService(SessionFollower[Session]):
                 self.notify()
 
     async def _watch_failures(self) -> None:
+        waiting: Failure | None = None
         while True:
             await asyncio.sleep(WATCH_SECONDS)
+            if waiting != (waiting := self._waiting()):
+                self.notify()
             if self._session is None or self._failure is not None:
                 continue
             reason = self._session.worker.why_hopeless

@@ -13,9 +13,11 @@ from redis.asyncio import Redis
 
 from services.reward.consumer import RewardConsumer, RewardLane
 from services.reward.service import RewardService
+from services.reward.teacher.teachers import Teachers, open_teachers
 from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.registry import Surroundings, build_verifier
 from shared.client import GatewayClient
+from shared.config.distillation import DistillationConfig
 from shared.config.reward import RemoteConfig, RewardConfig
 from shared.config.reward_model import RewardModelConfig
 from shared.config.spec import ExperimentSpec
@@ -60,10 +62,13 @@ class RewardSession:
     worker: RewardConsumer
     verifier: Verifier
     recorder: SampleRecorder | None = None
+    teachers: Teachers | None = None
 
     async def close(self) -> None:
         """End the verifiers' processes and connections; write the samples that wait."""
         await self.verifier.aclose()
+        if self.teachers is not None:
+            await self.teachers.aclose()
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
 
@@ -86,7 +91,7 @@ class SessionOpener:
         """Build the verifier and open the hops.
 
         Raises:
-            InvalidSpec: a custom function or a reward model cannot be loaded.
+            InvalidSpec: a custom function or a reward model cannot be loaded, or a teacher's key is not set.
             ModelError: the hub does not give a reward model.
             Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
@@ -105,9 +110,11 @@ class SessionOpener:
             mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
             places=read_places(os.environ, self.settings.data),
         )
+        distillation = spec.algorithm.distillation
         verifier = build_verifier(spec.reward, surroundings)
         try:
             await verifier.start()
+            teachers = open_teachers(distillation, surroundings)
         except BaseException:
             await verifier.aclose()
             raise
@@ -119,8 +126,9 @@ class SessionOpener:
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
-        consumer = RewardConsumer(lanes, verifier, spec.reward, groups_at_a_time(spec.reward), recorder)
-        return RewardSession(consumer, verifier, recorder)
+        at_a_time = groups_at_a_time(spec.reward, distillation)
+        consumer = RewardConsumer(lanes, verifier, spec.reward, at_a_time, recorder, teachers)
+        return RewardSession(consumer, verifier, recorder, teachers)
 
     async def _sandbox_url(self, experiment_id: str) -> str:
         """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.
@@ -136,11 +144,12 @@ class SessionOpener:
         return usable[os.getpid() % len(usable)].address
 
 
-def groups_at_a_time(reward: RewardConfig) -> int:
-    """Say how many groups are graded at the same time, so that no grader's own bound is out of reach."""
+def groups_at_a_time(reward: RewardConfig, distillation: DistillationConfig | None = None) -> int:
+    """Say how many groups are graded at the same time, so that no grader's or teacher's own bound is out of reach."""
     if reward.waits_for_answers:
         return WAITING_CONCURRENCY
     requests = [each.concurrency for each in reward.components if isinstance(each, RemoteConfig)]
+    requests += [each.concurrency for each in (() if distillation is None else distillation.servers)]
     return max(CONCURRENCY, GROUPS_PER_REQUEST * max(requests, default=0))
 
 

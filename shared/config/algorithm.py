@@ -8,6 +8,7 @@ from shared.config.advantage import AdvantageConfig, GaeConfig, GrpoConfig, Whit
 from shared.config.base import Config, check_order
 from shared.config.correction import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 from shared.config.distillation import DistillationConfig
+from shared.config.model import ModelConfig, is_hub_name
 from shared.config.policy_loss import GspoConfig, PolicyGradientConfig, PolicyLossConfig, PpoConfig
 
 __all__ = [
@@ -208,6 +209,22 @@ class ValueLossConfig(Config):
     """Steps in which only the critic learns."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and takes more."""
+    path: str | None = Field(None, min_length=1)
+    """The model that the critic begins as: a directory in Hugging Face format, or a name on the hub, of the policy's
+    architecture and tokenizer. Of a reward model it takes the head, too. Null: the policy's body."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of a hub's model; null is its main branch."""
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The critic, as what finds and downloads it reads it; None where it begins as the policy."""
+        return None if self.path is None else ModelConfig(path=self.path, revision=self.revision)
+
+    @model_validator(mode="after")
+    def _revision_of_a_hub_name(self) -> "ValueLossConfig":
+        if self.revision is not None and (self.path is None or not is_hub_name(self.path)):
+            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
+        return self
 
 
 WITHOUT_SEQUENCE_BASELINE = frozenset({"gae", "turn_reinforce", "optimal_token_baseline"})
@@ -309,6 +326,14 @@ class AlgorithmConfig(Config):
     def is_pure_distillation(self) -> bool:
         """Whether a teacher alone teaches, and rewards do not."""
         return self.distillation is not None and self.distillation.pure
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the trainer loads beside the policy, by the dotted field of their path."""
+        teacher = None if self.distillation is None else self.distillation.model
+        critic = None if self.value_loss is None else self.value_loss.model
+        named = {"algorithm.distillation.path": teacher, "algorithm.value_loss.path": critic}
+        return {field: model for field, model in named.items() if model is not None}
 
     @property
     def needs_critic(self) -> bool:

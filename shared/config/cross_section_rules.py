@@ -97,6 +97,7 @@ def check_sections(spec: Sections) -> None:
     _prompts(spec)
     _agents(spec)
     if spec.finished_job is None and spec.trains:
+        _teachers(spec)
         if spec.algorithm.is_pure_distillation:
             _pure_distillation(spec)
         else:
@@ -193,6 +194,23 @@ def _shuffle(spec: Sections) -> None:
         raise ValueError(
             "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
             "mini-batch: remove shuffle, or raise require_batches"
+        )
+
+
+def _teachers(spec: Sections) -> None:
+    distillation = spec.algorithm.distillation
+    if distillation is None or not distillation.servers:
+        return
+    if spec.rollout.sampling.temperature != 1.0:
+        raise ValueError(
+            "algorithm.distillation.servers answer log-probabilities at temperature 1, and "
+            f"rollout.sampling.temperature is {spec.rollout.sampling.temperature:g}, so that student and teacher would "
+            "not be comparable: set it to 1, or let the trainer load the teacher (algorithm.distillation.path)"
+        )
+    if distillation.data_sources is not None and spec.data.data_source_column is None:
+        raise ValueError(
+            "algorithm.distillation.servers are chosen by data source, and data.data_source_column is not set: name "
+            "the column there, or remove data_sources"
         )
 
 

@@ -18,18 +18,19 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
     made there later, does not begin with it.
 
-    So it is with the paths of a teacher and of a reward model. URLs stay. A custom verifier's ``path.py:function``
-    counts as a path, in ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``, and an environment or
-    a tool in a file.
+    So it is with the paths of a teacher, a critic and a reward model. URLs stay. A custom verifier's
+    ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``,
+    and an environment or a tool in a file.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
         if section != "model" or not _names_hub(resolved.get(section), folder, made):
             _resolve_path(resolved.get(section), field, folder)
     algorithm = resolved.get("algorithm")
-    teacher = algorithm.get("distillation") if isinstance(algorithm, dict) else None
-    if not _names_hub(teacher, folder, made):
-        _resolve_path(teacher, "path", folder)
+    for name in ("distillation", "value_loss"):
+        role = algorithm.get(name) if isinstance(algorithm, dict) else None
+        if not _names_hub(role, folder, made):
+            _resolve_path(role, "path", folder)
     for section, field in ROW_LISTS:
         values = resolved.get(section)
         rows = values.get(field) if isinstance(values, dict) else None

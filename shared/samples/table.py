@@ -124,6 +124,7 @@ def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         "log_probs": _lists([t.log_probs for t in trajectories], np.float32),
         "version_starts": _lists([[start for start, _ in t.versions] for t in trajectories], np.int32),
         "versions": _lists([[version for _, version in t.versions] for t in trajectories], np.int64),
+        "teacher_log_probs": _lists([t.teacher_log_probs for t in trajectories], np.float32),
     }
 
 
@@ -203,6 +204,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         # Files that were written before there were turns have neither.
         turns=tuple(Turn.from_wire(turn) for turn in json.loads(row.get("turns") or "[]")),
         is_baseline=row.get("is_baseline") or False,
+        teacher_log_probs=None if (taught := row.get("teacher_log_probs")) is None else np.array(taught, np.float32),
     )
 
 

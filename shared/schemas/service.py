@@ -115,6 +115,10 @@ class Registered(Wire):
     """The same of those that it lets in to read weights, and to nothing else."""
 
 
+TEACHER = "teacher"
+"""Component of a failure: a teacher behind a URL, which is waited for."""
+
+
 class Failure(Wire):
     """Why a worker cannot go on."""
 

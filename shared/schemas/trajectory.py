@@ -53,6 +53,7 @@ class Trajectory:
         turns: of an episode, one after the other; empty where there is one prompt and one completion.
         episode: of an agent from outside, to whom it belongs; several trajectories may be branches of one.
         is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
+        teacher_log_probs: [T] float32 nats of a teacher behind a URL, 0 where ``loss_mask`` is 0; None without one.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -72,6 +73,7 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     is_baseline: bool = False
     episode: str | None = None
+    teacher_log_probs: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -83,6 +85,9 @@ class Trajectory:
         # Counting takes half as long as ``all``, which matters for short answers: every hop makes each of them again.
         if np.count_nonzero(np.isfinite(self.log_probs)) != length:
             raise ValueError("log_probs must be finite")
+        taught = self.teacher_log_probs
+        if taught is not None and (taught.shape != (length,) or np.count_nonzero(np.isfinite(taught)) != length):
+            raise ValueError(f"teacher_log_probs must be {length} finite numbers")
         if self.turns:
             check_turns(self.turns, length)
 
@@ -141,6 +146,7 @@ class Trajectory:
             self.turns,
             self.is_baseline,
             self.episode,
+            self.teacher_log_probs,
         )
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
@@ -181,8 +187,8 @@ class Trajectory:
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
-        """Make a plain mapping of what a grader may set, for msgpack."""
-        return {
+        """Make a plain mapping of what a grader or a teacher may set, for msgpack."""
+        wire: dict[str, Any] = {
             "status": self.status.value,
             "reward": self.reward,
             "components": dict(self.components),
@@ -191,6 +197,9 @@ class Trajectory:
             "metrics": dict(self.metrics),
             "answer": self.answer,
         }
+        if self.teacher_log_probs is not None:
+            wire["teacher_log_probs"] = _buffer(self.teacher_log_probs, _FLOAT32)
+        return wire
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it all, for msgpack."""
@@ -219,6 +228,7 @@ class Trajectory:
             tuple([Turn.from_wire(turn) for turn in wire.get("turns", ())]),
             wire.get("is_baseline", False),
             wire.get("episode"),
+            None if (taught := wire.get("teacher_log_probs")) is None else np.frombuffer(taught, _FLOAT32),
         )
         received.__post_init__()
         return received

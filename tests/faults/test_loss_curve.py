@@ -34,14 +34,16 @@ COMPARED = ("loss/total", "grad_norm", "reward/mean", "completion_tokens/mean", 
 TOLERANCE = 1e-6
 
 
-async def curve_of(client: GatewayClient, experiment_id: str, steps: int) -> dict[int, dict[str, Any]]:
+async def curve_of(
+    client: GatewayClient, experiment_id: str, steps: int, names: Sequence[str] = COMPARED
+) -> dict[int, dict[str, Any]]:
     """Read what each step trained, and with which result."""
     curve: dict[int, dict[str, Any]] = {}
     for step in range(1, steps + 1):
         plan = await patiently(client, f"/v1/experiments/{experiment_id}/steps/{step}")
         curve[step] = {"groups": plan["group_ids"], "version": plan["version"], "tokens": plan["token_count"]}
     page = await client.call(
-        "GET", f"/v1/experiments/{experiment_id}/metrics", params={"names": ",".join(COMPARED), "limit": 2000}
+        "GET", f"/v1/experiments/{experiment_id}/metrics", params={"names": ",".join(names), "limit": 2000}
     )
     for point in page["items"]:
         curve[point["step"]][point["name"]] = point["value"]

@@ -16,7 +16,7 @@ from shared.config.data import PLACE
 Fields = dict[str, Any]
 
 SHARED: Final = (
-    "--pretrain", "--critic_pretrain", "--param_dtype", "--load_in_4bit",
+    "--pretrain", "--param_dtype", "--load_in_4bit",
     "--max_samples", "--input_template", "--apply_chat_template",
     "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
     "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
@@ -36,6 +36,7 @@ COMMON: tuple[Parameter, ...] = (
     *(OPENRLHF.parameters[name] for name in SHARED),
     *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules")),
     *ignored("the program is the job: job.kind", "python -m"),
+    refused("--critic_pretrain", "this trainer has no critic", default=None, aliases=("--critic.model_name_or_path",)),
     *unsupported("how the model is sharded is said by parallelism.ranks, and what a GPU's host keeps by "
                  "parallelism.offload: this changes speed and memory, not what is computed",
                  "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",

@@ -33,8 +33,11 @@ MODELS: tuple[Parameter, ...] = (
                "without effect beside remote_rm_url",
                example="a-reward-model", default=None, context={"--remote_rm_url": None, "--reward_pretrain": "r"},
                aliases=("--reward.model_name_or_path",)),
-    refused("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out",
-            default=None, is_judged=True, aliases=("--critic.model_name_or_path",)),
+    translated("--critic_pretrain", "algorithm.value_loss.path", text,
+               "what the critic begins as, a reward model's head included: by default the first reward model, or the "
+               "policy where graders are behind URLs; the policy's path is left out",
+               example="a-reward-model", default=None, context={"--advantage_estimator": "gae"},
+               aliases=("--critic.model_name_or_path",)),
     translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",
                default="bf16", aliases=("--ds.param_dtype",)),
     refused("--load_in_4bit", "weights are not quantised", default=False, aliases=("--ds.load_in_4bit",)),

@@ -137,12 +137,21 @@ def advantage(source: Source) -> Fields:
         source.refuse(name, "compares the answers of a group: raise --n_samples_per_prompt above 1")
     if kind == "gae":
         fields["algorithm.value_loss"] = {
+            **_critic(source),
             "learning_rate": source.required("--critic_learning_rate"),
             "clip": source.value("--value_clip"),
             "warmup_steps": max(source.required("--freezing_actor_steps"), 0),
             "aggregation": {"mode": "token-mean"},
         }
     return fields
+
+
+def _critic(source: Source) -> Fields:
+    """Find what the critic begins as; nothing where that is the policy."""
+    path: str | None = source.value("--critic_pretrain")
+    if path is None and not source.value("--remote_rm_url"):
+        path = (source.value("--reward_pretrain") or "").partition(",")[0].strip() or None
+    return {} if path in {None, source.value("--pretrain")} else {"path": path}
 
 
 def policy_loss(source: Source) -> Fields:

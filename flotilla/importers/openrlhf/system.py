@@ -168,9 +168,6 @@ def model(source: Source) -> Fields:
         source.lack("model.path: give --pretrain")
     else:
         fields["model.path"] = path
-    critic = source.value("--critic_pretrain")
-    if critic is not None and critic != path:
-        source.refuse("--critic_pretrain", "the critic is the policy's body with a head for values: leave it out")
     return fields | low_rank(source, flags.LOW_RANK)
 
 
@@ -321,12 +318,6 @@ def _reward_models(source: Source) -> Fields:
             "--set 'reward.components=[...]'"
         )
         return {}
-    if source.value("--advantage_estimator") == "gae" and source.value("--critic_pretrain") is None:
-        source.refuse(
-            "--critic_pretrain",
-            "OpenRLHF's critic begins as the reward model, and here as the policy's body: say so with "
-            "--critic_pretrain and the policy's path",
-        )
     fields = lengths(source)
     more = {
         "kind": "reward_model",

@@ -223,8 +223,9 @@ CRITIC_ROWS: tuple[Parameter, ...] = (
             default=Inherit(f"{ACTOR}.ppo_mini_batch_size")),
     refused("critic.ppo_epochs", "the critic makes as many passes as the policy: leave it out",
             default=Inherit(f"{ACTOR}.ppo_epochs")),
-    refused("critic.model.path", "the critic is the policy's body with a head for values: leave it out",
-            default=Inherit(f"{MODEL}.path")),
+    translated("critic.model.path", "algorithm.value_loss.path", text, "what the critic begins as, a reward model's "
+               "head included; the policy's path is left out", example="a-reward-model",
+               default=Inherit(f"{MODEL}.path"), context=WITH_GAE),
     *unsupported(MICRO, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size",
              "critic.ppo_max_token_len_per_gpu", "critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu",
              "critic.forward_micro_batch_size_per_gpu", "critic.forward_micro_batch_size"),

@@ -324,8 +324,10 @@ def critic(source: Source) -> Fields:
     """Make the critic's loss, where the estimator has a critic."""
     if source.value(f"{ALGORITHM}.adv_estimator") != "gae":
         return {}
+    path, policy = source.value("critic.model.path"), source.value("actor_rollout_ref.model.path")
     return {
         "algorithm.value_loss": {
+            **({} if path == policy else {"path": path}),
             "clip": source.value("critic.cliprange_value"),
             "learning_rate": source.required("critic.optim.lr"),
             "warmup_steps": source.required("trainer.critic_warmup"),

@@ -22,7 +22,7 @@ from services.gateway.registry.shifts import SHARERS, holder_of, who_holds
 from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind
+from shared.schemas.service import TEACHER, ServiceKind
 from shared.schemas.task import Lane
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
@@ -119,24 +119,28 @@ class Watchdog:
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
             return
-        found = self._kept_devices() or diagnose(
-            Situation(
-                state=record.state,
-                services=[
-                    Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
-                    for s in self._registry.of(experiment.id)
-                ],
-                ledger=train,
-                budget=experiment.spec.admission_budget,
-                groups_per_step=experiment.spec.groups_per_step,
-                policy_version=record.policy_version,
-                publication=self._publications.open_phase(experiment.id),
-                evaluating_version=record.evaluating_version,
-                trains=experiment.spec.trains,
-                is_trained=experiment.is_trained,
-                samples_answers=experiment.spec.samples_answers,
-                agents=self._agents(),
-                oldest_generated_seconds=await self._oldest_generated(),
+        found = (
+            self._kept_devices()
+            or self._silent_teacher()
+            or diagnose(
+                Situation(
+                    state=record.state,
+                    services=[
+                        Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
+                        for s in self._registry.of(experiment.id)
+                    ],
+                    ledger=train,
+                    budget=experiment.spec.admission_budget,
+                    groups_per_step=experiment.spec.groups_per_step,
+                    policy_version=record.policy_version,
+                    publication=self._publications.open_phase(experiment.id),
+                    evaluating_version=record.evaluating_version,
+                    trains=experiment.spec.trains,
+                    is_trained=experiment.is_trained,
+                    samples_answers=experiment.spec.samples_answers,
+                    agents=self._agents(),
+                    oldest_generated_seconds=await self._oldest_generated(),
+                )
             )
         )
         await (self._clear() if found is None else self._name(*found))
@@ -151,6 +155,12 @@ class Watchdog:
         keepers = who_holds(shift, trainer, rollouts)
         what = f"{holder_of(shift)} waits for devices that {', '.join(keepers)} has not released (shift {shift})"
         return ("devices", what) if keepers else None
+
+    def _silent_teacher(self) -> tuple[str, str] | None:
+        """Name the teacher behind a URL that a reward service waits for; None if none does."""
+        rewards = self._registry.of(self._experiment.id, ServiceKind.REWARD)
+        failures = [each.observed.failure for each in rewards if each.observed.failure is not None]
+        return next(((each.component, each.cause) for each in failures if each.component == TEACHER), None)
 
     def _agents(self) -> AgentsSeen | None:
         rollouts = self._registry.of(self._experiment.id, ServiceKind.ROLLOUT)

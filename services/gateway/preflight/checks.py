@@ -24,9 +24,9 @@ from shared.places import Places, code_of, written_of
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
     paths = {} if spec.model.is_hub_name else {"model.path": spec.model.path}
-    teacher = spec.algorithm.distillation
-    if teacher is not None and not teacher.model.is_hub_name:
-        paths["algorithm.distillation.path"] = teacher.path
+    for field, model in spec.algorithm.models.items():
+        if not model.is_hub_name:
+            paths[field] = model.path
     paths |= {**_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
@@ -97,10 +97,8 @@ def check_model(spec: ExperimentSpec) -> None:
 
 
 def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
-    """List the models of a spec by the dotted field of their path: of policy, teacher and reward models."""
-    models = {"model.path": spec.model}
-    if spec.algorithm.distillation is not None:
-        models["algorithm.distillation.path"] = spec.algorithm.distillation.model
+    """List the models of a spec by the dotted field of their path: of policy, teacher, critic and reward models."""
+    models = {"model.path": spec.model} | spec.algorithm.models
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, RewardModelConfig):
             models[f"reward.components.{number}.path"] = component.model
@@ -131,10 +129,12 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         for each in spec.reward.components
     )
     model = spec.model.model_copy(update={"revision": _commit_of(spec.model)})
-    algorithm, teacher = spec.algorithm, spec.algorithm.distillation
-    if teacher is not None:
-        of_commit = teacher.model_copy(update={"revision": _commit_of(teacher.model)})
-        algorithm = algorithm.model_copy(update={"distillation": of_commit})
+    algorithm = spec.algorithm
+    for name in ("distillation", "value_loss"):
+        section = getattr(algorithm, name)
+        if section is not None and section.model is not None:
+            of_commit = section.model_copy(update={"revision": _commit_of(section.model)})
+            algorithm = algorithm.model_copy(update={name: of_commit})
     reward = spec.reward.model_copy(update={"components": components})
     return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward})
 
@@ -167,6 +167,7 @@ def train_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset
     if job is None:
         dataset = load_training(spec.data, seed=spec.seed, places=places)
         check_data_sources(spec, dataset, "data")
+        check_taught(spec, dataset)
         return dataset
     dataset = load_training(_ungraded(spec.data), seed=spec.seed, places=places)
     check_rows(dataset, job, "data")
@@ -222,6 +223,25 @@ def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> No
         reason = first_not_graded(graded, runs_code=component.runs_code)
         if reason is not None:
             raise DataError(f"reward.components.{number}, rows of {field}: {reason}", field=field)
+
+
+def check_taught(spec: ExperimentSpec, dataset: Dataset) -> None:
+    """Check that every training row has a teacher, where teachers are chosen by data source.
+
+    Raises:
+        DataError: one has none.
+    """
+    distillation, column = spec.algorithm.distillation, spec.data.data_source_column
+    if distillation is None or distillation.data_sources is None or column is None:
+        return
+    for number, row in enumerate(dataset.rows):
+        value = value_at(row, column)
+        if value is None or str(value) not in distillation.data_sources:
+            raise DataError(
+                f"algorithm.distillation.servers: row {number} of data has the data source {value!r}, which none of "
+                f"them teaches; they teach {', '.join(sorted(distillation.data_sources))}",
+                field="data",
+            )
 
 
 def check(spec: ExperimentSpec, places: Places | None = None) -> None:

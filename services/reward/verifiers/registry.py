@@ -129,7 +129,7 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case ConstantConfig():
             return ConstantVerifier(config)
         case JudgeConfig():
-            key = _secret(config.api_key_env, "api_key_env", surroundings)
+            key = secret_of(config.api_key_env, "api_key_env", surroundings)
             return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)
         case RewardModelConfig():
             return RewardModelVerifier(config, model_directory(config.model))
@@ -138,7 +138,7 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
                 raise InvalidSpec("a reward component of kind agent needs the data plane of an experiment")
             return AgentVerifier(surroundings.mailbox)
         case RemoteConfig():
-            secret = _secret(config.secret_env, "secret_env", surroundings)
+            secret = secret_of(config.secret_env, "secret_env", surroundings)
             networks = surroundings.grader_networks
             callbacks = None
             if surroundings.mailbox is not None and surroundings.gateway_url is not None:
@@ -157,7 +157,12 @@ def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:
     return CodeVerifier(config, new_client(), url, token, experiment=surroundings.experiment)
 
 
-def _secret(name: str | None, key: str, surroundings: Surroundings) -> str | None:
+def secret_of(name: str | None, key: str, surroundings: Surroundings) -> str | None:
+    """Read a secret from the environment variable that a field of the spec names; None where it names none.
+
+    Raises:
+        InvalidSpec: it is not set.
+    """
     if name is None:
         return None
     secret = surroundings.secrets.get(name)

@@ -27,7 +27,7 @@ from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
-from services.trainer.learning.teacher import load_teacher
+from services.trainer.learning.roles import load_critic, load_teacher
 from services.trainer.models.loading import LoadedModel, check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.checkpoints import (
@@ -240,7 +240,8 @@ def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ra
         reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
     distillation = spec.algorithm.distillation
     teacher = None if distillation is None else load_teacher(distillation, loaded, device)
-    return make_learner(spec, loaded, reference, teacher, ranks=ranks)
+    critic = load_critic(spec, loaded, device) if spec.algorithm.needs_critic else None
+    return make_learner(spec, loaded, reference, teacher, critic, ranks=ranks)
 
 
 def restored_from(

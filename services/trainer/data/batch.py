@@ -36,6 +36,8 @@ class TrainingBatch:
         turns: per sequence, its turns; empty for one prompt and one completion.
         baselines: [S] float32, reward of the group's greedy answer; None where no group has one.
         episode_index: [S] int64, number of the sequence's episode, from 0; None where each is an episode of its own.
+        teacher_log_probs: [T] float32 nats of teachers behind URLs, 0 where not sampled; None unless all samples have
+            them.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -51,6 +53,7 @@ class TrainingBatch:
     turns: tuple[tuple[Turn, ...], ...]
     baselines: Tensor | None = None
     episode_index: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -87,7 +90,7 @@ class TrainingBatch:
         within = torch.arange(len(index), device=members.device) - (taken.cumsum(0) - taken)[index]
         tokens = starts[index] + within
         numbers = members.tolist()
-        shares = _of_sequences(self.sequences.shares, members)
+        shares = _taken(self.sequences.shares, members)
         made = TrainingBatch(
             token_ids=tuple(self.token_ids[number] for number in numbers),
             span_starts=tuple(self.span_starts[number] for number in numbers),
@@ -100,8 +103,9 @@ class TrainingBatch:
             rollout_log_probs=self.rollout_log_probs[tokens],
             versions=self.versions[tokens],
             turns=tuple(self.turns[number] for number in numbers),
-            baselines=_of_sequences(self.baselines, members),
-            episode_index=_of_sequences(self.episode_index, members),
+            baselines=_taken(self.baselines, members),
+            episode_index=_taken(self.episode_index, members),
+            teacher_log_probs=_taken(self.teacher_log_probs, tokens),
         )
         return made, tokens
 
@@ -126,6 +130,7 @@ class TrainingBatch:
             self.turns,
             None if self.baselines is None else self.baselines.to(device),
             None if self.episode_index is None else self.episode_index.to(device),
+            None if self.teacher_log_probs is None else self.teacher_log_probs.to(device),
         )
 
 
@@ -198,7 +203,16 @@ def make_batch(groups: Sequence[Group], *, joins_branches: bool = False) -> Trai
         turns=tuple(t.turns for t in trajectories),
         baselines=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         episode_index=episodes,
+        teacher_log_probs=_taught(cuts, mask),
     )
+
+
+def _taught(cuts: Sequence[tuple[Trajectory, int]], mask: Tensor) -> Tensor | None:
+    """Lay a teacher's log-probs of the spans end to end; None unless every trajectory has some."""
+    spans = [each.teacher_log_probs[start:] for each, start in cuts if each.teacher_log_probs is not None]
+    if len(spans) < len(cuts):
+        return None
+    return torch.where(mask, torch.from_numpy(np.concatenate(spans).astype(np.float32)), 0.0)
 
 
 def _episodes(groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
@@ -214,7 +228,7 @@ def _episodes(groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if len(sizes) == len(index) else (index, 1.0 / sizes[index])
 
 
-def _of_sequences(values: Tensor | None, members: Tensor) -> Tensor | None:
+def _taken(values: Tensor | None, members: Tensor) -> Tensor | None:
     return None if values is None else values[members]
 
 

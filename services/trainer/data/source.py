@@ -38,6 +38,7 @@ class Requirements:
         components: names that every reward must be made of.
         max_lag: versions that a token may be older than the one being trained.
         needs_baseline: whether its greedy answer must have a reward.
+        needs_teacher: whether every member must have log-probs of a teacher.
         joins_branches: whether the branches of an episode are one member.
         too_old: the reason of what is dropped for its age.
     """
@@ -47,6 +48,7 @@ class Requirements:
     components: tuple[str, ...]
     max_lag: int
     needs_baseline: bool = False
+    needs_teacher: bool = False
     joins_branches: bool = False
     too_old: str = STALE
 
@@ -277,6 +279,8 @@ def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, 
         return Resolution.FILTERED, "nothing_sampled", "no trajectory has a sampled token"
     if requirements.needs_baseline and baseline_of(group) is None:
         return Resolution.FAILED, "no_baseline", "the greedy answer has no reward"
+    if requirements.needs_teacher and any(t.teacher_log_probs is None for t in scored):
+        return Resolution.FAILED, "no_teacher", "a teacher's log-probabilities are missing"
     missing = [name for name in requirements.components if any(name not in t.components for t in scored)]
     if missing:
         return Resolution.FAILED, "missing_component", f"rewards lack the component {missing[0]}"

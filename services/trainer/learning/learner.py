@@ -29,7 +29,7 @@ from services.trainer.learning.teacher import taught
 from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
 from services.trainer.models.average import WeightAverage
-from services.trainer.models.critic import Critic
+from services.trainer.models.critic import Critic, make_critic
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
@@ -68,7 +68,8 @@ class Learner:
         loaded: the policy.
         reference: the policy that the KL is measured from; needed if the spec has a KL and no adapters, without which
             the policy is its own reference.
-        teacher: of distillation; needed if the spec has one.
+        teacher: of distillation; needed if the spec names a path.
+        critic: that the critic begins as; needed if the spec names one.
         ranks: that train together; each is given the same weights, calls the same methods and returns the same.
 
     Raises:
@@ -81,6 +82,7 @@ class Learner:
         loaded: LoadedModel,
         reference: LoadedModel | None = None,
         teacher: LoadedModel | None = None,
+        critic: LoadedModel | None = None,
         *,
         ranks: Ranks = ONE_RANK,
     ) -> None:
@@ -96,10 +98,7 @@ class Learner:
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         moments = spec.parallelism.offload.optimiser
-        self.critic: Critic | None = None
-        if spec.algorithm.needs_critic:
-            value_loss = spec.algorithm.resolved_value_loss
-            self.critic = Critic(loaded.model, value_loss, spec.optimisation, total, is_offloaded=moments)
+        self.critic = make_critic(spec, loaded.model, critic, total)
         if (group := ranks.sequence_group) is not None:
             split = SequenceParallel(group)
             for each in self._computing:
@@ -207,14 +206,11 @@ class Learner:
         if config.old_log_probs == "recompute_at_version":
             old = self._evaluate_at_versions(batch, micro_batches)
         reference = self._reference_log_probs(batch, micro_batches)
-        values = None
-        if self.critic is not None:
-            values = self.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, micro_batches))
+        evaluate = None if self.critic is None else self.critic.evaluate
+        values = None if evaluate is None else self.ranks.sum(evaluate(batch.rollout_log_probs, micro_batches))
         found = self._advantages(batch, old, reference, squares, values)
-        if self.teacher is not None and config.distillation is not None:
-            passes = self._cut(batch, range(batch.num_sequences), self.teacher)
-            judged = self._evaluate(self.teacher, batch, passes, with_squares=False)[0]
-            found = taught(found, config.distillation, old, judged, batch.sequences)
+        if config.distillation is not None:
+            found = taught(found, config.distillation, old, self._teacher_log_probs(batch), batch.sequences)
         if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
             self.kl_coefficient = updated_coefficient(
                 self.kl_coefficient, config.kl, observed_kl=float(found.observed_kl), num_sequences=batch.num_sequences
@@ -224,12 +220,7 @@ class Learner:
         return Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found.metrics
 
     def _advantages(
-        self,
-        batch: TrainingBatch,
-        old: Tensor,
-        reference: Tensor | None,
-        squares: Tensor | None,
-        values: Tensor | None,
+        self, batch: TrainingBatch, old: Tensor, reference: Tensor | None, squares: Tensor | None, values: Tensor | None
     ) -> Advantages:
         config = self.spec.algorithm
         weights = None
@@ -312,6 +303,14 @@ class Learner:
             return None
         with self.reference.on_device() if self.adapters is None else self.adapters.disabled():
             return self._evaluate(self.reference, batch, micro_batches, with_squares=False)[0]
+
+    def _teacher_log_probs(self, batch: TrainingBatch) -> Tensor:
+        """Compute log-probs [T] under the teacher, or take those that came with the samples from one behind a URL."""
+        if self.teacher is None:
+            assert batch.teacher_log_probs is not None
+            return batch.teacher_log_probs
+        passes = self._cut(batch, range(batch.num_sequences), self.teacher)
+        return self._evaluate(self.teacher, batch, passes, with_squares=False)[0]
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:
         """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""

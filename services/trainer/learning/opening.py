@@ -23,11 +23,12 @@ def make_learner(
     loaded: LoadedModel,
     reference: LoadedModel | None = None,
     teacher: LoadedModel | None = None,
+    critic: LoadedModel | None = None,
     *,
     ranks: Ranks = ONE_RANK,
 ) -> Learner:
     """Make the learner of an experiment; see ``Learner``."""
-    learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, ranks=ranks)
+    learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, critic, ranks=ranks)
     if spec.parallelism.offload.reference and learner.reference is not None:
         learner.reference.park()
     return learner

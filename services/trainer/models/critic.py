@@ -1,7 +1,8 @@
 """A critic: what reward is still to come before each sampled token.
 
-The policy's body, copied when training starts, with a linear head of its own that begins at 0. It has its own optimiser
-under the same schedule, and never leaves the trainer.
+The policy's body, copied when training starts, with a linear head of its own that begins at 0; or a model of its own,
+with its head where it is a reward model. It has its own optimiser under the same schedule, and never leaves the
+trainer.
 """
 
 import copy
@@ -16,6 +17,7 @@ from services.trainer.algorithms.objective import value_objective
 from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
+from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import hidden_states
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.parallel.fsdp import shard
@@ -25,6 +27,7 @@ from services.trainer.parallel.sequence import SequenceParallel
 from services.trainer.parallel.tensor import divide_layers
 from shared.config.algorithm import ValueLossConfig
 from shared.config.optimisation import OptimisationConfig
+from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 from shared.weights.parts import localized
 
@@ -36,10 +39,11 @@ class Critic:
     """Estimates values and learns them.
 
     Args:
-        policy: a Hugging Face causal LM, whose body is copied.
+        policy: a Hugging Face causal LM, whose body is copied if there is no model of its own.
         config: the critic's section.
         optimisation: of the policy; the critic's learning rate replaces its peak if the section has one.
         total_updates: of the whole experiment, for the schedule.
+        own: the model that it begins as.
         is_offloaded: whether the optimiser's moments are in the host's memory between updates.
 
     Raises:
@@ -53,9 +57,10 @@ class Critic:
         optimisation: OptimisationConfig,
         total_updates: int,
         *,
+        own: nn.Module | None = None,
         is_offloaded: bool = False,
     ) -> None:
-        body = copy.deepcopy(policy.base_model)
+        body = copy.deepcopy(policy.base_model) if own is None else own.base_model
         assert isinstance(body, nn.Module)
         parameter = next(body.parameters())
         self.config = config
@@ -64,6 +69,8 @@ class Critic:
         self._head = nn.Linear(_width(body), 1).to(parameter.device, torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
+        if own is not None:
+            _take_head(own, self._head)
         if config.learning_rate is not None:
             optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
         self.moments = ReturnMoments.none()
@@ -175,6 +182,32 @@ class Critic:
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         head = [(HEAD + name, parameter) for name, parameter in self._head.named_parameters()]
         return [*self._body.named_parameters(), *head]
+
+
+def make_critic(
+    spec: ExperimentSpec, policy: nn.Module, own: LoadedModel | None, total_updates: int
+) -> "Critic | None":
+    """Make the critic of an experiment; None where no advantage needs values. Arguments as of ``Critic``."""
+    if not spec.algorithm.needs_critic:
+        return None
+    return Critic(
+        policy,
+        spec.algorithm.resolved_value_loss,
+        spec.optimisation,
+        total_updates,
+        own=None if own is None else own.model,
+        is_offloaded=spec.parallelism.offload.optimiser,
+    )
+
+
+@torch.no_grad()
+def _take_head(model: nn.Module, head: nn.Linear) -> None:
+    """Let a reward model's scores be the first values; another model has no head for that."""
+    scores = getattr(model, "score", None)
+    if isinstance(scores, nn.Linear):
+        head.weight.copy_(scores.weight)
+        if scores.bias is not None:
+            head.bias.copy_(scores.bias)
 
 
 def _width(body: nn.Module) -> int:

@@ -54,8 +54,8 @@ def follow(place: Place, answers: IO[bytes]) -> int:
 async def _fetch(spec: ExperimentSpec) -> None:
     """Download on this host what the leader downloads on its own."""
     await fetched(spec.model)
-    if spec.algorithm.distillation is not None:
-        await fetched(spec.algorithm.distillation.model)
+    for model in spec.algorithm.models.values():
+        await fetched(model)
 
 
 def _say_status(answers: IO[bytes], step: int | None) -> None:

@@ -121,8 +121,8 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
     """
     await fetched(spec.model)
-    if spec.algorithm.distillation is not None:
-        await fetched(spec.algorithm.distillation.model)
+    for model in spec.algorithm.models.values():
+        await fetched(model)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
     mine = around.experiment_id, around.service_id
@@ -206,6 +206,7 @@ def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
         components=advantage.components if isinstance(advantage, GdpoConfig) else (),
         max_lag=spec.asynchrony.resolved_max_lag,
         needs_baseline=advantage.kind == "remax",
+        needs_teacher=bool(spec.algorithm.distillation and spec.algorithm.distillation.servers),
         joins_branches=spec.joins_branches,
         too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
     )

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.preflight.checks import models_of, paths_of
+from services.gateway.preflight.checks import models_of, paths_of, pinned, train_dataset
 from shared.config.load import validate_spec
 from shared.config.paths import resolve_paths
-from shared.errors import InvalidSpec
+from shared.config.spec import ExperimentSpec
+from shared.errors import DataError, InvalidSpec
 
 TEACHER: dict[str, Any] = {"path": "/teacher", "pure": True}
 ALONE: dict[str, Any] = {
@@ -56,6 +57,62 @@ def test_a_teacher_beside_rewards_still_compares_within_groups() -> None:
     assert validate_spec(beside | {"reward": GRADED["reward"] | {"filter_zero_spread": True}}).algorithm.distillation
     with pytest.raises(InvalidSpec, match="nothing to compare"):
         validate_spec(beside | {"rollout": {"group_size": 1}})
+
+
+SERVER: dict[str, Any] = {"url": "http://teacher.example.com:30000", "kind": "sglang"}
+
+
+def behind(*servers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"distillation": {"pure": True, "servers": list(servers)} | changes}
+
+
+def test_a_teacher_behind_a_url_is_no_model_of_this_machine() -> None:
+    spec = validate_spec(ALONE | {"algorithm": behind(SERVER)})
+
+    assert validate_spec(spec.model_dump(mode="json")) == spec
+    assert set(models_of(spec)) == set(paths_of(spec)) - {"data.path"} == {"model.path"}
+    assert pinned(spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"algorithm": behind()}, "give one"),
+        ({"algorithm": behind(SERVER, path="/teacher")}, "give one"),
+        ({"algorithm": behind(SERVER, dtype="bfloat16")}, "dtype has no effect"),
+        ({"algorithm": behind(SERVER, revision="main")}, "revision has no effect"),
+        ({"algorithm": behind(SERVER | {"model": "big"})}, "model has no effect"),
+        ({"algorithm": behind(SERVER | {"url": "ftp://teacher"})}, "not a URL"),
+        ({"algorithm": behind(SERVER | {"kind": "ollama"})}, "kind"),
+        ({"algorithm": behind(SERVER, SERVER)}, "name the data_sources of each"),
+        (
+            {"algorithm": behind(SERVER | {"data_sources": ["a", "b"]}, SERVER | {"data_sources": ["b"]})},
+            "two servers teach the data source 'b'",
+        ),
+        ({"algorithm": behind(SERVER | {"data_sources": ["a"]})}, "data_source_column"),
+        (
+            {"algorithm": behind(SERVER), "rollout": {"sampling": {"temperature": 0.7}}},
+            "temperature 1, and rollout.sampling.temperature is 0.7",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_behind_a_url_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(ALONE | changes)
+
+
+def test_a_row_whose_data_source_has_no_teacher_is_found_before_the_start(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "from": "maths"}\n{"prompt": "q", "from": "law"}\n')
+    data = {"path": str(rows), "label_column": None, "data_source_column": "from"}
+
+    def spec_with(*sources: str) -> ExperimentSpec:
+        servers = [SERVER | {"data_sources": [each]} for each in sources]
+        return validate_spec(ALONE | {"data": data, "algorithm": behind(*servers)})
+
+    assert len(train_dataset(spec_with("maths", "law")).rows) == 2
+    with pytest.raises(DataError, match="row 1 of data has the data source 'law'"):
+        train_dataset(spec_with("maths"))
 
 
 def test_its_path_is_found_as_the_models_is(tmp_path: Path) -> None:

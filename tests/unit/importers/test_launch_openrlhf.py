@@ -158,10 +158,20 @@ def test_an_agent_file_grades_itself_and_has_no_held_out_rows() -> None:
     assert list(refused(import_flat("openrlhf", given))) == ["--eval_dataset"]
 
 
-def test_a_critic_that_would_begin_as_the_reward_model_is_refused() -> None:
-    found = import_flat("openrlhf", {**BASES["openrlhf"], "--remote_rm_url": None, "--reward_pretrain": "r"})
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"--remote_rm_url": None, "--reward_pretrain": "r,s"}, "r"),
+        ({"--remote_rm_url": None, "--reward_pretrain": "r", "--critic_pretrain": "c"}, "c"),
+        ({"--critic_pretrain": "model"}, None),
+        ({"--reward_pretrain": "r"}, None),
+    ],
+    ids=["the first reward model", "its own", "the policy", "the policy beside a grader"],
+)
+def test_a_critic_begins_as_openrlhfs_does(given: dict[str, Any], path: str | None) -> None:
+    found = import_flat("openrlhf", {**BASES["openrlhf"], "--pretrain": "model", **given})
 
-    assert list(refused(found)) == ["--critic_pretrain"]
+    assert field(found, "algorithm.value_loss").get("path") == path
 
 
 def test_several_urls_are_servers_of_one_grader() -> None:

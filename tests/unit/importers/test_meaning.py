@@ -263,7 +263,6 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("verl", {"trainer.device": "npu"}, "trainer.device"),
         ("verl", {"data.tuncation": "left"}, "data.tuncation"),
         ("openrlhf", {"--prompt_data": "a.jsonl,b.jsonl", "--prompt_data_probs": "1"}, "--prompt_data_probs"),
-        ("openrlhf", {"--critic_pretrain": "other"}, "--critic_pretrain"),
         ("openrlhf", {"--advantage_estimator": "rloo", "--n_samples_per_prompt": 1}, "--advantage_estimator"),
         ("openrlhf", {"--use_kl_loss": True}, "--kl_estimator"),
         ("openrlhf", {"--remote_rm_url": "http://a/x,,http://b/x"}, "--remote_rm_url"),

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
+from services.reward import service as service_module
 from services.reward.service import RewardService
 from services.reward.tally import GradingTally
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Unavailable, WorkerDied
-from shared.schemas.service import Assignment, DesiredState, WorkState
+from shared.schemas.service import TEACHER, Assignment, DesiredState, Failure, WorkState
 
 SPEC = {
     "name": "trial",
@@ -28,6 +29,7 @@ class ScriptedSession:
         self.worker = self
         self.in_work, self.graded_samples, self.failed_samples = 2, 0, 0
         self.why_hopeless: str | None = None
+        self.problem: str | None = None
         self.is_claiming = self.is_closed = False
         self.tally = GradingTally()
 
@@ -112,5 +114,33 @@ async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_repor
 
     await until(lambda: service.observe().state is WorkState.RUNNING)
     assert service.observe().failure is None
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_who_is_waited_for_outside_of_the_fleet_is_reported_until_they_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service_module, "WATCH_SECONDS", 0.001)
+    session = ScriptedSession()
+
+    async def open_session(spec: ExperimentSpec, assignment: Assignment) -> ScriptedSession:
+        return session
+
+    notices: list[Failure | None] = []
+    service = RewardService(open_session)  # type: ignore[arg-type]
+    service.notify = lambda: notices.append(service.observe().failure)
+    running = asyncio.create_task(service.run())
+    assignment = Assignment(experiment_id="e1", revision=1, spec=SPEC, directory="/data")
+    await service.apply(DesiredState(tag="1", state=WorkState.RUNNING, assignment=assignment))
+    await until(lambda: session.is_claiming)
+
+    session.problem = "the teacher does not answer"
+    await until(lambda: any(notices))
+    session.problem = None
+    await until(lambda: notices[-1] is None)
+
+    assert Failure(component=TEACHER, cause="the teacher does not answer", fatal=False) in notices
+    assert service.observe().state is WorkState.RUNNING
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from shared.checkpoints import StoredCheckpoint
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from shared.streams.codec import decode_group, encode_body, encode_grades
 from shared.testing.builders import a_task
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES
@@ -32,11 +35,15 @@ CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 
 
+SERVERS = ({"url": "http://teacher.example.com:30000", "kind": "sglang"},)
+
+
 def spec_of(*, model: dict[str, Any] | None = None, temperature: float = 1.0, **distillation: Any) -> ExperimentSpec:
+    place = {} if "servers" in distillation else {"path": "/teacher"}
     return a_spec(
         model=model or {},
         rollout={"sampling": {"temperature": temperature}},
-        algorithm={"distillation": {"path": "/teacher"} | distillation},
+        algorithm={"distillation": place | distillation},
         optimisation={"steps": 50, "groups_per_mini_batch": 2, "learning_rate": 1e-2},
     )
 
@@ -53,11 +60,11 @@ def a_teacher(seed: int = 1) -> nn.Module:
 
 
 @torch.no_grad()
-def naive_log_probs(model: nn.Module, trajectory: Trajectory) -> list[float]:
+def naive_log_probs(model: nn.Module, trajectory: Trajectory, temperature: float = TEMPERATURE) -> list[float]:
     """Compute the log-prob of every sampled token, one forward pass of the whole text for each."""
     found, ids = [], torch.from_numpy(trajectory.token_ids).long()
     for place in np.flatnonzero(trajectory.loss_mask):
-        logits = model(ids[None, :place]).logits[0, -1].float() / TEMPERATURE
+        logits = model(ids[None, :place]).logits[0, -1].float() / temperature
         found.append(float(torch.log_softmax(logits, -1)[ids[place]]))
     return found
 
@@ -180,6 +187,72 @@ def test_a_step_is_computed_again_with_its_teacher(tmp_path: Path) -> None:
     train(tmp_path / "run", algorithm={"distillation": {"path": str(teacher), "coefficient": 0.5}})
 
     found = replay(tmp_path / "run", STEPS)
+
+    assert not [each for each in found.figures if each.difference > TOLERANCE]
+    assert any(each.name == "distillation/kl" and each.recorded != 0 for each in found.figures)
+
+
+def judged_by(model: nn.Module, groups: list[Group]) -> list[Group]:
+    """Write a model's log-probs onto samples, as a reward service does for a teacher behind a URL."""
+
+    def judged(trajectory: Trajectory) -> Trajectory:
+        values = np.zeros(len(trajectory.token_ids), np.float32)
+        values[trajectory.loss_mask.astype(bool)] = naive_log_probs(model, trajectory, 1.0)
+        return replace(trajectory, teacher_log_probs=values)
+
+    return [replace(group, trajectories=tuple(map(judged, group.trajectories))) for group in groups]
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["beside rewards", "alone"])
+def test_log_probs_that_came_with_the_samples_teach_as_the_teacher_itself(pure: bool) -> None:
+    teacher = a_teacher()
+    inside = Learner(spec_of(pure=pure), LoadedModel(a_model(), Path()), None, LoadedModel(teacher, Path()))
+    outside = Learner(spec_of(pure=pure, servers=SERVERS), LoadedModel(a_model(), Path()))
+
+    for step in range(1, 4):
+        groups = uneven_groups(4, seed=step)
+        expected = inside.train(groups, step)
+        found = outside.train(judged_by(teacher, groups), step)
+
+        assert expected.metrics["distillation/kl"] != 0
+        for name, value in expected.metrics.items():
+            assert found.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (step, name)
+    theirs = inside.loaded.model.state_dict()
+    for name, weight in outside.loaded.model.state_dict().items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_teacher_said_travels_with_the_group_and_through_a_batch() -> None:
+    (group,) = judged_by(a_teacher(), uneven_groups(1))
+
+    came = decode_group(encode_body(group), encode_grades(group))
+    batch = make_batch([came])
+
+    for before, after in zip(group.trajectories, came.trajectories, strict=True):
+        assert before.teacher_log_probs is not None
+        assert after.teacher_log_probs is not None
+        np.testing.assert_array_equal(before.teacher_log_probs, after.teacher_log_probs)
+    spans = [t.teacher_log_probs[start:] for t, start in zip(came.trajectories, batch.span_starts, strict=True)]  # type: ignore[index]
+    assert batch.teacher_log_probs is not None
+    assert batch.teacher_log_probs.tolist() == np.concatenate(spans).tolist()
+    assert batch.take(torch.tensor([2, 0]))[0].teacher_log_probs.tolist() == [*spans[2], *spans[0]]  # type: ignore[union-attr]
+    ungraded = replace(came.trajectories[0], teacher_log_probs=None)
+    assert make_batch([replace(came, trajectories=(ungraded, *came.trajectories[1:]))]).teacher_log_probs is None
+
+
+def test_log_probs_of_a_teacher_are_finite_and_of_all_tokens() -> None:
+    trajectory = uneven_groups(1)[0].trajectories[0]
+
+    for values in (np.zeros(3, np.float32), np.full(len(trajectory.token_ids), np.nan, np.float32)):
+        with pytest.raises(ValueError, match="teacher_log_probs must be"):
+            replace(trajectory, teacher_log_probs=values)
+
+
+def test_a_step_is_computed_again_without_the_teacher_behind_a_url(tmp_path: Path) -> None:
+    judge = partial(judged_by, a_teacher())
+    train(tmp_path, judge, algorithm={"distillation": {"servers": SERVERS, "coefficient": 0.5}})
+
+    found = replay(tmp_path, STEPS)
 
     assert not [each for each in found.figures if each.difference > TOLERANCE]
     assert any(each.name == "distillation/kl" and each.recorded != 0 for each in found.figures)

@@ -1,5 +1,6 @@
 """A step computed again from its samples and a checkpoint gives the same figures, and tells each token's."""
 
+from collections.abc import Callable
 from functools import partial
 from operator import sub
 from pathlib import Path
@@ -22,6 +23,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidRequest, NotFound
 from shared.lineage import INITIAL, VersionLine
 from shared.samples.recorder import SampleRecorder
+from shared.schemas.trajectory import Group
 from shared.streams.plans import Plan
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
@@ -29,7 +31,9 @@ STEPS = 4
 CHECKPOINT = 2
 
 
-def train(directory: Path, **sections: Any) -> ExperimentSpec:
+def train(
+    directory: Path, judge: Callable[[list[Group]], list[Group]] = lambda groups: groups, **sections: Any
+) -> ExperimentSpec:
     """Train a few steps as the loop does, with a checkpoint in the middle, and keep every step."""
     model = directory / "model"
     a_model().save_pretrained(model)
@@ -48,7 +52,7 @@ def train(directory: Path, **sections: Any) -> ExperimentSpec:
     recorder.keep_spec(spec.model_dump_json())
     manager = CheckpointManager("tiny", CheckpointStorage(directory / CHECKPOINTS, keep=9))
     for step in range(1, STEPS + 1):
-        groups = tuple(uneven_groups(spec.groups_per_step, seed=1000 * step))
+        groups = tuple(judge(uneven_groups(spec.groups_per_step, seed=1000 * step)))
         plan = Plan(step, step - 1, tuple(group.task.group_id + 10 * step for group in groups), (), 0, 0, 0, ())
         result = learner.train(groups, step)
         planned = StepGroups(plan, groups, False, 0.0, 0.0)

@@ -255,6 +255,7 @@ def test_what_cannot_be_trained_is_told_apart() -> None:
     assert ending(broken) == ("failed", "too_few_scored")
     assert ending(foreign) == ("failed", "invalid_tokens")
     assert ending(good, Requirements(VOCABULARY, 2, ("style",), 1)) == ("failed", "missing_component")
+    assert ending(good, replace(STRICT, needs_teacher=True)) == ("failed", "no_teacher")
 
 
 def test_branches_of_one_episode_are_not_compared_with_each_other() -> None:

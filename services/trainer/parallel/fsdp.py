@@ -22,9 +22,14 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
         ranks: more than one.
     """
     assert ranks.mesh is not None
+    if ranks.mesh[REPLICATE].size() * ranks.mesh[SHARD].size() > 1:
+        shard_layers(module, ranks)
+
+
+def shard_layers(module: nn.Module, ranks: Ranks) -> None:
+    """Do so whatever the number of ranks: of a single one each layer is one part."""
+    assert ranks.mesh is not None
     num_copies, num_parts = ranks.mesh[REPLICATE].size(), ranks.mesh[SHARD].size()
-    if num_copies * num_parts == 1:
-        return
     # Not kept after the forward pass, the root's neither: without a backward pass they would outlive the next update.
     arguments: dict[str, Any] = {
         "mesh": ranks.mesh[REPLICATE, SHARD] if num_copies > 1 else ranks.mesh[SHARD],

@@ -1,0 +1,186 @@
+"""The parts of ``benchmarks.gpu`` that run whole fleets: on one device, with random weights."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu_place import Figures, Place
+from benchmarks.time_sharing import losses_of
+from examples.arithmetic.problems import training_set, worked_solution
+from examples.arithmetic.settings import settings_of
+from examples.arithmetic.tokenizer import build_tokenizer
+
+FLEET_SECONDS = 480.0
+SAMPLE_SECONDS = 0.1
+LAST_CHARACTERS = 4000
+GRADER = """\
+import zlib
+
+
+def score(sample):
+    return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
+"""
+SERVERS = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
+
+
+def write_experiment(place: Place, directory: Path) -> dict[str, Any]:
+    """Write a model, rows and a grader that finds half of all answers right, and give the spec, on-policy."""
+    size = place.fleet
+    settings = settings_of("standard", 0)
+    problems = training_set(64, settings.problems, Random(0))
+    tokenizer = build_tokenizer([p.prompt + worked_solution(p) for p in problems], settings.model.vocab_size)
+    config = size.shape.config
+    assert len(tokenizer) <= size.shape.vocabulary
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, place.dtype))
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    rows = [{"prompt": p.prompt, "answer": "0"} for p in problems]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (directory / "grade.py").write_text(GRADER, encoding="utf-8")
+    return {
+        "name": "gpu",
+        "seed": 7,
+        "model": {"path": str(directory / "model"), "dtype": place.dtype},
+        "data": {"path": str(directory / "train.jsonl"), "label_column": "answer"},
+        "rollout": {
+            "group_size": size.group_size,
+            "sampling": {"max_new_tokens": size.new_tokens},
+            "engine": {"device": place.device, "slots": size.slots, "context_tokens": size.context_tokens},
+        },
+        "reward": {"components": [{"kind": "custom", "path": f"{directory / 'grade.py'}:score"}]},
+        "optimisation": {"steps": size.steps, "groups_per_mini_batch": size.groups, "learning_rate": 1e-6},
+        "asynchrony": {"staleness_threshold": 0.0, "on_weight_update": "drain"},
+        "checkpoint": {"every_steps": 1000},
+        "parallelism": {"device": place.device},
+    }
+
+
+@contextmanager
+def device_memory(place: Place) -> Iterator[list[float]]:
+    """Sample how much of the device's memory all its processes use, in bytes, while the block runs; GPUs only."""
+    used, over = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            free, whole = torch.cuda.mem_get_info()
+            used.append(float(whole - free))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if place.is_gpu:
+        thread.start()
+    try:
+        yield used
+    finally:
+        over.set()
+        if place.is_gpu:
+            thread.join()
+
+
+def run_fleet(place: Place, directory: Path, spec: Mapping[str, Any], name: str) -> Figures:
+    """Run an experiment to its end, hold its ledger against what was issued, and give what it came to."""
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps({**spec, "name": name}), encoding="utf-8")
+    command = [sys.executable, "-m", "flotilla", "run", str(path), "--runs", str(directory / "runs"), "--plain"]
+    before = torch.cuda.mem_get_info()[0] if place.is_gpu else 0
+    started = time.perf_counter()
+    with device_memory(place) as used:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=FLEET_SECONDS, check=False)
+    taken = time.perf_counter() - started
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-LAST_CHARACTERS:]
+    run = directory / "runs" / name
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    ledger = summary["ledger"]
+    resolved = sum(sum(ledger[kind].values()) for kind in ("filtered", "dropped", "failed"))
+    found = ledger["outstanding"] + ledger["planned"] + ledger["trained"] + resolved
+    steps = spec["optimisation"]["steps"]
+    assert summary["steps"] == steps, summary["steps"]
+    assert ledger["issued"] == found, f"the ledger does not balance: {ledger}"
+    assert ledger["trained"] == steps * spec["optimisation"]["groups_per_mini_batch"], ledger
+    figures: Figures = {
+        "seconds": taken,
+        "steps": steps,
+        "tokens_trained": summary["tokens_trained"],
+        "tokens_generated": summary["tokens_generated"],
+        "losses": losses_of(run),
+        "ledger": ledger,
+    }
+    if place.is_gpu:
+        whole = torch.cuda.mem_get_info()[1]
+        figures["peak_gigabytes_of_the_device"] = max(used) / 1e9
+        figures["gigabytes_used_before"] = (whole - before) / 1e9
+    return figures
+
+
+def part_fleet(place: Place) -> Figures:
+    """Run a whole fleet on the device, engine and trainer beside each other."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_fleet(place, Path(folder), write_experiment(place, Path(folder)), "fleet")
+
+
+def part_sharing(place: Place) -> Figures:
+    """Run the same experiment side by side and in turns: losses and, on a GPU, memory of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_experiment(place, Path(folder))
+        spec["optimisation"]["steps"] = place.fleet.short_steps
+        found = {
+            sharing: run_fleet(place, Path(folder), {**spec, "resources": {"sharing": sharing}}, f"sharing-{sharing}")
+            for sharing in ("none", "time")
+        }
+    losses = [found[sharing]["losses"] for sharing in ("none", "time")]
+    difference = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    # In bfloat16 on a GPU two runs of the same differ: that figure is reported, not judged.
+    assert place.is_gpu or difference <= 1e-5, f"losses differ by {difference}: {losses}"
+    return {"side by side": found["none"], "in turns": found["time"], "largest_difference_of_a_loss": difference}
+
+
+def part_lora(place: Place) -> Figures:
+    """Train adapters in a whole fleet: the engine gets merged weights, the checkpoint holds adapters."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_experiment(place, Path(folder))
+        spec["model"]["lora"] = {"rank": 16, "alpha": 32}
+        spec["optimisation"] |= {"steps": place.fleet.short_steps, "learning_rate": 1e-4}
+        found = run_fleet(place, Path(folder), spec, "lora")
+        adapters = sorted((Path(folder) / "runs").rglob("adapter_model.safetensors"))
+        assert adapters, "there is no checkpoint of adapters"
+        found["checkpoint_megabytes"] = adapters[-1].stat().st_size / 1e6
+    return found
+
+
+def part_servers(place: Place) -> Figures:
+    """Run the fleet with SGLang and vLLM as its engine, each where its interpreter is named."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_experiment(place, Path(folder))
+        spec["optimisation"]["steps"] = place.fleet.short_steps
+        for kind, variable in SERVERS.items():
+            if not os.environ.get(variable):
+                figures[kind] = f"left out: {variable} is not set"
+                continue
+            engine = {**spec["rollout"]["engine"], "kind": kind, "options": server_options(place, kind)}
+            chosen = {**spec, "rollout": {**spec["rollout"], "engine": engine}}
+            figures[kind] = run_fleet(place, Path(folder), chosen, kind)
+            figures[kind]["median_loss"] = statistics.median(figures[kind]["losses"])
+    return figures
+
+
+def server_options(place: Place, kind: str) -> dict[str, Any]:
+    """Leave memory to the trainer, which is on the same device."""
+    if kind == "sglang":
+        return {"mem_fraction_static": 0.3} if place.is_gpu else {}
+    return {"gpu_memory_utilization": 0.3} if place.is_gpu else {"kv_cache_memory_bytes": 268435456}

@@ -97,6 +97,23 @@ class FusedWeights:
                     matrix.pack()
             self.head.pack()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""
+        yield self.embedding
+        yield self.final_norm
+        for matrix in [
+            self.head,
+            *(m for each in self.layers for m in (each.qkv, each.output, each.gate_up, each.down)),
+        ]:
+            yield _unpacked(matrix)
+            if matrix.bias is not None:
+                yield matrix.bias
+        for layer in self.layers:
+            yield layer.input_norm
+            yield layer.post_norm
+            if layer.qk_norm is not None:
+                yield layer.qk_norm
+
     def _all_targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)
         yield "model.norm.weight", _plain(self.final_norm)

@@ -8,15 +8,23 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.decoders.architecture import architecture_of, is_written_out, reason_not_fused
+from services.rollout.engines.decoders.architecture import (
+    Architecture,
+    architecture_of,
+    is_written_out,
+    reason_not_fused,
+)
 from services.rollout.engines.decoders.base import Decoder
 from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
 from services.rollout.engines.decoders.fused import FusedDecoder
+from services.rollout.engines.decoders.paged import FlashAttention, PagedDecoder, works
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import ModelError, WeightTransferFailed
 
 log = logging.getLogger(__name__)
 
+FLASH_HEAD_DIM = 256
+"""The widest head that FlashAttention-2 has."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,9 +61,12 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
 
 def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings, device: torch.device) -> Decoder:
     try:
+        architecture, files = architecture_of(config), safetensors_files(directory)
+        if device.type == "cuda" and (paged := _paged(architecture, files, settings, device)) is not None:
+            return paged
         return FusedDecoder(
-            architecture_of(config),
-            safetensors_files(directory),
+            architecture,
+            files,
             dtype=DTYPES[settings.dtype],
             device=device,
             num_rows=settings.slots,
@@ -63,6 +74,31 @@ def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings,
         )
     except (WeightTransferFailed, ValueError, TypeError) as error:
         raise ModelError(f"model {directory} cannot be loaded: {error}") from error
+
+
+def _paged(
+    architecture: Architecture, files: list[Path], settings: EngineSettings, device: torch.device
+) -> PagedDecoder | None:
+    """Make the decoder for GPUs if FlashAttention takes the model, and it is found to work here; else None."""
+    dtype = DTYPES[settings.dtype]
+    if dtype is torch.float32 or architecture.head_dim % 8 or architecture.head_dim > FLASH_HEAD_DIM:
+        return None
+    try:
+        decoder = PagedDecoder(
+            architecture,
+            files,
+            dtype=dtype,
+            device=device,
+            num_rows=settings.slots,
+            context_tokens=settings.context_tokens,
+            attention=FlashAttention(),
+        )
+        return decoder if works(decoder) else None
+    except WeightTransferFailed:
+        raise
+    except Exception as error:  # Whatever a driver or a build of torch lacks, the fused forward does without it.
+        log.warning("the paged forward does not work on this device", extra={"error": repr(error)})
+        return None
 
 
 def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:

@@ -1,0 +1,338 @@
+"""The forward of the Llama family for a GPU: keys and values in pages, prompts packed, decode steps as CUDA graphs.
+
+Attention is torch's FlashAttention over sequences of different lengths, which reads pages by a table. All that changes
+from step to step is in tensors whose addresses stay, so a graph per number of rows serves until the pool grows.
+
+Sources: Dao, FlashAttention-2, arXiv:2307.08691; Kwon et al., Efficient Memory Management for Large Language Model
+Serving with PagedAttention, arXiv:2309.06180; torch.nn.attention.varlen.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.arrival import Arrival, open_staged
+from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.checkpoint import open_tensors
+from services.rollout.engines.decoders.fused_weights import FusedWeights
+from services.rollout.engines.decoders.graphs import Graphs
+from services.rollout.engines.decoders.pages import PageTable
+from services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
+
+log = logging.getLogger(__name__)
+
+PAGE_TOKENS = 256
+"""FlashAttention-2 takes pages of multiples of this."""
+GROWTH = 1.5
+
+
+class Attention(Protocol):
+    """Attention over packed sequences, and over pages."""
+
+    def packed(self, queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """Attend causally within sequences.
+
+        Args:
+            queries, keys, values: [T, H, D] and [T, Hkv, D].
+            starts: [N + 1] int32, where each sequence begins, and the end of the last.
+            longest: tokens of the longest.
+
+        Returns:
+            [T, H, D].
+        """
+
+    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        """Attend from one token of each row to all that its pages hold.
+
+        Args:
+            queries: [B, H, D].
+            keys, values: [pages, page tokens, Hkv, D].
+            table: [B, P] int32.
+            lengths: [B] int32, tokens of each row, at least 1.
+
+        Returns:
+            [B, H, D].
+        """
+
+
+class FlashAttention:
+    """``Attention`` by torch's FlashAttention-2, which needs a GPU and 16 bits."""
+
+    def packed(self, queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """Attend causally within sequences; see ``Attention.packed``."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        mixed = varlen_attn(
+            queries,
+            keys,
+            values,
+            starts,
+            starts,
+            longest,
+            longest,
+            window_size=(-1, 0),
+            enable_gqa=queries.shape[1] != keys.shape[1],
+            num_splits=1,
+        )
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        """Attend from one token of each row; see ``Attention.paged``.
+
+        One split: more are not the same to the bit for other neighbours, and gave NaN in FlashAttention-2 over pages.
+        """
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts = torch.arange(queries.shape[0] + 1, dtype=torch.int32, device=queries.device)
+        mixed = varlen_attn(
+            queries,
+            keys,
+            values,
+            starts,
+            functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            1,
+            table.shape[1] * keys.shape[1],
+            enable_gqa=queries.shape[1] != keys.shape[2],
+            seqused_k=lengths,
+            block_table=table,
+            num_splits=1,
+        )
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+
+class PagedDecoder:
+    """A ``Decoder`` for the architectures that ``reason_not_fused`` accepts, on a GPU.
+
+    Args:
+        architecture: the sizes.
+        files: the safetensors files of the initial weights.
+        dtype, device: of weights, activations and cache.
+        num_rows: rows of the cache.
+        context_tokens: the longest row.
+        attention: how queries meet keys.
+        page_tokens: tokens of a page.
+
+    Raises:
+        WeightTransferFailed: the files do not fit the architecture.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        files: list[Path],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_rows: int,
+        context_tokens: int,
+        attention: Attention,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> None:
+        self.vocab_size = architecture.vocab_size
+        self.max_positions = min(context_tokens, architecture.max_positions)
+        self.description = "paged forward, CUDA graphs" if device.type == "cuda" else "paged forward"
+        self.device = device
+        self._sizes, self._dtype, self._files = architecture, dtype, files
+        self._layers = TorchLayers(architecture, dtype)
+        self._attention = attention
+        self.page_tokens = page_tokens
+        self._rotations = rotations(architecture, self.max_positions).to(device)
+        self.num_rows, self._row_pages = num_rows, -(-context_tokens // page_tokens)
+        self._graphs = Graphs(device)
+        # What a step reads, at addresses that stay: tokens, positions, places of the new keys; lengths; pages.
+        self._inputs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        self._lengths = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((num_rows, self._row_pages), dtype=torch.int32, device=device)
+        self._spare: FusedWeights | None = None
+        self._weights: FusedWeights | None = None
+        self._sent = -1
+        self._empty()
+        self.restore()
+
+    def stage(self, image: Path, arrival: Arrival | None = None) -> None:
+        """Read a weight image into the spare weights; see ``Decoder.stage``."""
+        self._spare = None
+        spare = FusedWeights(self._sizes, self._dtype, self.device)
+        with open_staged(image, arrival) as source:
+            spare.fill(source)
+        self._spare = spare
+
+    def switch(self) -> None:
+        """Make the staged weights serve: copied to the addresses that graphs know, if there are such."""
+        assert self._spare is not None
+        if self._weights is None:
+            self._weights = self._spare
+        else:
+            with torch.inference_mode():
+                for serving, new in zip(self._weights.tensors(), self._spare.tensors(), strict=True):
+                    serving.copy_(new)
+        self._spare = None
+
+    def release(self) -> None:
+        """Free weights, cache and graphs; see ``Decoder.release``."""
+        self._graphs.clear()
+        self._weights = self._spare = None
+        self._empty()
+
+    def restore(self) -> None:
+        """Read the initial weights; see ``Decoder.restore``."""
+        weights = FusedWeights(self._sizes, self._dtype, self.device)
+        with open_tensors(self._files) as source:
+            weights.fill(source)
+        self._spare = weights
+        self.switch()
+
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Give rows' pages to other rows; nothing is copied."""
+        for source, target in zip(sources, targets, strict=True):
+            self._table.move(source, target)
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Take the pages of rows from them: pages that nobody holds are not read, but for the one that is nobody's."""
+        for row in rows:
+            self._table.release(row)
+        self._keys[:, 0], self._values[:, 0] = 0, 0
+
+    @torch.inference_mode()
+    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Compute sequences, packed one after the other; see ``Decoder.prefill``."""
+        assert self._weights is not None
+        lengths = [sequence.shape[0] for sequence in sequences]
+        self._reserve(self._table.pages_of(lengths, rows))
+        copies = [self._table.start(group, length) for group, length in zip(rows, lengths, strict=True)]
+        firsts = [group[0] for group in rows]
+        places = np.concatenate(
+            [self._table.places_of(row, length) for row, length in zip(firsts, lengths, strict=True)]
+        )
+        packed = np.stack([np.concatenate(sequences), np.concatenate([np.arange(n) for n in lengths]), places])
+        token_ids, positions, slots = torch.from_numpy(packed).to(self.device)
+        ends = np.cumsum(lengths)
+        starts = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(self.device)
+        hidden = functional.embedding(token_ids, self._weights.embedding)
+        rotation = self._rotations[positions].view(1, -1, 1, self._rotations.shape[1])
+        for number, layer in enumerate(self._weights.layers):
+            queries_keys, values = self._layers.project(hidden, layer, rotation, (1, token_ids.shape[0]))
+            queries, keys = queries_keys[0].tensor_split((self._sizes.num_heads,), dim=1)
+            self._write(number, slots, keys, values[0])
+            mixed = self._attention.packed(queries, keys, values[0], starts, max(lengths))
+            self._layers.feed(hidden, mixed.reshape(token_ids.shape[0], -1), layer)
+        self._copy([page for each in copies for page in each.sources], [p for each in copies for p in each.targets])
+        return self._layers.logits(hidden[torch.from_numpy(ends - 1).to(self.device)], self._weights)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Append one token to each of the first B rows; see ``Decoder.decode``. The logits last until the next call."""
+        num, held = token_ids.shape[0], lengths.cpu().numpy()
+        missing = self._table.missing_for(held)
+        self._reserve(missing.size)
+        self._table.extend(missing)
+        rows = min(_bucket(num), self.num_rows)
+        self._inputs[0, :num] = token_ids
+        steps = np.zeros((2, rows), dtype=np.int64)
+        steps[0, :num], steps[1, :num] = held, self._table.places(held)
+        self._inputs[1:, :rows] = torch.from_numpy(steps).to(self.device, non_blocking=True)
+        self._lengths[:rows] = self._inputs[1, :rows] + 1
+        if self._sent != self._table.version:
+            self._tables.copy_(torch.from_numpy(self._table.table), non_blocking=True)
+            self._sent = self._table.version
+        pages = min(1 << (longest // self.page_tokens).bit_length(), self._row_pages)
+        return self._graphs.run((rows, pages), lambda: self._step(rows, pages))[:num]
+
+    def _step(self, rows: int, pages: int) -> Tensor:
+        """Compute a step of ``rows`` rows of at most ``pages`` pages from the fixed tensors."""
+        assert self._weights is not None
+        token_ids, positions, slots = self._inputs[:, :rows]
+        table, lengths = self._tables[:rows, :pages], self._lengths[:rows]
+        hidden = functional.embedding(token_ids, self._weights.embedding)
+        rotation = self._rotations[positions].view(rows, 1, 1, -1)
+        for number, layer in enumerate(self._weights.layers):
+            queries_keys, values = self._layers.project(hidden, layer, rotation, (rows, 1))
+            queries, keys = queries_keys[:, 0].tensor_split((self._sizes.num_heads,), dim=1)
+            self._write(number, slots, keys, values[:, 0])
+            mixed = self._attention.paged(queries, self._keys[number], self._values[number], table, lengths)
+            self._layers.feed(hidden, mixed.reshape(rows, -1), layer)
+        return self._layers.logits(hidden, self._weights)
+
+    def _write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        for pool, new in ((self._keys, keys), (self._values, values)):
+            pool[layer].view(-1, *pool.shape[3:]).index_copy_(0, slots, new)
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if sources:
+            source, target = (torch.tensor(pages, device=self.device) for pages in (sources, targets))
+            for pool in (self._keys, self._values):
+                for layer in pool:
+                    layer.index_copy_(0, target, layer[source])
+
+    def _empty(self) -> None:
+        """Begin with a pool that has no page but nobody's."""
+        self._table = PageTable(self.num_rows, self._row_pages, self.page_tokens)
+        self._sent = -1
+        self._keys, self._values = self._pool(1), self._pool(1)
+
+    def _pool(self, num_pages: int) -> Tensor:
+        sizes = self._sizes
+        shape = (sizes.num_layers, num_pages, self.page_tokens, sizes.num_kv_heads, sizes.head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self.device)
+
+    def _reserve(self, num_pages: int) -> None:
+        """Make the pool large enough to lend so many more pages; graphs that know the old one are forgotten."""
+        lacking = num_pages - self._table.num_free
+        if lacking <= 0:
+            return
+        old = self._table.num_pages
+        most = 1 + self.num_rows * self._row_pages
+        new = max(old + lacking, min(int(GROWTH * old), most), min(1 + 2 * self.num_rows, most))
+        self._graphs.clear()
+        for name in ("_keys", "_values"):
+            pool = self._pool(new)
+            pool[:, :old] = getattr(self, name)
+            setattr(self, name, pool)
+        self._table.grow(new)
+
+
+PROBE_STEPS = 3
+PROBE_TOLERANCE = 0.5
+"""Of log-probabilities in 16 bits: far above their rounding, far below what a wrong page or position does."""
+
+
+@torch.inference_mode()
+def works(decoder: PagedDecoder) -> bool:
+    """Find out by trying: steps over the end of a page give what whole sequences give, to rounding."""
+    generator = np.random.default_rng(0)
+    lengths = np.array([decoder.page_tokens - 1, 5][: decoder.num_rows])
+    lengths = np.minimum(lengths, decoder.max_positions - PROBE_STEPS - 1)
+    sequences = [generator.integers(0, decoder.vocab_size, length + PROBE_STEPS) for length in lengths]
+    rows = [[row] for row in range(lengths.size)]
+
+    def whole(more: int) -> Tensor:
+        return decoder.prefill([each[: n + more] for each, n in zip(sequences, lengths, strict=True)], rows)
+
+    expected = [whole(step + 1).float().log_softmax(-1) for step in range(PROBE_STEPS)]
+    whole(0)
+    worst = 0.0
+    for step, wanted in enumerate(expected):
+        token_ids = torch.tensor([int(each[n + step]) for each, n in zip(sequences, lengths, strict=True)])
+        found = decoder.decode(
+            token_ids.to(decoder.device), torch.from_numpy(lengths + step), int(lengths.max()) + step
+        )
+        difference = (found.float().log_softmax(-1) - wanted).abs().nan_to_num(nan=torch.inf)
+        worst = max(worst, float(difference.max()))
+    decoder.clear_rows(range(lengths.size))
+    if worst >= PROBE_TOLERANCE:
+        log.warning("pages give other logits than whole sequences", extra={"largest_difference": worst})
+    return worst < PROBE_TOLERANCE
+
+
+def _bucket(rows: int) -> int:
+    """Round a number of rows up to one that a graph is captured for: 1, 2, 4, and multiples of 8."""
+    return next((few for few in (1, 2, 4) if rows <= few), -(-rows // 8) * 8)

@@ -1,9 +1,12 @@
-"""Generated tokens per second of the embedded engine, beside what transformers generates with the same weights.
+"""Generated tokens per second of the embedded engine, beside what others generate with the same weights.
 
 Baselines: ``model.generate`` with its dynamic cache, one batch padded to its longest prompt and run until its last
 sample ends; and transformers' continuous batching (``generate_batch``, its manager kept between rounds). Prompts have
 32 tokens and come in groups of 8; 32 tokens are sampled at temperature 1 (``uniform``), or 4 to 60 (``mixed``, where
 only the wanted tokens count). Prefill is included everywhere. Rounds are interleaved; figures are medians.
+Where FLOTILLA_SGLANG_PYTHON names an interpreter that has it, an SGLang server on this CPU answers the same requests as
+well, as a rollout asks it: a request per completion over HTTP, tokens and log-probabilities by torch's operators in a
+process of its own with one compute thread, while another encodes and decodes; a group's prompt comes from its cache.
 
 The roofline is the time of the linear layers alone, at the shapes of a decode step, measured in the same rounds.
 
@@ -11,12 +14,15 @@ The roofline is the time of the linear layers alone, at the shapes of a decode s
 """
 
 import argparse
+import asyncio
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,12 +39,16 @@ from services.rollout.engines.base import GenerationRequest, SamplingParameters
 from services.rollout.engines.decoders.architecture import Architecture, architecture_of
 from services.rollout.engines.embedded.engine import TorchEngine, use_threads
 from services.rollout.engines.embedded.outcomes import Generated
+from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.sglang.engine import SglangEngine
+from shared.settings import ENGINE_PYTHONS
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32
 GROUP_SIZE = 8
-BATCHING_ROUNDS = 3
+FEW_ROUNDS = {"continuous": 3, "sglang": 3}
+"""Of those that take long."""
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 64,
@@ -91,17 +101,18 @@ class Row:
     engine: float
     generate: float
     continuous_batching: float | None
+    sglang: float | None
     roofline: float
 
     def line(self) -> str:
         """Format it for people."""
-        batching = f"{self.continuous_batching:10.0f}" if self.continuous_batching else f"{'-':>10}"
-        rates = f"{self.engine:10.0f} {self.generate:10.0f} {batching} {self.engine / self.generate:8.2f}x"
+        others = (f"{rate:10.0f}" if rate else f"{'-':>10}" for rate in (self.continuous_batching, self.sglang))
+        rates = f"{self.engine:10.0f} {self.generate:10.0f} {' '.join(others)} {self.engine / self.generate:8.2f}x"
         shares = f"{self.engine / self.roofline:9.1%} {self.generate / self.roofline:9.1%}"
         return f"{self.model:5} {self.load:8} {self.concurrency:4} {rates} {shares}"
 
 
-HEADER = "model load        n     engine   generate  cont.bat.  vs gen.  of roofl. (generate)"
+HEADER = "model load        n     engine   generate  cont.bat.     SGLang   vs gen.  of roofl. (generate)"
 
 
 def make_load(concurrency: int, vocab_size: int, *, is_mixed: bool = False) -> Load:
@@ -114,17 +125,45 @@ def make_load(concurrency: int, vocab_size: int, *, is_mixed: bool = False) -> L
     return Load("mixed" if is_mixed else "uniform", prompts, group_size, new_tokens)
 
 
-def run_engine(engine: TorchEngine, load: Load) -> None:
-    """Answer the load, and check that all of it was answered."""
+def requests_of(load: Load) -> Iterator[GenerationRequest]:
+    """Make a request for each group."""
     for number, (prompt, new_tokens) in enumerate(zip(load.prompts, load.new_tokens, strict=True)):
         seeds = tuple(range(number * load.group_size, (number + 1) * load.group_size))
         sampling = SamplingParameters(max_new_tokens=new_tokens, ignore_eos=True)
-        engine.submit(GenerationRequest(str(number), tuple(prompt), seeds, sampling))
+        yield GenerationRequest(str(number), tuple(prompt), seeds, sampling)
+
+
+def run_engine(engine: TorchEngine, load: Load) -> None:
+    """Answer the load, and check that all of it was answered."""
+    for request in requests_of(load):
+        engine.submit(request)
     tokens = 0
     while not engine.is_idle:
         ended = [outcome for outcome in engine.step() if isinstance(outcome, Generated)]
         tokens += sum(completion.token_ids.size for outcome in ended for completion in outcome.completions)
     assert tokens == load.wanted_tokens
+
+
+class SglangServer:
+    """An SGLang server, started here; it cannot run where the caller has an event loop."""
+
+    def __init__(self, directory: str, python: Path) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = SglangEngine(ServerSettings(Path(directory), python=python, slots=128, context_tokens=256))
+        self._runner.run(self._engine.start())
+
+    def answer(self, load: Load) -> None:
+        """Answer the load, and check that all of it was answered."""
+        assert self._runner.run(self._answer(load)) == load.wanted_tokens
+
+    async def _answer(self, load: Load) -> int:
+        answers = await asyncio.gather(*(self._engine.generate(request) for request in requests_of(load)))
+        return sum(completion.token_ids.size for completions in answers for completion in completions)
+
+    def close(self) -> None:
+        """End the server."""
+        self._runner.run(self._engine.close())
+        self._runner.close()
 
 
 def run_generate(model: Any, load: Load) -> None:
@@ -179,7 +218,9 @@ def seconds(run: Callable[[], None], clock: Callable[[], float], repeats: int = 
     return (clock() - started) / repeats
 
 
-def measure(name: str, loads: list[tuple[int, bool]], rounds: int, clock: Callable[[], float]) -> list[Row]:
+def measure(
+    name: str, loads: list[tuple[int, bool]], rounds: int, clock: Callable[[], float], sglang_python: Path | None
+) -> list[Row]:
     """Measure one model under several loads."""
     torch.manual_seed(0)
     config = Qwen3Config(**SIZES[name], max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.08)
@@ -187,26 +228,47 @@ def measure(name: str, loads: list[tuple[int, bool]], rounds: int, clock: Callab
         model: Any = AutoModelForCausalLM.from_config(config).eval()
         model.save_pretrained(directory)
         engine = TorchEngine(EngineSettings(directory, slots=128, context_tokens=512))
+        server = SglangServer(directory, sglang_python) if sglang_python is not None else None
     architecture = architecture_of(config.to_dict())
     rows = []
-    for concurrency, is_mixed in loads:
-        load = make_load(concurrency, config.vocab_size, is_mixed=is_mixed)
-        linear = linear_layers(architecture, concurrency)
-        times: dict[str, list[float]] = {"engine": [], "generate": [], "continuous": [], "linear": []}
-        for number in range(rounds + 1):
-            times["engine"].append(seconds(partial(run_engine, engine, load), clock))
-            times["generate"].append(seconds(partial(run_generate, model, load), clock))
-            if not is_mixed and number < BATCHING_ROUNDS:
-                times["continuous"].append(seconds(partial(run_continuous, model, load), clock))
-            times["linear"].append(seconds(linear, clock, repeats=10))
-        # The first round warms up.
-        rates = {key: load.wanted_tokens / statistics.median(taken[1:]) for key, taken in times.items() if taken[1:]}
-        roofline = concurrency * rates["linear"] / load.wanted_tokens
-        row = Row(name, load.name, concurrency, rates["engine"], rates["generate"], rates.get("continuous"), roofline)
-        rows.append(row)
-        print(row.line(), flush=True)
+    try:
+        for concurrency, is_mixed in loads:
+            load = make_load(concurrency, config.vocab_size, is_mixed=is_mixed)
+            linear = linear_layers(architecture, concurrency)
+            runs: dict[str, Callable[[], None]] = {
+                "engine": partial(run_engine, engine, load),
+                "generate": partial(run_generate, model, load),
+                **({"continuous": partial(run_continuous, model, load)} if not is_mixed else {}),
+                **({"sglang": partial(server.answer, load)} if server is not None else {}),
+            }
+            rows.append(measure_load(name, load, runs, linear, rounds, clock))
+            print(rows[-1].line(), flush=True)
+    finally:
+        if server is not None:
+            server.close()
     model.destroy_cached_continuous_batching_manager()
     return rows
+
+
+def measure_load(
+    name: str,
+    load: Load,
+    runs: dict[str, Callable[[], None]],
+    linear: Callable[[], None],
+    rounds: int,
+    clock: Callable[[], float],
+) -> Row:
+    """Run each in turns, the first time without looking at the clock."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for key, run in runs.items():
+            if key not in FEW_ROUNDS or number < FEW_ROUNDS[key]:
+                times[key].append(seconds(run, clock))
+        times["linear"].append(seconds(linear, clock, repeats=10))
+    rates = {key: load.wanted_tokens / statistics.median(taken[1:]) for key, taken in times.items()}
+    roofline = load.concurrency * rates["linear"] / load.wanted_tokens
+    others = (rates.get("continuous"), rates.get("sglang"))
+    return Row(name, load.name, load.concurrency, rates["engine"], rates["generate"], *others, roofline)
 
 
 def main() -> None:
@@ -221,6 +283,8 @@ def main() -> None:
         "--cpu-time", action="store_true", help="processor time instead of wall time: for a busy machine"
     )
     arguments = parser.parse_args()
+    found = os.environ.get(ENGINE_PYTHONS["sglang"])
+    python = Path(found) if found else None
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     use_threads(1)
     transformers_logging.set_verbosity_error()
@@ -229,13 +293,13 @@ def main() -> None:
     unit = "processor second" if arguments.cpu_time else "second"
     print(f"tokens per {unit}, 1 thread, float32, torch {torch.__version__}\n{HEADER}")
     if arguments.concurrency is not None:
-        rows = measure(arguments.model, [(arguments.concurrency, False)], arguments.rounds or 3, clock)
+        rows = measure(arguments.model, [(arguments.concurrency, False)], arguments.rounds or 3, clock, python)
     elif arguments.quick:
-        rows = measure("tiny", [(8, False), (128, False)], arguments.rounds or 3, clock)
+        rows = measure("tiny", [(8, False), (128, False)], arguments.rounds or 3, clock, python)
     else:
         every = [(1, False), (8, False), (32, False), (128, False), (128, True)]
-        rows = measure("tiny", every, arguments.rounds or 5, clock)
-        rows += measure("29M", every, arguments.rounds or 3, clock)
+        rows = measure("tiny", every, arguments.rounds or 5, clock, python)
+        rows += measure("29M", every, arguments.rounds or 3, clock, python)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 

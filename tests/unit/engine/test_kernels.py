@@ -1,26 +1,29 @@
 """The native kernels compute what torch's operators compute, and are built once, privately."""
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
 from torch.nn import functional
 
+from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.fused import FusedDecoder
 from services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
 from services.rollout.engines.decoders.native import building, kernels
-from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for, rotation_table
+from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from services.rollout.engines.embedded.sampling import RowSampling, sample
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
 )
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, CAPACITY = 6, 2, 32
 
 
 @pytest.fixture(autouse=True)
@@ -39,76 +42,103 @@ def native() -> Kernels:
     return found
 
 
-def turned(heads: Tensor, norms: Tensor | None, rotations: Tensor) -> Tensor:
-    """Normalise [B, H, D] and rotate it by [B, D / 2] complex."""
-    if norms is not None:
-        heads = functional.rms_norm(heads, heads.shape[-1:], None, 1e-6) * norms
-    pairs = torch.view_as_complex(heads.reshape(*heads.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2)
+def an_architecture(**changes: Any) -> Architecture:
+    """Describe a model whose sizes are no multiples of anything."""
+    numbers: dict[str, Any] = {"vocab_size": 83, "hidden_size": 40, "intermediate_size": 52, "num_layers": 2}
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 12, "max_positions": 64}
+    others = {"rope_theta": 1e4, "norm_epsilon": 1e-6}
+    has = dict.fromkeys(("has_qkv_bias", "has_qk_norm", "is_tied"), False)
+    return Architecture(**{**numbers, **heads, **others, **has, **changes})
+
+
+def decoders_of(sizes: Architecture, directory: Path) -> list[FusedDecoder]:
+    """Make two decoders of the same random weights: native kernels, and torch's operators."""
+    width, queries, keys = sizes.hidden_size, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    tensors = {"model.embed_tokens.weight": torch.randn(sizes.vocab_size, width) * 0.1}
+    tensors["model.norm.weight"] = torch.rand(width) + 0.5
+    if not sizes.is_tied:
+        tensors["lm_head.weight"] = torch.randn(sizes.vocab_size, width) * 0.1
+    for number in range(sizes.num_layers):
+        layer = f"model.layers.{number}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = torch.rand(width) + 0.5
+        for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = torch.randn(outputs, width) * 0.2
+            if sizes.has_qkv_bias:
+                tensors[f"{layer}.self_attn.{name}_proj.bias"] = torch.randn(outputs)
+            if sizes.has_qk_norm and name != "v":
+                tensors[f"{layer}.self_attn.{name}_norm.weight"] = torch.rand(sizes.head_dim) + 0.5
+        tensors[f"{layer}.self_attn.o_proj.weight"] = torch.randn(width, queries) * 0.2
+        for name in ("gate", "up"):
+            tensors[f"{layer}.mlp.{name}_proj.weight"] = torch.randn(sizes.intermediate_size, width) * 0.4
+        tensors[f"{layer}.mlp.down_proj.weight"] = torch.randn(width, sizes.intermediate_size) * 0.2
+    save_file(tensors, directory / "model.safetensors")
+    places: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "num_rows": 16, "context_tokens": 64}
+    files = [directory / "model.safetensors"]
+    return [FusedDecoder(sizes, files, may_be_native=may_be_native, **places) for may_be_native in (True, False)]
+
+
+def sequences_of(sizes: Architecture, *lengths: int) -> list[npt.NDArray[np.int64]]:
+    return [torch.randint(sizes.vocab_size, (length,)).numpy() for length in lengths]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one head": {"num_heads": 1, "num_kv_heads": 1, "head_dim": 4},
+    "norms, tied": {"has_qk_norm": True, "is_tied": True, "head_dim": 16},
+    "bias": {"has_qkv_bias": True, "head_dim": 24},
+    "wide": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "vocab_size": 128, "has_qk_norm": True},
+    "widest heads": {"num_heads": 2, "head_dim": 128, "num_layers": 1},
+}
 
 
 @needs_compiler
-@pytest.mark.parametrize("dims", [4, 12, 16, 24, 64, 128])
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_attention_reads_what_is_cached_and_nothing_else(native: Kernels, dims: int, has_norms: bool) -> None:
-    lengths = torch.tensor([0, 1, 7, 8, 15, 31])
-    num = lengths.shape[0]
-    qkv = torch.randn(num, (HEADS + 2 * KV_HEADS) * dims)
-    norms = torch.rand(HEADS + KV_HEADS, dims) + 0.5 if has_norms else None
-    rotations = torch.polar(torch.ones(CAPACITY, dims // 2), torch.rand(CAPACITY, dims // 2) * 6)
-    keys, values = torch.randn(2, num + 1, KV_HEADS, CAPACITY, dims)
-    before = keys.clone(), values.clone()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_torch(variant: str, tmp_path: Path) -> None:
+    sizes = an_architecture(**VARIANTS[variant])
+    pair = decoders_of(sizes, tmp_path)
+    prompts, rows = sequences_of(sizes, 1, 17, 5), [[0, 3], [1], [2, 4, 6]]
+    lengths = torch.tensor([1, 17, 5, 1, 5, 0, 5])
+    tokens = torch.randint(sizes.vocab_size, (20, 7))
 
-    mixed = native.attend(qkv, norms, 1e-6, rotation_table(rotations), lengths, keys, values, HEADS)
+    native, plain = ([decoder.prefill(prompts, rows)] for decoder in pair)
+    for step in range(20):
+        for decoder, logits in zip(pair, (native, plain), strict=True):
+            lengths_now = lengths + step * (lengths > 0)
+            logits.append(decoder.decode(tokens[step], lengths_now, int(lengths_now.max()))[lengths > 0].clone())
 
-    heads = qkv.view(num, -1, dims)
-    rotated = turned(heads[:, : HEADS + KV_HEADS], norms, rotations[lengths])
-    for row, length in enumerate(lengths.tolist()):
-        for cache, old, new in ((keys, before[0], rotated[row, HEADS:]), (values, before[1], heads[row, -KV_HEADS:])):
-            torch.testing.assert_close(cache[row, :, length], new, atol=1e-6, rtol=1e-5)
-            cache[row, :, length] = old[row, :, length]
-        seen_keys = torch.cat([before[0][row, :, :length], rotated[row, HEADS:].unsqueeze(1)], dim=1)
-        seen_values = torch.cat([before[1][row, :, :length], heads[row, -KV_HEADS:].unsqueeze(1)], dim=1)
-        queries = rotated[row, :HEADS].view(KV_HEADS, -1, dims)
-        weights = (queries @ seen_keys.transpose(1, 2) / math.sqrt(dims)).softmax(dim=-1)
-        torch.testing.assert_close(mixed[row], (weights @ seen_values).flatten(), atol=2e-6, rtol=1e-5)
-    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+    assert [decoder.description for decoder in pair] == ["fused forward, native kernels", "fused forward"]
+    for one, other in zip(native, plain, strict=True):
+        torch.testing.assert_close(one.log_softmax(-1), other.log_softmax(-1), atol=1e-5, rtol=0)
 
 
 @needs_compiler
-@pytest.mark.parametrize("dims", [12, 16])
-def test_a_prefix_is_split_and_written_to_every_row_that_shares_it(native: Kernels, dims: int) -> None:
-    qkv = torch.randn(2, 5, (HEADS + 2 * KV_HEADS) * dims)
-    norms = torch.rand(HEADS + KV_HEADS, dims) + 0.5
-    rotations = torch.polar(torch.ones(5, dims // 2), torch.rand(5, dims // 2) * 6)
-    cache = torch.zeros(4, KV_HEADS, CAPACITY, dims)
+def test_a_token_is_computed_alike_in_any_company(tmp_path: Path) -> None:
+    sizes = an_architecture(has_qk_norm=True, head_dim=16)
+    native, _ = decoders_of(sizes, tmp_path)
+    [sequence] = sequences_of(sizes, 40)
+    [whole] = native.prefill([sequence], [[0]])
 
-    queries, keys, values = native.split_heads(qkv, norms, 1e-6, rotation_table(rotations), KV_HEADS, dims)
-    native.write_rows(keys, cache, torch.tensor([3, 0, 2]), torch.tensor([0, 0, 1]))
-
-    for sequence in range(2):
-        heads = qkv[sequence].view(5, -1, dims)
-        rotated = turned(heads[:, : HEADS + KV_HEADS], norms, rotations)
-        torch.testing.assert_close(queries[sequence].transpose(0, 1), rotated[:, :HEADS], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(keys[sequence].transpose(0, 1), rotated[:, HEADS:], atol=1e-6, rtol=1e-5)
-        assert torch.equal(values[sequence].transpose(0, 1), heads[:, -KV_HEADS:])
-    expected = torch.zeros_like(cache)
-    expected[[3, 0, 2], :, :5] = keys[[0, 0, 1]]
-    assert torch.equal(cache, expected)
+    for company in range(13):
+        others = sequences_of(sizes, *range(1, company + 1))
+        rows = [[row] for row in range(1, company + 1)]
+        native.prefill([*others, sequence[:20]], [*rows, [0]])
+        for length in range(20, 40):
+            lengths = torch.cat([torch.tensor([length]), torch.ones(company, dtype=torch.int64)])
+            tokens = torch.full((company + 1,), int(sequence[length]))
+            logits = native.decode(tokens, lengths, length)
+        assert torch.equal(logits[0], whole)
 
 
 @needs_compiler
-def test_norm_activation_and_look_up(native: Kernels) -> None:
-    hidden, weight = torch.randn(7, 40) * 3, torch.rand(40)
-    gate_up = torch.cat([torch.linspace(-120, 120, 42).view(7, 6), torch.randn(7, 6)], dim=1)
-    gate, up = gate_up.chunk(2, dim=1)
-    ids = torch.tensor([3, 0, 3])
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("shape", [(2, 1), (84, 40), (256, 130)])
+def test_a_packed_weight_holds_every_element_once(native: Kernels, shape: tuple[int, int], is_gated: bool) -> None:
+    weight = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
 
-    normed, active = native.rms_norm(hidden, weight, 1e-5), native.silu_mul(gate_up)
+    packed = native.pack(weight, is_gated=is_gated)
 
-    torch.testing.assert_close(normed, functional.rms_norm(hidden, (40,), weight, 1e-5), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(active, functional.silu(gate) * up, atol=1e-6, rtol=1e-5)
-    assert torch.equal(native.embed(ids, hidden), hidden[ids])
+    assert torch.equal(packed[packed != 0].sort().values, weight.flatten())
 
 
 @needs_compiler

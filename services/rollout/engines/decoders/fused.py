@@ -3,7 +3,7 @@
 One decode step does little arithmetic, so the number of kernels and of copies decides: projections are fused, rotary
 embedding is one complex product, residuals are accumulated by the matrix product itself, and the queries that share
 a key/value head form one matrix, so that keys and values are never repeated. Where the native kernels can be used
-they take the place of all but the matrix products.
+they compute all of it instead.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from services.rollout.engines.decoders.base import Tokens
 from services.rollout.engines.decoders.checkpoint import open_tensors
 from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from services.rollout.engines.decoders.kv_cache import KeyValueCache
-from services.rollout.engines.decoders.native.kernels import kernels_for, rotation_table
+from services.rollout.engines.decoders.native.forward import NativeForward
+from services.rollout.engines.decoders.native.kernels import kernels_for
 
 
 class FusedDecoder:
@@ -31,6 +32,7 @@ class FusedDecoder:
         dtype, device: of weights, activations and cache.
         num_rows: rows of the cache.
         context_tokens: the longest row.
+        may_be_native: use the native kernels, which compute on one thread, where they can be had.
 
     Raises:
         WeightTransferFailed: the files do not fit the architecture.
@@ -45,26 +47,31 @@ class FusedDecoder:
         device: torch.device,
         num_rows: int,
         context_tokens: int,
+        may_be_native: bool = False,
     ) -> None:
         self.vocab_size = architecture.vocab_size
         self.max_positions = architecture.max_positions
-        self._kernels = kernels_for(device, dtype)
+        self._kernels = kernels_for(device, dtype) if may_be_native else None
         self.description = "fused forward" if self._kernels is None else "fused forward, native kernels"
         self._sizes = architecture
         self._dtype = dtype
         self._device = device
         self._files = files
-        self.restore()
         self._spare: FusedWeights | None = None
-        self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device)
+        self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
         self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
-        self._turns = rotation_table(self._rotations) if self._kernels is not None else self._rotations
+        self._native = (
+            NativeForward(self._kernels, architecture, self._rotations, self._cache, num_rows)
+            if self._kernels is not None
+            else None
+        )
+        self.restore()
         self._scale = architecture.head_dim**-0.5
 
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
-        spare = FusedWeights(self._sizes, self._dtype, self._device)
+        spare = FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
         with open_staged(image, arrival) as source:
             spare.fill(source)
         self._spare = spare
@@ -72,20 +79,28 @@ class FusedDecoder:
     def switch(self) -> None:
         """Make the staged weights serve; the others are freed."""
         assert self._spare is not None
-        self._weights, self._spare = self._spare, None
+        self._use(self._spare)
+        self._spare = None
 
     def release(self) -> None:
         """Free weights and cache; see ``Decoder.release``."""
         del self._weights  # Nothing may be computed: there is no empty set of weights that could serve.
         self._spare = None
         self._cache.release()
+        if self._native is not None:
+            self._native.release()
 
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
-        weights = FusedWeights(self._sizes, self._dtype, self._device)
+        weights = FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
         with open_tensors(self._files) as source:
             weights.fill(source)
+        self._use(weights)
+
+    def _use(self, weights: FusedWeights) -> None:
         self._weights = weights
+        if self._native is not None:
+            self._native.use(weights)
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the KV of rows to other rows."""
@@ -98,6 +113,8 @@ class FusedDecoder:
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
         """Compute sequences, padded on the right to the longest; see ``Decoder.prefill``."""
+        if self._native is not None:
+            return self._native.prefill(sequences, rows, [0] * len(sequences))
         sizes, weights = self._sizes, self._weights
         lengths = torch.tensor([sequence.shape[0] for sequence in sequences], device=self._device)
         num, longest = len(sequences), max(sequence.shape[0] for sequence in sequences)
@@ -121,8 +138,8 @@ class FusedDecoder:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``."""
-        if self._kernels is not None:
-            return self._decode_by_kernels(token_ids, lengths, longest)
+        if self._native is not None:
+            return self._native.decode(token_ids, lengths, longest)
         sizes, weights = self._sizes, self._weights
         num = token_ids.shape[0]
         groups = (num * sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
@@ -139,29 +156,11 @@ class FusedDecoder:
             self._feed(hidden, mixed.view(num, -1), layer)
         return self._logits(hidden)
 
-    def _decode_by_kernels(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        kernels, weights, sizes = self._kernels, self._weights, self._sizes
-        assert kernels is not None
-        self._cache.reserve(longest + 1)
-        hidden = kernels.embed(token_ids, weights.embedding)
-        for number, layer in enumerate(weights.layers):
-            qkv = layer.qkv(kernels.rms_norm(hidden, layer.input_norm, sizes.norm_epsilon))
-            keys, values = self._cache.layer(number)
-            mixed = kernels.attend(
-                qkv, layer.qk_norm, sizes.norm_epsilon, self._turns, lengths, keys, values, sizes.num_heads
-            )
-            self._feed(hidden, mixed, layer)
-        return self._logits(hidden)
-
     def _project_whole(
         self, hidden: Tensor, layer: LayerWeights, batch: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Make rotated queries [N, H, T, D] and keys [N, Hkv, T, D], and values [N, Hkv, T, D], from position 0 on."""
         sizes = self._sizes
-        if self._kernels is not None:
-            qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(*batch, -1)
-            epsilon, kv_heads = sizes.norm_epsilon, sizes.num_kv_heads
-            return self._kernels.split_heads(qkv, layer.qk_norm, epsilon, self._turns, kv_heads, sizes.head_dim)
         rotation = self._rotations[: batch[1]].view(1, batch[1], 1, -1)
         queries_keys, values = self._project(hidden, layer, rotation, batch)
         queries, keys = queries_keys.transpose(1, 2).tensor_split((sizes.num_heads,), dim=1)
@@ -185,16 +184,10 @@ class FusedDecoder:
         """Add the outputs of attention and of the feed-forward network to ``hidden``, in place."""
         layer.output.add_to(hidden, mixed)
         gate_up = layer.gate_up(self._norm(hidden, layer.post_norm))
-        if self._kernels is not None:
-            active = self._kernels.silu_mul(gate_up)
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-            active = functional.silu(gate).mul_(up)
-        layer.down.add_to(hidden, active)
+        gate, up = gate_up.chunk(2, dim=-1)
+        layer.down.add_to(hidden, functional.silu(gate).mul_(up))
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        if self._kernels is not None:
-            return self._kernels.rms_norm(hidden, weight, self._sizes.norm_epsilon)
         return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._sizes.norm_epsilon)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.arrival import Tensors
 from services.rollout.engines.decoders.checkpoint import check_headers
 from services.rollout.engines.decoders.matrices import Matrix
+from services.rollout.engines.decoders.native.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,14 @@ class FusedWeights:
     Args:
         architecture: the sizes.
         dtype, device: of the weights.
+        kernels: the native kernels, if they are to multiply by them.
     """
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         sizes = architecture
+        self._kernels = kernels
         width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         self._architecture = sizes
 
@@ -94,8 +99,8 @@ class FusedWeights:
             targets.clear()
             for layer in self.layers:
                 for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                    matrix.pack()
-            self.head.pack()
+                    matrix.pack(self._kernels, is_gated=matrix is layer.gate_up)
+            self.head.pack(self._kernels)
 
     def tensors(self) -> Iterator[Tensor]:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""

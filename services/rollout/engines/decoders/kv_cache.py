@@ -1,6 +1,7 @@
 """The key/value cache of the fused forward: rows that grow together, stored per key/value head.
 
 Capacity in tokens follows the longest live row, so memory is that of what is in use and the rows lie close together.
+What is copied between rows is whole blocks of ``SPAN_STEP`` tokens, in which the native kernels keep keys dims first.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,15 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.native.kernels import kernels_for
+from services.rollout.engines.decoders.native.kernels import Kernels
 
 SPAN_STEP = 16
 FIRST_CAPACITY = 64
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """Round up to whole blocks."""
+    return -(-num_tokens // SPAN_STEP) * SPAN_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +47,27 @@ class KeyValueCache:
         num_rows: rows.
         context_tokens: the largest capacity.
         dtype, device: of the cache.
+        kernels: the native kernels, if they are to copy rows.
     """
 
     def __init__(
-        self, architecture: Architecture, num_rows: int, context_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        architecture: Architecture,
+        num_rows: int,
+        context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._num_heads = architecture.num_kv_heads
         self._head_dim = architecture.head_dim
-        self._largest = -(-context_tokens // SPAN_STEP) * SPAN_STEP
+        self._largest = whole_blocks(context_tokens)
         self._dtype = dtype
         self._device = device
-        self._kernels = kernels_for(device, dtype)
+        self._kernels = kernels
+        self.generation = 0
+        """Changes when the tensors are others."""
         self._capacity = min(FIRST_CAPACITY, self._largest)
         self._keys = [self._allocate() for _ in range(architecture.num_layers)]
         self._values = [self._allocate() for _ in range(architecture.num_layers)]
@@ -65,6 +80,7 @@ class KeyValueCache:
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Make what every step reads: zeros followed by as many -inf, and where each head of each row starts."""
+        self.generation += 1
         ramp = torch.zeros(2 * self._capacity, dtype=self._dtype, device=self._device)
         ramp[self._capacity :] = float("-inf")
         return ramp, torch.arange(self._num_rows * self._num_heads, device=self._device) * self._capacity
@@ -75,7 +91,7 @@ class KeyValueCache:
             return
         old = self._capacity
         wanted = max(num_tokens, old + old // 2)
-        self._capacity = min(-(-wanted // SPAN_STEP) * SPAN_STEP, self._largest)
+        self._capacity = min(whole_blocks(wanted), self._largest)
         self._ramp, self._head_starts = self._tables()
         for caches in (self._keys, self._values):
             for number, cache in enumerate(caches):
@@ -97,7 +113,7 @@ class KeyValueCache:
         """Prepare a decode step of rows that hold ``lengths`` tokens."""
         self.reserve(longest + 1)
         num = lengths.shape[0]
-        span = min(-(-(longest + 1) // SPAN_STEP) * SPAN_STEP, self._capacity)
+        span = min(whole_blocks(longest + 1), self._capacity)
         per_head = lengths.repeat_interleave(self._num_heads)
         # A row of n tokens sees its new one too: its bias begins n + 1 zeros before the -inf half of the ramp.
         bias = self._ramp.unfold(0, span, 1).index_select(0, self._capacity - 1 - per_head)
@@ -124,10 +140,7 @@ class KeyValueCache:
         """
         length = keys.shape[2]
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            if self._kernels is not None:
-                self._kernels.write_rows(new.contiguous(), cache, rows, origins)
-            else:
-                cache[:, :, :length].index_copy_(0, rows, new[origins])
+            cache[:, :, :length].index_copy_(0, rows, new[origins])
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows."""
@@ -136,8 +149,12 @@ class KeyValueCache:
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of rows to other rows."""
+        whole = whole_blocks(longest)
         source = torch.tensor(sources, device=self._device)
         target = torch.tensor(targets, device=self._device)
         for cache in (*self._keys, *self._values):
-            live = cache[:, :, :longest]
-            live.index_copy_(0, target, live[source])
+            if self._kernels is not None:
+                self._kernels.copy_rows(cache, source, target, whole)
+            else:
+                live = cache[:, :, :whole]
+                live.index_copy_(0, target, live[source])

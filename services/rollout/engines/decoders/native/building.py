@@ -28,14 +28,14 @@ def load_library() -> ctypes.CDLL | None:
     """Load the kernels, built before or now; None where they cannot be built, which is logged once."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        log.info("no C compiler, so sampling on the CPU uses torch's operators alone")
+        log.info("no C compiler, so the CPU computes by torch's operators alone")
         return None
     try:
         return ctypes.CDLL(str(_built(compiler, _cache_directory())))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or b""
         facts = {"cause": repr(error), "compiler_output": output[-400:].decode(errors="replace")}
-        log.info("the kernels cannot be built, so sampling on the CPU uses torch's operators alone", extra=facts)
+        log.info("the kernels cannot be built, so the CPU computes by torch's operators alone", extra=facts)
         return None
 
 
@@ -84,7 +84,9 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _digest(compiler: str) -> str:
-    told = hashlib.sha256(SOURCE.read_bytes())
+    told = hashlib.sha256()
+    for source in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        told.update(source.read_bytes())
     for fact in (compiler, str(Path(compiler).stat().st_mtime_ns), *FLAGS, platform.machine(), _processor()):
         told.update(fact.encode() + b"\0")
     return told.hexdigest()[:20]

@@ -1,0 +1,110 @@
+/* Products of a few rows with a matrix: out [rows, outputs] = x [rows, depth] * weight [outputs, depth] transposed.
+
+   A matrix is packed once: panels of PANEL outputs, each [depth, PANEL], zeros where there is no output. A tile of rows
+   and one panel is summed in registers, in the order of depth whatever the number of rows: a row's result does not depend
+   on its neighbours, to the last bit. */
+
+#ifndef PRODUCTS_H
+#define PRODUCTS_H
+
+#include "vectors.h"
+
+#define PANEL (2 * LANES)
+#if defined(__AVX512F__)
+#define TILE 12 /* 24 of 32 registers hold sums */
+#else
+#define TILE 6
+#endif
+#define PACKED_AT_ONCE 64
+#define AHEAD 512 /* floats that are fetched before they are needed */
+
+enum ending {
+    STORE, /* out = product + bias */
+    ADD,   /* out += product */
+    GATE   /* out = silu(first half of the outputs) * second half */
+};
+
+/* Pack a weight [outputs, depth]. Gated: a panel has LANES outputs of the first half and the same of the second. */
+void pack(const float *weight, float *packed, int64_t outputs, int64_t depth, int64_t gated)
+{
+    int64_t each = gated ? outputs / 2 : outputs, width = gated ? LANES : PANEL;
+    for (int64_t first = 0; first < each; first += width, packed += depth * PANEL)
+        for (int64_t start = 0; start < depth; start += PACKED_AT_ONCE) {
+            int64_t end = start + PACKED_AT_ONCE < depth ? start + PACKED_AT_ONCE : depth;
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t output = first + column % width;
+                const float *row = weight + (output + column / width * each) * depth;
+                for (int64_t k = start; k < end; k++) packed[k * PANEL + column] = output < each ? row[k] : 0;
+            }
+        }
+}
+
+/* One panel for some rows, known when it is compiled: sums [rows, 2]. */
+INLINE void tile(const float *x, int64_t stride, const float *panel, int64_t depth, vec *sums, const int rows)
+{
+    vec left[TILE], right[TILE];
+    for (int row = 0; row < rows; row++) left[row] = right[row] = (vec){0};
+    for (int64_t k = 0; k < depth; k++, panel += PANEL) {
+        vec first = *(const vec *)panel, second = *(const vec *)(panel + LANES);
+        __builtin_prefetch(panel + AHEAD);
+        __builtin_prefetch(panel + AHEAD + LANES);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            left[row] += x[row * stride + k] * first;
+            right[row] += x[row * stride + k] * second;
+        }
+    }
+    for (int row = 0; row < rows; row++) {
+        sums[2 * row] = left[row];
+        sums[2 * row + 1] = right[row];
+    }
+}
+
+static void tile_of(const float *x, int64_t stride, const float *panel, int64_t depth, vec *sums, int rows)
+{
+#define ROWS(N) case N: tile(x, stride, panel, depth, sums, N); break
+    switch (rows) {
+    ROWS(1); ROWS(2); ROWS(3); ROWS(4); ROWS(5); ROWS(6);
+#if TILE == 12
+    ROWS(7); ROWS(8); ROWS(9); ROWS(10); ROWS(11); ROWS(12);
+#endif
+    }
+}
+
+/* Put the sums of one row where they belong: `num` outputs, or pairs of them, are left. */
+INLINE void end_row(const float *sums, const float *bias, float *out, int64_t num, enum ending ending)
+{
+    float gated[LANES];
+    if (ending == GATE) {
+#pragma omp simd
+        for (int i = 0; i < LANES; i++) {
+            /* Beyond 80 the sigmoid is 1 (or 0) in float32. */
+            float bounded = -sums[i] > 80.0f ? 80.0f : -sums[i];
+            gated[i] = sums[i] / (1.0f + exponential(bounded)) * sums[LANES + i];
+        }
+        memcpy(out, gated, (num < LANES ? num : LANES) * sizeof(float));
+    } else if (num >= PANEL) {
+#pragma omp simd
+        for (int i = 0; i < PANEL; i++) out[i] = sums[i] + (ending == ADD ? out[i] : bias ? bias[i] : 0);
+    } else {
+        for (int64_t i = 0; i < num; i++) out[i] = sums[i] + (ending == ADD ? out[i] : bias ? bias[i] : 0);
+    }
+}
+
+/* Multiply rows: `outputs` counts pairs where they are gated. */
+INLINE void multiply(const float *x, int64_t stride, const float *packed, const float *bias, float *out,
+                     int64_t out_stride, int64_t rows, int64_t depth, int64_t outputs, const enum ending ending)
+{
+    int64_t width = ending == GATE ? LANES : PANEL;
+    vec sums[2 * TILE];
+    for (int64_t first = 0; first < outputs; first += width, packed += depth * PANEL)
+        for (int64_t row = 0; row < rows; row += TILE) {
+            int num = rows - row < TILE ? (int)(rows - row) : TILE;
+            tile_of(x + row * stride, stride, packed, depth, sums, num);
+            for (int each = 0; each < num; each++)
+                end_row((const float *)(sums + 2 * each), bias ? bias + first : 0,
+                        out + (row + each) * out_stride + first, outputs - first, ending);
+        }
+}
+
+#endif

@@ -1,0 +1,127 @@
+/* Vectors of floats, as wide as the processor's registers, and what is computed with them element by element. */
+
+#ifndef VECTORS_H
+#define VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__FMA__) && !defined(__aarch64__)
+#error "without fused multiply-add, torch's own operators are faster"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t indices __attribute__((vector_size(LANES * 4)));
+
+/* The elements of x in the order of places, which are constants. */
+#if defined(__clang__)
+#define SHUFFLED(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define SHUFFLED(x, ...) __builtin_shuffle(x, (indices){__VA_ARGS__})
+#endif
+
+/* Elements of one where a mask is set, and of other elsewhere. */
+INLINE vec chosen(indices mask, vec one, vec other)
+{
+    return (vec)(((indices)one & mask) | ((indices)other & ~mask));
+}
+
+/* x where it is larger, else y: also where either is not a number. */
+INLINE vec larger(vec x, vec y)
+{
+#if LANES == 16
+    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+    return chosen(x > y, x, y);
+#endif
+}
+
+/* Combine all elements of x by f, each with its partner of the other half, quarter, and so on. */
+#if LANES == 16
+#define REDUCED(x, f)                                                                       \
+    x = f(x, SHUFFLED(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));            \
+    x = f(x, SHUFFLED(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));            \
+    x = f(x, SHUFFLED(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));            \
+    x = f(x, SHUFFLED(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#else
+#define REDUCED(x, f)                               \
+    x = f(x, SHUFFLED(x, 4, 5, 6, 7, 0, 1, 2, 3));  \
+    x = f(x, SHUFFLED(x, 2, 3, 0, 1, 6, 7, 4, 5));  \
+    x = f(x, SHUFFLED(x, 1, 0, 3, 2, 5, 4, 7, 6))
+#endif
+#define PLUS(x, y) ((x) + (y))
+
+/* The largest element, everywhere. */
+INLINE vec most_of(vec x)
+{
+    REDUCED(x, larger);
+    return x;
+}
+
+/* The sum of the elements, everywhere. */
+INLINE vec sum_of(vec x)
+{
+    REDUCED(x, PLUS);
+    return x;
+}
+
+/* exp for x <= 88: within 2 units in the last place; 0 below -87.3 (Cephes' expf). */
+INLINE float exponential(float x)
+{
+    float bounded = x < -87.3f ? -87.3f : x;
+    float n = rintf(bounded * 1.44269504088896341f);
+    float r = fmaf(n, -0.693359375f, bounded);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    float y = fmaf(p * r, r, r) + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return x < -87.3f ? 0.0f : y * scale;
+}
+
+/* `exponential` of each element, except that it is 1.2e-38 below -87.3. */
+INLINE vec exponentials(vec x)
+{
+    vec least = {0};
+    vec bounded = larger(least - 87.3f, x);
+    vec shifted = bounded * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: what is added here is a whole number */
+    vec n = shifted - 12582912.0f;
+    vec r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    vec y = (p * r * r + r) + 1.0f;
+    indices bits = (__builtin_convertvector(n, indices) + 127) << 23;
+    return y * (vec)bits;
+}
+
+/* out = x / rms(x) * weight. */
+INLINE void normalize(const float *x, const float *weight, float epsilon, float *out, int64_t size)
+{
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+    float factor = 1.0f / sqrtf(squares / (float)size + epsilon);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+}
+
+#endif

@@ -39,7 +39,7 @@ from services.rollout.engines.settings import EngineSettings
 from services.trainer.parallel.fsdp import shard_layers
 from services.trainer.parallel.ranks import MeshShape, joined
 from shared.config.asynchrony import OnWeightUpdate
-from shared.weights.image import default_directories
+from shared.weights.image_files import default_directories
 
 STEP_SECONDS = 120.0
 

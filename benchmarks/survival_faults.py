@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from shared.client import GatewayClient
-from shared.weights.image import SHARED_MEMORY
+from shared.weights.image_files import SHARED_MEMORY
 from tests.fleet import RunningFleet, running_fleet, until
 
 PROCESSES = {

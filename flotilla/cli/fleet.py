@@ -35,7 +35,7 @@ from shared.schemas.service import ServiceKind
 from shared.security import new_token, write_secret
 from shared.settings import allows_volatile_redis
 from shared.streams.redis.connection import check_server
-from shared.weights.image import sweep
+from shared.weights.image_files import sweep
 
 START_SECONDS = 90.0
 LEASE_SECONDS = "15"

@@ -20,7 +20,7 @@ from services.rollout.episodes_of import OpenedEpisodes, open_episodes
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.tools.code_interpreter import Sandboxes
 from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.switcher import Puller
+from services.rollout.weights.switcher import Locator, Puller
 from services.rollout.weights.version import VersionGate
 from shared.config.spec import ExperimentSpec
 from shared.episode_places import check_episodes
@@ -36,6 +36,7 @@ from shared.streams.keys import HopName
 from shared.streams.redis.plane import RedisDataPlane
 from shared.streams.settings import StreamsConfig
 from shared.weights.endpoint_client import EndpointClient
+from shared.weights.kept_images import DIRECTORY as KEPT_IMAGES
 from shared.weights.pull import PublishedImages
 
 SURPLUS = 1.25
@@ -83,6 +84,7 @@ class SessionOpener:
         holder: what this process is named as a claimer.
         streams: leases and deliveries.
         pull: fetches versions that were missed.
+        locate: finds them in this host's shared memory.
         host: address that this service is reached at.
         service_id: what the gateway calls this service.
         engine_pythons: interpreters that have an engine, by its kind.
@@ -101,6 +103,7 @@ class SessionOpener:
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     sandboxes: Callable[[str], Sandboxes] | None = None
     published: PublishedImages | None = None
+    locate: Locator | None = None
 
     async def __call__(
         self,
@@ -133,7 +136,7 @@ class SessionOpener:
                 # One cause is enough to tell: the others are its consequences.
                 raise error.exceptions[0] from None
             raise
-        gate = VersionGate()
+        gate, publication = VersionGate(), spec.asynchrony.publication
         receiver = WeightReceiver(
             engine,
             gate,
@@ -143,6 +146,8 @@ class SessionOpener:
             notify,
             on_engine_death,
             published=self.published,
+            locate=self.locate if publication.may_map else None,
+            kept_in=Path(assignment.directory) / KEPT_IMAGES if publication.write_to_directory else None,
         )
         turns = turns_of(spec)
         renderer = rendering.result()

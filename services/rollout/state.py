@@ -25,7 +25,8 @@ from shared.settings import ServiceSettings
 from shared.streams.hop import holder_name
 from shared.streams.redis.connection import connect
 from shared.streams.settings import StreamsConfig
-from shared.weights.image import shared_memory_identity, sweep
+from shared.weights.image_files import shared_memory_identity, sweep
+from shared.weights.locate import ImageLocator
 from shared.weights.pull import PublishedImages
 from shared.weights.pull_client import WeightPuller
 
@@ -55,6 +56,7 @@ async def open_state(
             holder=holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
             streams=StreamsConfig(lease_seconds=settings.lease_seconds),
             pull=WeightPuller(credentials),
+            locate=ImageLocator(credentials),
             host=settings.host,
             service_id=lambda: membership.service_id or "",
             engine_pythons=settings.engine_pythons,

@@ -19,7 +19,7 @@ from shared.schemas.service import Registration, ServiceKind
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
 from shared.telemetry.logging import format_for
-from shared.weights.image import shared_memory_identity
+from shared.weights.image_files import shared_memory_identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,10 @@ class PublicationConfig(Config):
     is right and the gateway has committed it; a rollout that the transport does not reach pulls it over HTTP."""
 
     transport: TransportChoice = TransportChoice.AUTO
-    """auto: rollouts on the trainer's host map its image in shared memory, the others form a group, of nccl where
-    trainer and engines are on GPUs, else of gloo. gloo, nccl, shared_memory: only that. pull: every rollout fetches
-    each version over HTTP after it is committed. A rollout that cannot use what is chosen pulls."""
+    """auto: rollouts on the trainer's host map its image in shared memory, also when they join; the others form a
+    group, of nccl where trainer and engines are on GPUs, else of gloo. gloo, nccl, shared_memory: only that. pull:
+    every rollout fetches each version over HTTP after it is committed. A rollout that cannot use what is chosen
+    pulls."""
     wire_dtype: Literal["bfloat16"] | None = None
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
@@ -59,6 +60,10 @@ class PublicationConfig(Config):
     image as its slices arrive, any other once it is checked. At the commit it only switches. False: it reads after the
     commit, between two tokens, and sampling pauses for as long. Null: true where the engine has spare weights, which
     the embedded one has."""
+    write_to_directory: bool = False
+    """Also write the image of each version to `weights` in the experiment's directory, the newest two. A rollout that
+    joins reads ranges of it there too, where it sees the gateway's data directory under the same path as the trainer
+    (a shared file system); also while there is no trainer. Costs a write of the whole image per version."""
     delta: DeltaConfig | None = None
     """Broadcast changed blocks only; null sends whole images. A rollout that holds another version than the last
     committed one makes that publication a whole one; who maps or pulls the image is not affected."""
@@ -83,6 +88,11 @@ class PublicationConfig(Config):
     def may_broadcast(self) -> bool:
         """Whether services need their end of a weight group."""
         return self.transport in COLLECTIVE
+
+    @property
+    def may_map(self) -> bool:
+        """Whether a rollout may map an image that is in its shared memory."""
+        return self.transport in {TransportChoice.AUTO, TransportChoice.SHARED_MEMORY}
 
     @property
     def slice_bytes(self) -> int:

@@ -7,10 +7,8 @@ ever seen here, and the loop that keeps a service's lease does not touch a byte 
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 
 from shared.weights.image import WeightImage
 from shared.weights.loopback import RECEIVE_BUFFER_BYTES, is_loopback
+from shared.weights.sender import RangeSender
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ CLAIM_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """Who takes nothing for so long is cut off, so that its lock on the image ends; a client can resume."""
 MAX_CONNECTIONS = 64
-NICENESS = 10
-"""Of the threads that send: training on the same cores goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +38,15 @@ class Ticket:
 
 
 class DirectServer:
-    """Listens on a port of its own; each connection is served by a thread.
+    """Listens on a port of its own; a thread waits for each connection, the sender moves its bytes.
 
     Args:
         host: to bind.
+        sender: is closed with it.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, sender: RangeSender) -> None:
+        self._sender = sender
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
         self._lock = threading.Lock()
@@ -82,6 +81,7 @@ class DirectServer:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+        self._sender.close()
         for ticket in tickets:
             ticket.image.close()
 
@@ -113,15 +113,12 @@ class DirectServer:
     def _serve(self, connection: socket.socket) -> None:
         ticket = None
         try:
-            if sys.platform == "linux":  # elsewhere it would be the whole process
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             connection.settimeout(CLAIM_SECONDS)
             key = _read_exactly(connection, TICKET_BYTES)
             with self._lock:
                 ticket = self._tickets.pop(key, None)
             if ticket is not None:
-                connection.settimeout(SILENCE_SECONDS)
-                ticket.image.send(connection, ticket.span)
+                self._sender.send(connection, ticket.image, ticket.span, SILENCE_SECONDS)
         except OSError as error:
             log.info("a range of weights was not taken to its end", extra={"cause": repr(error)})
         finally:

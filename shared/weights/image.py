@@ -8,9 +8,7 @@ with their process, however it dies.
 import fcntl
 import mmap
 import os
-import secrets
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -18,24 +16,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
 import xxhash
 
 from shared.errors import Conflict, WeightTransferFailed
 from shared.schemas.publication import Manifest
+from shared.weights.image_files import SUFFIX, choose_directory, lock_shared, new_name, open_shared
 from shared.weights.layout import ImageLayout
 from shared.weights.loopback import is_loopback, send_on_loopback
 from shared.weights.pages import populate, reserve_range
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (files there are created with O_EXCL and mode 0600)
-HOST_ID = "FLOTILLA_HOST_ID"
-"""Environment variable with a name of the host: processes with different ones never map each other's images."""
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
-
-_PREFIX = "flotilla-weights-"
-_SUFFIX = ".safetensors"
-_PARTIAL = ".partial"
 
 
 class WeightImage:
@@ -68,10 +59,7 @@ class WeightImage:
         """
         if image_bytes < 1:
             raise ValueError(f"an image has at least one byte, got {image_bytes}")
-        path = (
-            choose_directory(image_bytes, directory)
-            / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}{_PARTIAL if is_partial else _SUFFIX}"
-        )
+        path = choose_directory(image_bytes, directory) / new_name(is_partial=is_partial)
         file = path.open("x+b", buffering=0)
         try:
             os.fchmod(file.fileno(), 0o600)
@@ -148,6 +136,10 @@ class WeightImage:
         """The mapping itself, for libraries that keep a reference to what they read."""
         return self._open()
 
+    def fileno(self) -> int:
+        """Descriptor of the file; a duplicate of it holds the lock, too."""
+        return self._file.fileno()
+
     @property
     def view(self) -> memoryview:
         """All bytes of the image."""
@@ -197,7 +189,7 @@ class WeightImage:
         Raises:
             WeightTransferFailed: the image is withdrawn, or being written.
         """
-        _lock_shared(self._file, self.path)
+        lock_shared(self._file, self.path)
 
     def unlock(self) -> None:
         """Let others write, and keep the mapping: its bytes mean nothing until :meth:`lock`."""
@@ -261,7 +253,7 @@ class WeightImage:
 
     def hand_over(self) -> Path:
         """Give a complete image its name, and its file to the caller: close this mapping but leave the file."""
-        self.path = self.path.rename(self.path.with_suffix(_SUFFIX))
+        self.path = self.path.rename(self.path.with_suffix(SUFFIX))
         self.is_owner = False
         self.close()
         return self.path
@@ -298,102 +290,3 @@ def layout_of(mapped: mmap.mmap) -> ImageLayout:
     if layout.image_bytes != len(mapped):
         raise WeightTransferFailed(f"the image has {len(mapped)} bytes, its header says {layout.image_bytes}")
     return layout
-
-
-def open_shared(path: Path, *, may_be_withdrawn: bool = False) -> FileIO:
-    """Open an image under a shared lock, which lasts until the file and every mapping of it are gone.
-
-    Args:
-        path: of the image.
-        may_be_withdrawn: whether an image will do that has no name any more.
-
-    Raises:
-        WeightTransferFailed: there is no such file, it is empty, withdrawn, or being written.
-    """
-    try:
-        file = path.open("r+b", buffering=0)
-    except OSError as error:
-        raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
-    try:
-        _lock_shared(file, path, may_be_withdrawn=may_be_withdrawn)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def shared_memory_identity() -> str | None:
-    """Name the shared memory that this process sees; None where there is none that others can be known to see.
-
-    Equal for two processes that can open each other's images: same boot of the same kernel, same file system mounted
-    there (containers usually have their own each), same user. ``FLOTILLA_HOST_ID`` adds a name.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        device = SHARED_MEMORY.stat().st_dev
-    except OSError:
-        return None
-    named = os.environ.get(HOST_ID)
-    return f"{boot}/{device}/{os.geteuid()}" + (f"/{named}" if named else "")
-
-
-def host_identity() -> str:
-    """Name this host: equal for two processes that see the same shared memory."""
-    return shared_memory_identity() or os.environ.get(HOST_ID) or socket.gethostname()
-
-
-def choose_directory(image_bytes: int, directory: Path | None = None) -> Path:
-    """Choose where a new image goes: the given directory, else shared memory, else the directory for temporary files.
-
-    Raises:
-        WeightTransferFailed: none of them has that many bytes free.
-    """
-    rooms = []
-    for candidate in default_directories() if directory is None else [directory]:
-        free_bytes = psutil.disk_usage(str(candidate)).free
-        if free_bytes >= image_bytes:
-            return candidate
-        rooms.append(f"{candidate} has {free_bytes}")
-    raise WeightTransferFailed(f"no room for a weight image of {image_bytes} bytes: {', '.join(rooms)}")
-
-
-def default_directories() -> list[Path]:
-    """List where images are kept when nothing else is said, best first."""
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if SHARED_MEMORY.is_dir() else [temporary]
-
-
-def sweep(directory: Path | None = None) -> list[Path]:
-    """Remove the images that dead processes left behind, and name them.
-
-    An image stays while the process in its name lives, or while any process has it open. Call it when a service
-    starts: an image under this process's own number that nobody has open counts as left behind by a predecessor.
-    """
-    removed = []
-    for place in default_directories() if directory is None else [directory]:
-        for path in place.glob(f"{_PREFIX}*"):
-            pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-            # A restarted container gives the same number again.
-            if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))) and _remove_free(path):
-                removed.append(path)
-    return removed
-
-
-def _lock_shared(file: FileIO, path: Path, *, may_be_withdrawn: bool = False) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
-    status = os.fstat(file.fileno())
-    if status.st_size == 0 or (status.st_nlink == 0 and not may_be_withdrawn):
-        raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
-
-
-def _remove_free(path: Path) -> bool:
-    try:
-        with path.open("rb", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except OSError:  # somebody holds it, removed it first, or owns it under another user
-        return False
-    return True

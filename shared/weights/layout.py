@@ -99,7 +99,7 @@ class ImageLayout:
             header = bytes(view[: LENGTH_BYTES + length])
             entries = {name: entry for name, entry in json.loads(header[LENGTH_BYTES:]).items() if name != _METADATA}
             specs = [_spec(name, entry, len(header)) for name, entry in entries.items()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightTransferFailed(f"not a weight image: {error}") from error
         specs.sort(key=lambda spec: (spec.start, spec.end))
         for before, after in pairwise(specs):

@@ -14,7 +14,7 @@ class MissingRanges:
 
     def __init__(self) -> None:
         self._open = deque([range(RANGE_BYTES)])
-        self._num_taken = 0
+        self._taken: list[range] = []
         self.size: int | None = None
 
     def learn(self, size: int) -> None:
@@ -27,18 +27,25 @@ class MissingRanges:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is missing any more."""
-        return self.size is not None and not self._open and not self._num_taken
+        return self.size is not None and not self._open and not self._taken
+
+    @property
+    def num_first(self) -> int:
+        """How many bytes from the beginning on are there: none of them is written again."""
+        if self.size is None:
+            return 0
+        return min((span.start for span in (*self._open, *self._taken)), default=self.size)
 
     def take(self) -> range | None:
         """Take a range to fetch; None if all that is missing is on its way, or the size is not known yet."""
         if not self._open:
             return None
-        self._num_taken += 1
-        return self._open.popleft()
+        self._taken.append(span := self._open.popleft())
+        return span
 
     def settle(self, taken: range, num_bytes: int) -> None:
         """Give a range back, of which so many bytes are there."""
-        self._num_taken -= 1
+        self._taken.remove(taken)
         stop = taken.stop if self.size is None else min(taken.stop, self.size)
         if taken.start + num_bytes < stop:
             self._open.appendleft(range(taken.start + num_bytes, stop))

@@ -1,7 +1,8 @@
 """Weights over HTTP, the server's side: the last published images, for late joiners and hosts no collective reaches.
 
 The trainer's service includes ``weights_router``; ``pull_client.WeightPuller`` is the other side. A caller that says
-so gets, instead of the bytes, a ticket for a plain connection (``direct``), which is several times as fast.
+so gets, instead of the bytes, a ticket for a plain connection (``direct``), which is several times as fast; one that
+sees the same shared memory gets the image's name there (``locate``).
 """
 
 import asyncio
@@ -20,7 +21,10 @@ from shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferF
 from shared.serving import problem_response
 from shared.weights.direct import DirectServer
 from shared.weights.image import WeightImage
+from shared.weights.image_files import SHARED_MEMORY, shared_memory_identity
+from shared.weights.locate import IMAGE, SEES
 from shared.weights.off_loop import attach_image, close_images, map_again
+from shared.weights.sender import ProcessSender, RangeSender
 
 CHUNK_BYTES = 1 << 20
 SERVE_SECONDS = 600.0
@@ -51,9 +55,9 @@ class PublishedImages:
         """Sends ranges over plain connections, while it runs."""
 
     @contextlib.contextmanager
-    def served_directly(self, host: str) -> Iterator[None]:
-        """Send ranges over plain connections too, while the block runs."""
-        self.direct = DirectServer(host)
+    def served_directly(self, host: str, sender: RangeSender | None = None) -> Iterator[None]:
+        """Send ranges over plain connections too, while the block runs; None has a process send them."""
+        self.direct = DirectServer(host, sender or ProcessSender())
         try:
             yield
         finally:
@@ -151,6 +155,7 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
 
     answers: dict[int | str, dict[str, Any]] = {
         200: {"content": {"application/octet-stream": {}}},
+        204: {"description": "The caller sees the image in shared memory, where it has the name in `flotilla-image`."},
         206: {"description": "The range that was asked for.", "content": {"application/octet-stream": {}}},
         416: problem_answer("The range begins behind the end."),
     }
@@ -171,6 +176,10 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
 
 async def _answer(image: WeightImage, tag: str, request: Request, direct: DirectServer | None) -> Response:
     headers = {"etag": tag, "accept-ranges": "bytes"}
+    if SEES in request.headers and _is_seen_by(request.headers[SEES], image):
+        headers[IMAGE] = image.path.name
+        await close_images(image)
+        return Response(status_code=204, headers=headers)
     size = image.image_bytes
     found = _RANGE.fullmatch(request.headers.get("range", ""))
     if found is None or request.headers.get("if-range", tag) != tag:
@@ -183,6 +192,10 @@ async def _answer(image: WeightImage, tag: str, request: Request, direct: Direct
         return problem
     headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
     return _sent(image, range(start, stop), 206, headers, request, direct)
+
+
+def _is_seen_by(identity: str, image: WeightImage) -> bool:
+    return image.path.parent == SHARED_MEMORY and not image.is_withdrawn and identity == shared_memory_identity()
 
 
 def _sent(

@@ -1,8 +1,8 @@
 """Weights over HTTP, the client's side: an image in ranges, from several sources at once, within one deadline.
 
-Sources are the trainer and rollouts that have the image. Each range comes over a plain connection where the source
-offers one and it can be reached, else as the answer's body. What arrives is written to a temporary file, checked, and
-only then renamed: a file with an image's name is complete.
+Sources are the trainer, rollouts that have the image, and a directory where it is kept. Over HTTP each range comes over
+a plain connection where the source offers one and it can be reached, else as the answer's body. What arrives is written
+to a temporary file, checked, and only then renamed: a file with an image's name is complete.
 
 Who ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
 ``SILENCE_SECONDS``, or by ``STALL_SECONDS`` as soon as another source has nothing else to do; all by the caller's
@@ -17,12 +17,13 @@ from pathlib import Path
 import httpx
 
 from shared.credentials import Credentials
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed
+from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
 from shared.schemas.service import ServiceKind
 from shared.tls import tls_context
-from shared.weights.off_loop import close_images
-from shared.weights.source import CONNECT_SECONDS, SILENCE_SECONDS, ArrivingImage, Source
+from shared.weights.http_source import CONNECT_SECONDS, HttpSource
+from shared.weights.kept_images import DirectorySource, kept_path
+from shared.weights.source import SILENCE_SECONDS, ArrivingImage, Source
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +49,25 @@ class WeightPuller:
 
     async def __call__(
         self,
-        url: str,
+        url: str | None,
         version: int,
         directory: Path | None,
         deadline_seconds: float,
         *,
         checksum: str | None = None,
         peers: Sequence[str] = (),
+        kept_in: Path | None = None,
     ) -> Path:
         """Fetch a version into a new file, which is the caller's to remove; it is named so that ``sweep`` knows it.
 
         Args:
-            url: of this version at the trainer, such as ``http://host:port/v1/weights/3``.
+            url: of this version at the trainer, such as ``http://host:port/v1/weights/3``; None while there is none.
             version: what the url names, for messages.
             directory: where the file goes; None chooses shared memory where there is room.
             deadline_seconds: for all attempts together.
             checksum: of the image; None believes the trainer, and asks nobody else.
             peers: urls of this version at rollouts.
+            kept_in: where images are kept that everybody sees.
 
         Raises:
             NotFound: no source offers the version.
@@ -74,9 +77,15 @@ class WeightPuller:
             DeadlineExceeded: they were still sending at the deadline.
         """
         client = self._client()
-        trainer = self._source(client, url, ServiceKind.TRAINER)
-        rollouts = [] if checksum is None else [self._source(client, each, ServiceKind.ROLLOUT) for each in peers]
-        pull = _Pull([*rollouts, trainer], directory, checksum)
+        sources: list[Source] = []
+        if checksum is not None:
+            sources += [self._source(client, each, ServiceKind.ROLLOUT) for each in peers]
+            sources += [] if kept_in is None else [DirectorySource(kept_path(kept_in, version, checksum), checksum)]
+        if url is not None:
+            sources.append(self._source(client, url, ServiceKind.TRAINER))
+        if not sources:
+            raise NotFound(f"nobody serves version {version} now")
+        pull = _Pull(sources, directory, checksum)
         try:
             async with asyncio.timeout(deadline_seconds), client:
                 return await pull.run(version)
@@ -94,10 +103,11 @@ class WeightPuller:
             timeout=timeout, limits=limits, transport=self._transport, trust_env=False, verify=tls_context()
         )
 
-    def _source(self, client: httpx.AsyncClient, url: str, kind: ServiceKind) -> Source:
+    def _source(self, client: httpx.AsyncClient, url: str, kind: ServiceKind) -> HttpSource:
         token = self._credentials.for_peer(kind)
         # A ticket is worth as much as the token was: it is not shown where HTTP would have been encrypted.
-        return Source(client, url, token, may_be_direct=self._transport is None and url.startswith("http://"))
+        may_be_direct = self._transport is None and url.startswith("http://")
+        return HttpSource(client, url, token, may_be_direct, is_origin=kind is ServiceKind.TRAINER)
 
 
 class _Pull:
@@ -132,6 +142,8 @@ class _Pull:
         failure: FlotillaError | None = None
         for source in reversed(self._sources):  # the trainer first
             await self._drop()
+            # It may have been left for what another one had said of the image.
+            source.strikes, source.failure = 0, None
             try:
                 return await self._from([source], version, is_patient=False)
             except FlotillaError as error:
@@ -182,11 +194,14 @@ class _Pull:
         if not image.missing.is_whole:
             if image.is_replaced:
                 await self._drop()
+            if image.is_disputed:
+                raise WeightTransferFailed("the trainer's image has another size than another source had said")
             failures = [source.failure for source in sources if source.failure is not None]
             raise next((each for each in failures if isinstance(each, Unavailable)), failures[-1])
 
     async def _finish(self) -> Path:
         assert self._image is not None
+        await self._image.settled()
         finishing = asyncio.ensure_future(asyncio.to_thread(self._image.finish))
         try:
             self._finished = await asyncio.shield(finishing)
@@ -199,8 +214,8 @@ class _Pull:
         return self._finished
 
     async def _drop(self) -> None:
-        if self._image is not None and self._image.image is not None:
-            await close_images(self._image.image)
+        if self._image is not None:
+            await self._image.close()
         self._image = None
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shared.schemas.publication import TensorSpec
-from shared.weights.image import WeightImage, layout_of, open_shared
+from shared.weights.image import WeightImage, layout_of
+from shared.weights.image_files import open_shared
 from shared.weights.layout import ImageLayout
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {

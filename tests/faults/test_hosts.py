@@ -18,7 +18,7 @@ import pytest
 from shared.access import PassKey
 from shared.client import GatewayClient
 from shared.schemas.service import ServiceKind
-from shared.weights.image import HOST_ID
+from shared.weights.image_files import HOST_ID
 from tests.faults.test_kill import until_completed, until_step
 from tests.faults.test_ranks import NAMED_SECONDS, TOLERANCE, an_experiment, check_ledger, curve_of, start
 from tests.fleet import ROOT, RunningFleet, running_fleet

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from services.rollout.engines.base import Engine, WeightTransfer
 from services.rollout.weights.staged_images import StagedImage, StagedImages
-from services.rollout.weights.switcher import Puller, VersionSwitcher
+from services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
@@ -72,6 +72,8 @@ class WeightReceiver:
         notify: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
         published: where other rollouts get the images that this one keeps; None offers none.
+        locate: finds versions that were missed in this host's shared memory; None pulls them all.
+        kept_in: directory where versions may be found as well.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class WeightReceiver:
         on_engine_death: Callable[[WorkerDied], None],
         *,
         published: PublishedImages | None = None,
+        locate: Locator | None = None,
+        kept_in: Path | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -92,7 +96,8 @@ class WeightReceiver:
         self._images = StagedImages(published)
         self._notify = notify
         self._on_engine_death = on_engine_death
-        self._switcher = VersionSwitcher(engine, gate, self._images, pull, on_update, notify, on_engine_death)
+        facts = (engine, gate, self._images, pull, on_update, notify, on_engine_death)
+        self._switcher = VersionSwitcher(*facts, locate=locate, kept_in=kept_in)
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._epoch: int | None = None

@@ -1,4 +1,4 @@
-"""Makes the engine serve the committed version: from the staged image, or from one that is pulled.
+"""Makes the engine serve the committed version: from the staged image, one of this host, or a pulled one.
 
 What cannot be served now is tried again, after pauses that grow, until something else is wanted.
 """
@@ -16,6 +16,7 @@ from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.service import DesiredState
+from shared.weights.locate import LocatedImage
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +31,23 @@ class Puller(Protocol):
 
     async def __call__(
         self,
-        url: str,
+        url: str | None,
         version: int,
         directory: Path | None,
         deadline_seconds: float,
         *,
         checksum: str | None,
         peers: Sequence[str],
+        kept_in: Path | None,
     ) -> Path:
         """Write the verified image into a file of ``directory``, or of shared memory."""
+
+
+class Locator(Protocol):
+    """Finds a committed version in the memory of this host."""
+
+    async def __call__(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
+        """Name the image's file, which has to be checked; None if nobody here has it."""
 
 
 class VersionSwitcher:
@@ -52,6 +61,8 @@ class VersionSwitcher:
         on_update: what happens to samples in flight.
         notify: called when another version serves.
         on_engine_death: called when the engine's process ended while it was to load a version.
+        locate: finds versions that were missed in this host's shared memory; None pulls them all.
+        kept_in: directory where versions may be found as well.
     """
 
     def __init__(
@@ -63,16 +74,21 @@ class VersionSwitcher:
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
+        *,
+        locate: Locator | None = None,
+        kept_in: Path | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._images = images
         self._pull = pull
+        self._locate = locate
+        self._kept_in = kept_in
         self._on_update = on_update
         self._notify = notify
         self._on_engine_death = on_engine_death
         self._desired: DesiredState | None = None
-        self._pulling: tuple[str, asyncio.Future[Path]] | None = None
+        self._pulling: tuple[str | None, asyncio.Future[Path]] | None = None
         self._due = asyncio.Event()
         self._engine_use = asyncio.Lock()
         """Held while the engine is given weights, or put to sleep."""
@@ -166,7 +182,7 @@ class VersionSwitcher:
                     await self._engine.wake()
             elif staged is not None and staged.is_of(version, self._committed_checksum(version)):
                 await self._serve_staged(staged)
-            else:
+            elif not await self._serve_located(version):
                 await self._serve_pulled(version)
             await self._gate.set(version)
             self._slept_at, self._has_slept = None, False
@@ -198,11 +214,33 @@ class VersionSwitcher:
         if self._images.staged is staged:
             self._images.keep(None)
 
+    async def _serve_located(self, version: int) -> bool:
+        """Serve the image that another process of this host has; tells whether there is one that is right."""
+        desired = self._desired
+        if self._locate is None or desired is None or desired.weights_url is None:
+            return False
+        checksum = self._committed_checksum(version)
+        located = await self._locate(desired.weights_url, checksum, desired.weights_peers)
+        if located is None:
+            return False
+        try:
+            async with self._images.mapped(located.path, located.image_bytes) as image:
+                found = await asyncio.to_thread(image.checksum)
+                if found != located.checksum:
+                    raise WeightTransferFailed(f"checksum is {found}, it should be {located.checksum}")
+                self._images.keep(staged := StagedImage(version, found, image))
+        except WeightTransferFailed as error:
+            # Its owner writes the next version into it, or has removed it.
+            log.info("image of this host is not used", extra={"version": version, "error": error.detail})
+            return False
+        await self._serve_staged(staged)
+        return True
+
     async def _serve_pulled(self, version: int) -> None:
         url = self._desired.weights_url if self._desired else None
-        if url is None:
-            raise NotFound(f"nobody serves version {version} now")
         committed = self._committed_checksum(version)
+        if url is None and (committed is None or self._kept_in is None):
+            raise NotFound(f"nobody serves version {version} now")
         path = await self._pulled(url, version, committed)
         # It is kept: others may pull it here, and the next version may come as a patch for it.
         image = await self._images.adopt(path)
@@ -211,9 +249,10 @@ class VersionSwitcher:
             self._images.keep(StagedImage(version, checksum, image))
             await self._engine.load_weights(path, version, self._on_update)
 
-    async def _pulled(self, url: str, version: int, checksum: str | None) -> Path:
+    async def _pulled(self, url: str | None, version: int, checksum: str | None) -> Path:
         peers = self._desired.weights_peers if self._desired else ()
-        pulling = asyncio.ensure_future(self._pull(url, version, None, PULL_SECONDS, checksum=checksum, peers=peers))
+        pull = self._pull(url, version, None, PULL_SECONDS, checksum=checksum, peers=peers, kept_in=self._kept_in)
+        pulling = asyncio.ensure_future(pull)
         self._pulling = (url, pulling)
         try:
             return await pulling

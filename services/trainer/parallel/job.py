@@ -13,7 +13,7 @@ from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.pulse import Pulse
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 from shared.config.parallelism import ParallelismConfig
-from shared.weights.image import host_identity
+from shared.weights.image_files import host_identity
 
 OPENING = "opening"
 """Where the leader tells the others what is trained."""

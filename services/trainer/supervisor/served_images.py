@@ -6,11 +6,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from shared.errors import WeightTransferFailed
-from shared.weights.image import WeightImage, sweep
-from shared.weights.off_loop import attach_image, close_images
+from shared.weights.image import WeightImage
+from shared.weights.image_files import sweep
+from shared.weights.kept_images import KeptImages
+from shared.weights.off_loop import attach_image, close_images, map_again
 from shared.weights.pull import PublishedImages
+from shared.weights.sender import ProcessSender, RangeSender
 
 log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 5.0
+"""An image that is being written when the experiment ends is waited for so long; then it is left to itself."""
 
 
 class ServedImages:
@@ -20,15 +26,24 @@ class ServedImages:
 
     Args:
         published: what the pull route serves.
+        sender: moves their bytes; None has a process do it.
     """
 
-    def __init__(self, published: PublishedImages) -> None:
+    def __init__(self, published: PublishedImages, sender: RangeSender | None = None) -> None:
         self._published = published
+        self._sender = sender or ProcessSender()
         self._held: dict[int, WeightImage] = {}
+        self._kept: KeptImages | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._to_write: tuple[int, str] | None = None
 
     def served_directly(self, host: str) -> AbstractContextManager[None]:
         """Send them over plain connections too, while the block runs."""
-        return self._published.served_directly(host)
+        return self._published.served_directly(host, self._sender)
+
+    def keep_in(self, directory: Path | None) -> None:
+        """Write the versions that are offered from now on to a directory, too."""
+        self._kept = None if directory is None else KeptImages(directory, self._sender)
 
     async def offer(self, version: int, path: Path, checksum: str) -> None:
         """Offer a version; the oldest one is let go."""
@@ -42,11 +57,34 @@ class ServedImages:
         self._published.publish(version, image, checksum)
         old = [each for each in self._held if each not in self._published.versions]
         await close_images(*replaced, *(self._held.pop(each) for each in old))
+        self._to_write = (version, checksum)
+        if self._kept is not None and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.create_task(self._write(self._kept), name="images into the directory")
 
-    async def withdraw(self) -> None:
-        """Let go of all images, and remove those whose worker is dead."""
+    async def withdraw(self, *, is_over: bool = False) -> None:
+        """Let go of all images, and remove those whose worker is dead; where nobody goes on, those on disk as well."""
         images = list(self._held.values())
         self._held.clear()
         self._published.withdraw()
+        kept, self._kept, self._to_write = self._kept, None, None
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=WRITE_SECONDS)
         await close_images(*images)
+        if kept is not None and is_over:
+            await asyncio.to_thread(kept.clear)
         await asyncio.to_thread(sweep)
+
+    async def _write(self, kept: KeptImages) -> None:
+        """Write the newest version until none is newer: one that is replaced while another is written is left out."""
+        while self._to_write is not None:
+            (version, checksum), self._to_write = self._to_write, None
+            try:
+                image = await map_again(self._held[version])
+            except (KeyError, WeightTransferFailed):
+                continue  # It is offered no more.
+            try:
+                await asyncio.to_thread(kept.write, version, checksum, image)
+            except OSError as error:
+                log.warning("image cannot be kept on disk", extra={"version": version, "cause": repr(error)})
+            finally:
+                await close_images(image)

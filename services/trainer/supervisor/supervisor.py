@@ -38,6 +38,7 @@ from shared.restarts import Restarts
 from shared.schemas.service import Assignment, DeviceReport, Failure, ObservedState, WorkState
 from shared.streams.plans import WORKERS_PER_EPOCH
 from shared.telemetry import logging as telemetry
+from shared.weights.kept_images import DIRECTORY as KEPT_IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,8 @@ class Supervisor(StateFollower):
         except InvalidSpec as error:
             self._give_up(error.detail)
             return
+        is_kept = spec.asynchrony.publication.write_to_directory
+        self._images.keep_in(Path(assignment.directory) / KEPT_IMAGES if is_kept else None)
         self._started_workers += 1
         self._launched_as = self._service_id() or ""
         launch = Launch(
@@ -349,7 +352,7 @@ class Supervisor(StateFollower):
         for offering in self._offering:
             offering.cancel()
         await asyncio.gather(*self._offering, return_exceptions=True)
-        await self._images.withdraw()
+        await self._images.withdraw(is_over=is_over)
         self._watching = self._status = self._assignment = None
         self._node.forget()
         if is_continued:

@@ -36,7 +36,7 @@ from shared.streams.redis.connection import connect
 from shared.streams.redis.plane import RedisDataPlane
 from shared.telemetry import logging as telemetry
 from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import sweep
+from shared.weights.image_files import sweep
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ import psutil
 
 from shared.schemas.publication import Manifest
 from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import SHARED_MEMORY, WeightImage
+from shared.weights.image import WeightImage
+from shared.weights.image_files import SHARED_MEMORY
 from shared.weights.layout import ImageLayout
 
 SLICE_BYTES = 1 << 20

@@ -16,6 +16,7 @@ from shared.weights import direct as direct_module
 from shared.weights.image import WeightImage
 from shared.weights.pull import WANTS_TICKET
 from shared.weights.pull_client import WeightPuller
+from shared.weights.sender import InlineSender
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
 
@@ -32,7 +33,7 @@ def image() -> Iterator[WeightImage]:
 @contextlib.asynccontextmanager
 async def a_direct_server() -> AsyncIterator[Server]:
     async with a_server() as server:
-        with server.images.served_directly("127.0.0.1"):
+        with server.images.served_directly("127.0.0.1", InlineSender()):
             yield server
 
 
@@ -183,8 +184,8 @@ async def test_who_is_not_let_in_gets_no_ticket(image: WeightImage) -> None:
     assert "flotilla-ticket" not in answer.headers
 
 
-async def answer_with_ticket(server: Server, token: str = TOKEN) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {token}", WANTS_TICKET: "1", "Range": "bytes=10-19"}
+async def answer_with_ticket(server: Server, token: str = TOKEN, span: str = "bytes=10-19") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}", WANTS_TICKET: "1", "Range": span}
     async with httpx.AsyncClient(trust_env=False) as client:
         return await client.get(server.url(3), headers=headers)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.trainer.supervisor.served_images import ServedImages
-from shared.weights.image import SHARED_MEMORY, WeightImage
+from shared.weights.image import WeightImage
+from shared.weights.image_files import SHARED_MEMORY
 from shared.weights.off_loop import attach_image, close_images, create_image
 from shared.weights.pull import PublishedImages
 

@@ -16,6 +16,7 @@ from shared.weights import pull_client
 from shared.weights.direct import DirectServer
 from shared.weights.image import WeightImage
 from shared.weights.pull_client import WeightPuller
+from shared.weights.sender import InlineSender
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_direct import Send, send_all
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
@@ -56,7 +57,7 @@ async def sources(monkeypatch: pytest.MonkeyPatch, *images: WeightImage) -> Asyn
         made: dict[int, Source] = {}
         for image in images:
             server = await stack.enter_async_context(a_server())
-            stack.enter_context(server.images.served_directly("127.0.0.1"))
+            stack.enter_context(server.images.served_directly("127.0.0.1", InlineSender()))
             server.images.publish(3, image.path)
             assert isinstance(server.images.direct, DirectServer)
             made[server.images.direct.port] = Source(server)
@@ -96,6 +97,21 @@ def as_zeros(image: WeightImage, connection: socket.socket, span: range) -> None
     connection.sendall(bytes(len(span)))
 
 
+def without_end(image: WeightImage, connection: socket.socket, span: range) -> None:
+    """Send wrong bytes until the other side ends."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(bytes(1 << 20))
+
+
+def by_drops(image: WeightImage, connection: socket.socket, span: range) -> None:
+    """Send a byte now and then: no silence is ever long."""
+    with contextlib.suppress(OSError):
+        for position in span:
+            connection.sendall(image.view[position : position + 1])
+            time.sleep(0.05)
+
+
 async def test_every_source_gives_a_part_and_no_byte_comes_twice(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +130,7 @@ async def test_every_source_gives_a_part_and_no_byte_comes_twice(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("wrong", [in_silence, halfway, as_zeros])
+@pytest.mark.parametrize("wrong", [in_silence, halfway, as_zeros, without_end, by_drops])
 @pytest.mark.parametrize("is_trainer", [False, True], ids=["rollout", "trainer"])
 async def test_a_source_that_does_wrong_is_left_for_another(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Send, is_trainer: bool

@@ -23,6 +23,7 @@ from shared.schemas.publication import (
 )
 from shared.schemas.service import DesiredState, WorkState
 from shared.weights.image import WeightImage
+from shared.weights.locate import LocatedImage
 
 CHECKSUM = "00000000deadbeef"
 
@@ -98,6 +99,7 @@ class World:
         self.asked: list[str] = []
         self.pulled: list[int] = []
         self.may_pull = True
+        self.located: LocatedImage | None = None
         self.told = 0
         self.deaths: list[WorkerDied] = []
         self.directory = directory
@@ -109,25 +111,30 @@ class World:
             OnWeightUpdate.DRAIN,
             self.tell,
             self.deaths.append,
+            locate=self.locate,
         )
+
+    async def locate(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
+        return self.located
 
     def tell(self) -> None:
         self.told += 1
 
     async def pull(
         self,
-        url: str,
+        url: str | None,
         version: int,
         directory: Path | None,
         deadline_seconds: float,
         *,
         checksum: str | None,
         peers: Sequence[str],
+        kept_in: Path | None,
     ) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
-        self.asked.append(url)
-        if url.startswith("http://dead/"):
+        self.asked.append(str(url))
+        if str(url).startswith("http://dead/"):
             await asyncio.sleep(deadline_seconds)
         self.pulled.append(version)
         path = self.directory / "pulled"
@@ -441,6 +448,54 @@ async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:
 
     assert (world.pulled, world.engine.loaded) == ([4], [4])
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_missed_version_that_is_on_this_host_is_mapped(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        checksum = theirs.checksum()
+        world.located = LocatedImage(theirs.path, theirs.image_bytes, checksum)
+
+        world.want(4, weights_url="http://trainer/v1/weights/4", policy_checksum=checksum)
+
+        await world.until(lambda: world.gate.version == 4)
+        assert (world.engine.paths, world.pulled) == ([theirs.path], [])
+        with theirs.writing():  # it is held no longer than it takes to load
+            pass
+
+
+def rewritten(image: WeightImage) -> None:
+    image.view[63] ^= 1
+
+
+def withdrawn(image: WeightImage) -> None:
+    image.path.unlink()
+
+
+@pytest.mark.parametrize("change", [rewritten, withdrawn])
+async def test_a_located_image_that_is_not_there_any_more_is_pulled(
+    tmp_path: Path, theirs: WeightImage, change: Callable[[WeightImage], None]
+) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        world.located = LocatedImage(theirs.path, theirs.image_bytes, theirs.checksum())
+        change(theirs)
+
+        world.want(4, weights_url="http://trainer/v1/weights/4")
+
+        await world.until(lambda: world.gate.version == 4)
+        assert (world.engine.loaded, world.pulled) == ([4], [4])
+        with theirs.writing():
+            pass
+
+
+async def test_a_located_image_that_is_being_written_is_pulled(tmp_path: Path, theirs: WeightImage) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        world.located = LocatedImage(theirs.path, theirs.image_bytes, theirs.checksum())
+        with theirs.writing():
+            world.want(4, weights_url="http://trainer/v1/weights/4")
+
+            await world.until(lambda: world.gate.version == 4)
+
+    assert (world.engine.loaded, world.pulled) == ([4], [4])
 
 
 async def test_a_pull_from_a_trainer_that_died_is_given_up_when_another_serves(tmp_path: Path) -> None:

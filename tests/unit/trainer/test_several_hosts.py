@@ -20,7 +20,7 @@ from services.trainer.worker.follower import check_seen
 from shared.config.parallelism import ParallelismConfig
 from shared.errors import ModelError
 from shared.schemas.service import Assignment, Failure, JobNode, JobReport, WorkState
-from shared.weights.image import HOST_ID, host_identity, shared_memory_identity
+from shared.weights.image_files import HOST_ID, host_identity, shared_memory_identity
 from shared.weights.layout import ImageLayout
 from shared.weights.parts import Part, map_file, reserve_file, write_parts
 from tests.unit.trainer.builders import a_spec

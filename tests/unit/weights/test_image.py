@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from shared.errors import Conflict, WeightTransferFailed
-from shared.weights import image as image_module
-from shared.weights.image import WeightImage, sweep
+from shared.weights import image_files
+from shared.weights.image import WeightImage
+from shared.weights.image_files import sweep
 from shared.weights.layout import ImageLayout
 from shared.weights.tensors import TORCH_DTYPES, layout_for, open_image, write_tensors
 
@@ -166,7 +167,7 @@ def test_a_missing_room_is_said_before_anything_is_written(tmp_path: Path) -> No
 def test_images_go_to_the_temporary_directory_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_module, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(image_files, "SHARED_MEMORY", tmp_path / "missing")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     with WeightImage.create(8) as image:

@@ -43,3 +43,24 @@ def test_it_is_whole_when_the_last_range_has_come() -> None:
     missing.settle(beginning, 8)
 
     assert missing.is_whole
+
+
+def test_what_is_there_from_the_beginning_on_has_no_gap() -> None:
+    missing = MissingRanges()
+    beginning = missing.take()
+    assert beginning is not None
+    missing.learn(25)
+    middle, end = missing.take(), missing.take()
+    assert middle is not None and end is not None
+    assert missing.num_first == 0
+
+    missing.settle(end, 5)
+    assert missing.num_first == 0
+    missing.settle(beginning, 4)
+    assert missing.num_first == 4
+    rest = missing.take()
+    assert rest == range(4, 10)
+    missing.settle(rest, 6)
+    assert missing.num_first == 10
+    missing.settle(middle, 10)
+    assert missing.num_first == 25

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
 from shared.errors import WeightTransferFailed
-from shared.weights.image import layout_of, open_shared
+from shared.weights.image import layout_of
+from shared.weights.image_files import open_shared
 from shared.weights.layout import LENGTH_BYTES, header_bytes
 from shared.weights.tensors import view_of
 

@@ -1,0 +1,206 @@
+"""The process that sends: whatever happens to it, a pull goes on, nobody waits for ever, and no lock stays behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.credentials import Credentials
+from shared.weights import sender as sender_module
+from shared.weights.image import WeightImage
+from shared.weights.pull_client import WeightPuller
+from shared.weights.sender import ProcessSender
+from shared.weights.sending import NICENESS
+from tests.integration.weights.processes import an_image
+from tests.integration.weights.test_direct import answer_with_ticket, until_writable
+from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
+
+
+@pytest.fixture
+def image() -> Iterator[WeightImage]:
+    with an_image(num_megabytes=4) as made:
+        yield made
+
+
+@pytest.fixture
+def sender() -> Iterator[ProcessSender]:
+    made = ProcessSender()
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def a_sending_server(image: WeightImage, sender: ProcessSender) -> AsyncIterator[Server]:
+    async with a_server() as server:
+        with server.images.served_directly("127.0.0.1", sender):
+            server.images.publish(3, image.path)
+            yield server
+
+
+async def pulled(server: Server, directory: Path) -> Path:
+    return await WeightPuller(Credentials(TOKEN))(server.url(3), 3, directory, DEADLINE)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def a_caller(server: Server) -> socket.socket:
+    """Connect with a ticket for the whole image, and take only its first bytes."""
+    answer = await answer_with_ticket(server, span="bytes=0-")
+    connection = socket.create_connection(("127.0.0.1", int(answer.headers["flotilla-port"])), DEADLINE)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sendall(bytes.fromhex(answer.headers["flotilla-ticket"]))
+    await asyncio.to_thread(connection.recv, 100)
+    return connection
+
+
+async def test_a_process_that_gives_way_to_training_sends_the_image(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender
+) -> None:
+    async with a_sending_server(image, sender) as server:
+        server.faults.flip = True  # it would damage what is the answer's body
+
+        path = await pulled(server, tmp_path)
+
+        assert path.read_bytes() == image.view
+        assert sender.pid is not None
+        assert psutil.Process(sender.pid).nice() == psutil.Process().nice() + NICENESS
+        await until_writable(image)
+    await until(lambda: sender.pid is None)
+
+
+async def test_a_pull_goes_on_when_the_process_is_killed_within_a_range(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender
+) -> None:
+    async with a_sending_server(image, sender) as server:
+        with await a_caller(server):
+            first = sender.pid
+            assert first is not None
+
+            os.kill(first, signal.SIGKILL)
+            path = await pulled(server, tmp_path)
+
+        assert path.read_bytes() == image.view
+        assert sender.pid != first
+        await until_writable(image)
+
+
+async def test_a_caller_that_takes_nothing_is_cut_off_and_the_lock_ends(
+    image: WeightImage, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.weights.direct.SILENCE_SECONDS", 0.2)
+    async with a_sending_server(image, sender) as server:
+        with await a_caller(server):
+            await until_writable(image)
+
+
+async def test_a_process_that_stands_still_is_given_up(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "RANGE_SECONDS", 0.5)
+    async with a_sending_server(image, sender) as server:
+        with await a_caller(server):
+            assert sender.pid is not None
+            os.kill(sender.pid, signal.SIGSTOP)
+
+            path = await pulled(server, tmp_path)
+
+        assert path.read_bytes() == image.view
+        await until_writable(image)
+
+
+async def test_closing_the_server_ends_the_process_and_what_it_sends(image: WeightImage, sender: ProcessSender) -> None:
+    async with a_sending_server(image, sender) as server:
+        connection = await a_caller(server)
+        assert sender.pid is not None
+        process = psutil.Process(sender.pid)
+    with connection:
+        await until(lambda: not process.is_running())
+        await until_writable(image)
+
+
+async def test_where_no_process_can_be_started_a_thread_sends(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no process for you")
+
+    monkeypatch.setattr(sender_module.subprocess, "Popen", refuse)
+    async with a_sending_server(image, sender) as server:
+        path = await pulled(server, tmp_path)
+
+    assert path.read_bytes() == image.view
+    assert sender.pid is None
+
+
+def test_the_process_ends_with_its_service() -> None:
+    program = (
+        "import tempfile\n"
+        "from pathlib import Path\n"
+        "from shared.weights.image import WeightImage\n"
+        "from shared.weights.sender import ProcessSender\n"
+        "import time\n"
+        "sender = ProcessSender()\n"
+        "with tempfile.TemporaryDirectory() as folder, WeightImage.create(4096, directory=Path(folder)) as image:\n"
+        "    with open(Path(folder) / 'copy', 'xb', buffering=0) as file:\n"
+        "        sender.copy(file, image)\n"
+        "print(sender.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    service = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert service.stdout is not None
+    process = psutil.Process(int(service.stdout.readline()))
+
+    service.kill()
+
+    service.communicate()
+    _, alive = psutil.wait_procs([process], timeout=DEADLINE)
+    assert alive == []
+
+
+def test_an_image_is_copied_to_a_file_and_a_full_disk_is_an_error(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender
+) -> None:
+    with (tmp_path / "copy").open("xb", buffering=0) as file:
+        sender.copy(file, image)
+    assert (tmp_path / "copy").read_bytes() == image.view
+
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="of"):
+        sender.copy(full, image)
+
+
+def test_the_process_needs_nothing_but_the_standard_library() -> None:
+    program = (
+        "import sys; from shared.weights import sending; "
+        "sys.exit(any('site-packages' in (getattr(each, '__file__', '') or '') for each in sys.modules.values()))"
+    )
+
+    assert subprocess.run([sys.executable, "-P", "-c", program], timeout=DEADLINE, check=False).returncode == 0
+
+
+def test_many_threads_may_send_at_once(image: WeightImage, tmp_path: Path, sender: ProcessSender) -> None:
+    def copy(number: int) -> None:
+        with (tmp_path / str(number)).open("xb", buffering=0) as file:
+            sender.copy(file, image)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    ends_at = time.monotonic() + DEADLINE
+    for thread in threads:
+        thread.join(ends_at - time.monotonic())
+
+    assert all((tmp_path / str(number)).read_bytes() == image.view for number in range(8))

@@ -148,6 +148,7 @@ class Engine(Protocol):
         Raises:
             ModelError: the model cannot be loaded.
             WorkerDied: the engine's process ended meanwhile.
+            Unavailable: it is somebody else's to start, and cannot be reached now.
         """
 
     async def close(self) -> None:

@@ -76,7 +76,7 @@ async def test_the_operator_names_the_networks(
     engine = SglangEngine(replace(settings, url=f"http://127.0.0.1:{port}", networks=networks))
 
     # Whatever listens there is no SGLang: it is asked, or it is not.
-    with pytest.raises(InvalidSpec if refused else WorkerDied):
+    with pytest.raises(InvalidSpec if refused else Unavailable):
         await engine.start()
     await engine.close()
     listener.close()
@@ -221,8 +221,8 @@ async def test_a_running_server_gets_the_initial_weights_and_has_to_have_the_roo
         await SglangEngine(settings, transport=FakeSglang(other)).start()
 
 
-async def test_a_server_that_is_not_there_is_a_death(settings: ServerSettings, server: FakeSglang) -> None:
+async def test_a_server_that_is_not_there_is_named_and_may_come(settings: ServerSettings, server: FakeSglang) -> None:
     server.die()
 
-    with pytest.raises(WorkerDied, match="cannot be reached"):
+    with pytest.raises(Unavailable, match=r"the SGLang server at http://\S+ cannot be reached now: start it"):
         await SglangEngine(replace(settings, probe_seconds=60), transport=server).start()

@@ -115,7 +115,8 @@ class ServerEngine:
             ModelError: the directory is no model, or the server at ``url`` is for another one.
             InvalidSpec: the server refuses its arguments.
             DeadlineExceeded: ``start_seconds`` went by.
-            WorkerDied: the server ended while it loaded, or the one at ``url`` does not answer.
+            WorkerDied: the server ended while it loaded.
+            Unavailable: the one at ``url`` cannot be reached now.
         """
         settings = self._settings
         try:
@@ -145,8 +146,13 @@ class ServerEngine:
             raise DeadlineExceeded(
                 f"the {self._dialect.name} server did not load {settings.model_path} within {settings.start_seconds} s"
             ) from None
-        except BaseException:
+        except BaseException as error:
             await self._free()
+            if isinstance(error, WorkerDied) and settings.url is not None:
+                raise Unavailable(
+                    f"the {self._dialect.name} server at {settings.url} cannot be reached now: start it, and this goes "
+                    f"on by itself ({error.detail})"
+                ) from error
             raise
 
     async def close(self) -> None:

@@ -15,13 +15,20 @@ WHERE_ROWS_ARE = ("path", "sources", "max_rows")
 EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
 
 
-def evaluation_of(spec: ExperimentSpec, *, model: Path | None = None, rows: Path | None = None) -> ExperimentSpec:
+ABOUT_ANSWERS = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "group_size")
+"""Of an evaluation: how a model answers."""
+
+
+def evaluation_of(
+    spec: ExperimentSpec, *, model: Path | None = None, rows: Path | None = None, answers: str | None = None
+) -> ExperimentSpec:
     """Make a spec that answers and grades held-out problems as an experiment's evaluations do.
 
     Args:
         spec: of the experiment, with or without an evaluation.
         model: what answers in place of ``model.path``: as ``model_at`` takes it.
         rows: what is answered in place of the rows that ``evaluation`` names; with the columns that ``data`` names.
+        answers: column of answers that are graded in place of a model's.
 
     Raises:
         InvalidSpec: no rows are named.
@@ -38,7 +45,13 @@ def evaluation_of(spec: ExperimentSpec, *, model: Path | None = None, rows: Path
     made["model"] = {**made["model"], "lora": None}
     if model is not None:
         made["model"] |= {"path": str(model_at(model)), "revision": None}
-    return validate_spec({**made, "job": {"kind": "evaluation"}, "data": columns, "evaluation": evaluation})
+    job: dict[str, Any] = {"kind": "evaluation"}
+    if answers is not None:
+        job["response_column"] = answers
+        made = {section: value for section, value in made.items() if section not in {"rollout", "resources"}}
+        columns = {key: value for key, value in columns.items() if key not in {"max_prompt_tokens", "overlong"}}
+        evaluation = {key: value for key, value in evaluation.items() if key not in ABOUT_ANSWERS}
+    return validate_spec({**made, "job": job, "data": columns, "evaluation": evaluation})
 
 
 def model_at(path: Path, argument: str = "--model", *, may_be_adapter: bool = False) -> Path:

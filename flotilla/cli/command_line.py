@@ -77,6 +77,8 @@ def _add_evaluate(commands: "Commands") -> None:
     text = "what answers: a model's directory, a checkpoint, or a run, whose newest checkpoint is taken"
     parser.add_argument("--model", metavar="DIRECTORY", help=f"{text} (default: model.path of the file)")
     parser.add_argument("--rows", metavar="FILE", help="problems to answer (default: those of the evaluation section)")
+    text = "column of the rows with answers that were written before, which are graded in place of a model's"
+    parser.add_argument("--answers", metavar="COLUMN", help=text)
     parsing.add_fleet(parser, port=0)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
     parser.add_argument("--name", help="name of the run directory (default: the experiment's name and -evaluation)")

@@ -19,6 +19,9 @@ class EvaluationJobConfig(Config):
     """Held-out problems are answered and graded once, as ``evaluation`` says; nothing is trained."""
 
     kind: Literal["evaluation"]
+    response_column: str | None = Field(None, min_length=1)
+    """Column with answers that were written before, which are graded as they are: a text, or a list of texts, as many
+    in every row. Null: rollouts answer."""
 
 
 class HeldOutRowsConfig(RowsConfig):

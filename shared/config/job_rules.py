@@ -10,6 +10,7 @@ from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import Sections
 from shared.config.data import DataConfig
+from shared.config.evaluation import EvaluationConfig
 from shared.config.job import FinishedJob, RewardModelJobConfig, SftConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
@@ -115,6 +116,8 @@ def check_job(spec: Sections) -> None:
 def _check_evaluation(spec: Sections) -> None:
     if spec.evaluation is None:
         raise ValueError(NO_EVALUATION)
+    if spec.written_answers is not None:
+        _check_written(spec, spec.evaluation)
     if spec.evaluation.every_versions is not None:
         raise ValueError("evaluation.every_versions has no effect while job.kind is evaluation, which has one version")
     for section, found, default in (
@@ -129,6 +132,19 @@ def _check_evaluation(spec: Sections) -> None:
     if [each.location() for each in spec.data.all_sources] != [each.location() for each in spec.evaluation.all_sets]:
         name = "path" if spec.data.path is not None else "sources"
         raise ValueError(f"data.{name} has no effect while job.kind is evaluation, which answers those of evaluation")
+
+
+def _check_written(spec: Sections, evaluation: EvaluationConfig) -> None:
+    why = "job.response_column names answers that are graded as they are"
+    _refuse_changed(spec.rollout, RolloutConfig(), "rollout", EVALUATION, why)
+    if spec.resources.rollouts != ResourcesConfig().rollouts:
+        raise ValueError(f"resources.rollouts has no effect while {why}: remove it")
+    for name in ("greedy", "temperature", "top_k", "top_p", "group_size", "max_new_tokens"):
+        if getattr(evaluation, name) != EvaluationConfig.model_fields[name].default:
+            raise ValueError(f"evaluation.{name} has no effect while {why}: remove it")
+    for name in FOR_PROMPTS:
+        if getattr(spec.data, name) != DataConfig.model_fields[name].default:
+            raise ValueError(f"data.{name} has no effect while {why}: remove it")
 
 
 def _check_columns(job: FinishedJob, data: DataConfig) -> None:

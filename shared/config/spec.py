@@ -73,6 +73,16 @@ class ExperimentSpec(Config):
         return self.finished_job is None or self.evaluation is not None
 
     @property
+    def written_answers(self) -> str | None:
+        """The column whose answers are graded in place of a rollout's; None where rollouts answer."""
+        return self.job.response_column if isinstance(self.job, EvaluationJobConfig) else None
+
+    @property
+    def needs_rollouts(self) -> bool:
+        """Whether a model answers something."""
+        return self.samples_answers and self.written_answers is None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the policy as it began are needed."""
         return self.algorithm.needs_reference or isinstance(self.job, PreferenceConfig)

@@ -21,7 +21,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     seed = [] if arguments.seed is None else [f"seed={arguments.seed}"]
     launch = read_launch_file(Path(arguments.spec), [*(arguments.set or []), *seed], os.environ)
     model, rows = (None if given is None else Path(given) for given in (arguments.model, arguments.rows))
-    launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows))
+    launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows, answers=arguments.answers))
     check_engine(launch.spec, os.environ)
     directory = RunDirectory(Path(arguments.runs), arguments.name or f"{launch.spec.name}-evaluation")
     has_earlier = directory.holds_run

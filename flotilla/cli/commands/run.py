@@ -70,7 +70,7 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
     resources, sampled = launch.spec.resources, launch.spec.samples_answers
     options = FleetOptions(
         data=directory.path / FLEET,
-        num_rollouts=arguments.rollouts or (resources.rollouts.min if sampled else 0),
+        num_rollouts=arguments.rollouts or (resources.rollouts.min if launch.spec.needs_rollouts else 0),
         num_trainers=(arguments.trainers or launch.spec.parallelism.nodes) if launch.spec.trains else 0,
         num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
         num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),

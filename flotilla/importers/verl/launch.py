@@ -69,7 +69,7 @@ OWN: Mapping[str, Kind] = MappingProxyType(
 NOT_TRAINERS: Mapping[str, str] = MappingProxyType(
     {
         "main_generation": "answers without training are no experiment: sample them with the section evaluation",
-        "main_eval": "scoring answers that were made before is no training: sample them with the section evaluation",
+        "main_eval": "scoring answers made before is no training: flotilla evaluate --answers COLUMN grades them",
     }
 )
 """Programs of verl that train no policy, by a part of their names."""

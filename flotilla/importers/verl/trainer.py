@@ -138,7 +138,7 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
              f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),
 )  # fmt: skip
 
-OFFLINE = "scoring answers that were made before is no training: sample the answers again with the section evaluation"
+OFFLINE = "scoring answers made before is no training: flotilla evaluate --answers COLUMN grades them"
 SFT = "of verl's trainer of supervised fine-tuning, whose files are imported by themselves (they name partial_pretrain)"
 
 OTHER_ROWS: tuple[Parameter, ...] = (

@@ -4,10 +4,12 @@ While it lasts, ``evaluating_version`` is set in the experiment's record: rollou
 a restart of the gateway interrupted is given up, and its tasks are resolved as dropped.
 """
 
+import asyncio
 import logging
 from typing import Any
 
 from services.gateway.datasets.dataset import Dataset
+from services.gateway.datasets.written import WrittenAnswers
 from services.gateway.evaluation.keeping import keep_evaluation, right_and_wrong
 from services.gateway.evaluation.schedule import due_version
 from services.gateway.evaluation.summary import summarise_sets
@@ -35,7 +37,11 @@ LAG = "evaluation/lag_versions"
 
 
 class Evaluator:
-    """Evaluates one experiment."""
+    """Evaluates one experiment.
+
+    Args:
+        written: where answers are graded that were written before; None where rollouts answer.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class Evaluator:
         repository: ExperimentRepository,
         events: EventLog,
         clock: Clock,
+        written: WrittenAnswers | None = None,
     ) -> None:
         assert experiment.spec.evaluation is not None
         self._config: EvaluationConfig = experiment.spec.evaluation
@@ -52,6 +59,8 @@ class Evaluator:
         self._repository = repository
         self._events = events
         self._clock = clock
+        self._written = written
+        self._num_answers = self._config.group_size if written is None else written.num_answers(dataset)
 
     async def run(self) -> None:
         """Evaluate whatever is due, until cancelled. One that the data plane's absence cut short is done again."""
@@ -107,7 +116,7 @@ class Evaluator:
             groups,
             self._dataset.parts,
             num_issued=num_issued,
-            num_answers=self._config.group_size,
+            num_answers=self._num_answers,
             pass_reward=self._config.pass_reward,
         )
         metrics[LAG] = float(self._experiment.record.policy_version - version)
@@ -141,7 +150,7 @@ class Evaluator:
                 self._dataset.task(
                     first + row,
                     row=row,
-                    group_size=self._config.group_size,
+                    group_size=self._num_answers,
                     min_version=version,
                     pinned_version=version,
                     greedy=self._config.greedy,
@@ -150,7 +159,11 @@ class Evaluator:
                 for row in batch
             ]
             # Nothing else is outstanding in this lane, and all rows may be at once.
-            await admission.issue_many(tasks, limit=num_rows)
+            if self._written is None:
+                await admission.issue_many(tasks, limit=num_rows)
+            else:
+                groups = await asyncio.to_thread(self._written.groups, self._dataset, tasks)
+                await admission.issue_groups(groups, hop=HopName.GENERATED, limit=num_rows)
         return num_rows
 
     async def _collect(self, num_issued: int) -> list[Group] | None:

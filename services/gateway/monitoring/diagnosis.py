@@ -34,7 +34,8 @@ class Situation:
         publication: phase of the open publication, if any.
         evaluating_version: version under evaluation, if any.
         trains: whether the experiment needs a trainer.
-        samples_answers: whether the experiment needs rollouts and rewards.
+        samples_answers: whether the experiment needs rewards, and rollouts unless answers are written.
+        needs_rollouts: whether it needs rollouts.
         agents: who drives its episodes from outside, if anybody.
         oldest_generated_seconds: how long the oldest group has waited for its rewards.
     """
@@ -50,6 +51,7 @@ class Situation:
     trains: bool = True
     is_trained: bool = False
     samples_answers: bool = True
+    needs_rollouts: bool = True
     agents: AgentsSeen | None = None
     oldest_generated_seconds: float = 0.0
 
@@ -75,6 +77,7 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
         Component and cause; None while agents from outside take no longer than the spec lets them.
     """
     sampling = (ServiceKind.ROLLOUT, ServiceKind.REWARD) if situation.samples_answers else ()
+    sampling = sampling if situation.needs_rollouts else sampling[1:]
     training = (ServiceKind.TRAINER,) if situation.trains else ()
     for kind in (*training, *sampling):
         if not situation.of(kind):

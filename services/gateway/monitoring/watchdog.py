@@ -138,6 +138,7 @@ class Watchdog:
                     trains=experiment.spec.trains,
                     is_trained=experiment.is_trained,
                     samples_answers=experiment.spec.samples_answers,
+                    needs_rollouts=experiment.spec.needs_rollouts,
                     agents=self._agents(),
                     oldest_generated_seconds=await self._oldest_generated(),
                 )

@@ -7,6 +7,7 @@ from services.gateway.datasets.columns import value_at
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.finished import check_rows
 from services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
+from services.gateway.datasets.written import check_written
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import DataConfig, RowsConfig, is_url
 from shared.config.model import ModelConfig
@@ -203,6 +204,8 @@ def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Da
     if spec.evaluation is None:
         return None
     dataset = load_evaluation(spec.evaluation, spec.data, seed=spec.seed, places=places)
+    if spec.written_answers is not None:
+        check_written(dataset, spec.written_answers)
     check_data_sources(spec, dataset, "evaluation")
     return dataset
 

@@ -10,6 +10,7 @@ from services.gateway import signals
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.finished import FinishedGroups
 from services.gateway.datasets.overlong import without_overlong
+from services.gateway.datasets.written import WrittenAnswers
 from services.gateway.evaluation.evaluator import Evaluator
 from services.gateway.feeder.feeder import Feeder
 from services.gateway.monitoring.health.monitor import HealthMonitor
@@ -76,7 +77,9 @@ class ExperimentWork:
             parts_of_it = parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
             lanes.append(Shifts(experiment, *parts_of_it).run())
         if held_out is not None:
-            lanes.append(Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock).run())
+            written = None if experiment.spec.written_answers is None else WrittenAnswers(experiment.spec)
+            about = experiment, held_out, parts.repository, parts.events, parts.clock
+            lanes.append(_evaluate(Evaluator(*about, written), written))
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     @contextlib.contextmanager
@@ -112,7 +115,8 @@ class ExperimentWork:
         found: list[Dataset | None] = []
         try:
             for what, each in (("training", dataset), ("held-out", held_out)):
-                if each is None or (each is dataset and spec.finished_job is not None):
+                is_whole = each is dataset and spec.finished_job is not None
+                if each is None or is_whole or spec.written_answers is not None:
                     # The limit on whole answers is another, which each row meets when its turn comes.
                     found.append(each)
                 else:
@@ -141,3 +145,12 @@ class ExperimentWork:
             finish_tracking=functools.partial(self._tracking.finish, experiment),
         )
         await teardown.run()
+
+
+async def _evaluate(evaluator: Evaluator, written: WrittenAnswers | None) -> None:
+    """Evaluate until cancelled, and end the process that has the tokenizer of written answers."""
+    try:
+        await evaluator.run()
+    finally:
+        if written is not None:
+            await asyncio.shield(asyncio.to_thread(written.close))

@@ -78,8 +78,10 @@ def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     resources = spec.resources
     nodes = spec.parallelism.nodes
     quotas = {Kind.TRAINER: QuotaConfig(min=nodes, max=nodes)} if spec.trains else {}
+    if spec.needs_rollouts:
+        quotas[Kind.ROLLOUT] = resources.rollouts
     if spec.samples_answers:
-        quotas |= {Kind.ROLLOUT: resources.rollouts, Kind.REWARD: resources.rewards}
+        quotas[Kind.REWARD] = resources.rewards
     if spec.runs_code:
         quotas[Kind.SANDBOX] = resources.sandboxes or QuotaConfig(min=1, max=1)
     return quotas

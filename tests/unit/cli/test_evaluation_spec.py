@@ -121,3 +121,16 @@ def test_what_has_no_effect_without_training_is_refused(sections: dict[str, Any]
     assert not validate_spec(minimal).trains
     with pytest.raises(InvalidSpec, match=named):
         validate_spec(minimal | sections)
+
+
+def test_answers_that_were_written_are_graded_without_what_a_model_answers_with() -> None:
+    evaluation = {"path": "/rows/held_out.jsonl", "greedy": False, "group_size": 4, "pass_reward": 0.5}
+
+    spec = evaluation_of(an_experiment(evaluation=evaluation), answers="written")
+
+    assert spec.written_answers == "written"
+    assert not spec.needs_rollouts
+    assert spec.evaluation is not None
+    assert (spec.evaluation.group_size, spec.evaluation.pass_reward) == (1, 0.5)
+    assert spec.reward == an_experiment().reward
+    assert validate_spec(spec.model_dump(mode="json")) == spec

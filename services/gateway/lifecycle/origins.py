@@ -6,6 +6,7 @@ newest checkpoint, as after any crash. A directory is marked as unfinished until
 leaves without a record is removed at the next start.
 """
 
+import json
 import logging
 import os
 import secrets
@@ -138,9 +139,12 @@ def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
     for section, key in FIXED_FIELDS:
         before, after = stored.state.spec.get(section, {}).get(key), now[section][key]
         if before != after:
+            begins = f"model.path {stored.path / 'model'}"
+            if stored.state.spec.get("model", {}).get("lora") is not None:
+                begins = f"what flotilla export {stored.path} DIRECTORY writes as model.path"
             raise ModelError(
-                f"{section}.{key}: the checkpoint of step {stored.step} was made with {before!r}, the spec says "
-                f"{after!r}: set it back, or leave {FIELD} out"
+                f"{section}.{key}: the checkpoint of step {stored.step} was made with {json.dumps(before)}, the spec "
+                f"says {json.dumps(after)}: set it back, or start another experiment, without {FIELD} and with {begins}"
             )
     needed = {CRITIC: spec.algorithm.needs_critic, VERSIONS: spec.algorithm.old_log_probs == "recompute_at_version"}
     for name, is_needed in needed.items():

@@ -56,6 +56,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_unless_it_was_named(pa
         find(parent, 4)
 
 
+def test_whole_weights_do_not_begin_from_adapters_and_the_way_is_named(parent: Path) -> None:
+    adapters = a_longer_spec(model={"path": "/model", "lora": {"rank": 8}})
+    store_checkpoint(parent, 6, adapters.model_dump(mode="json"))
+    stored = find(parent, 6)
+
+    check_spec(stored, adapters)
+    with pytest.raises(
+        ModelError, match=r"model\.lora: .* says null: .* what flotilla export .*step-00000006 DIRECTORY"
+    ):
+        check_spec(stored, a_longer_spec(model={"path": "/model"}))
+
+
 def test_what_is_not_there_is_refused_with_what_is(parent: Path) -> None:
     with pytest.raises(ModelError, match=r"step 3 in .*steps that are there: 2, 4"):
         find(parent, 3)

@@ -76,10 +76,12 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
     Returns:
         Component and cause; None while agents from outside take no longer than the spec lets them.
     """
-    sampling = (ServiceKind.ROLLOUT, ServiceKind.REWARD) if situation.samples_answers else ()
-    sampling = sampling if situation.needs_rollouts else sampling[1:]
-    training = (ServiceKind.TRAINER,) if situation.trains else ()
-    for kind in (*training, *sampling):
+    needed = {
+        ServiceKind.TRAINER: situation.trains,
+        ServiceKind.ROLLOUT: situation.samples_answers and situation.needs_rollouts,
+        ServiceKind.REWARD: situation.samples_answers,
+    }
+    for kind in (kind for kind, is_needed in needed.items() if is_needed):
         if not situation.of(kind):
             return kind.value, f"no live {kind} service"
     if situation.state is ExperimentState.STARTING:

@@ -18,8 +18,9 @@ class SavedModel:
     path: Path
     model: nn.Module
 
-    def engine(self, **settings: Any) -> TorchEngine:
-        return TorchEngine(EngineSettings(str(self.path), **{"slots": 16, "context_tokens": 128, **settings}))
+    def engine(self, *, goes_ahead: bool | None = None, **settings: Any) -> TorchEngine:
+        sized = EngineSettings(str(self.path), **{"slots": 16, "context_tokens": 128, **settings})
+        return TorchEngine(sized, goes_ahead=goes_ahead)
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ class Decoder(Protocol):
         """Append one token to each of the first B rows.
 
         Args:
-            token_ids: [B] int64.
-            lengths: [B] int64, cached tokens of each row before this one; 0 for rows without a sample.
+            token_ids: [B] int64, on the device.
+            lengths: [B] int64 on the host, cached tokens of each row before this one; 0 for rows without a sample.
             longest: the largest of ``lengths``.
 
         Returns:

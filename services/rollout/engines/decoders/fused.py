@@ -21,6 +21,7 @@ from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerW
 from services.rollout.engines.decoders.kv_cache import KeyValueCache
 from services.rollout.engines.decoders.native.forward import NativeForward
 from services.rollout.engines.decoders.native.kernels import kernels_for
+from services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 
 class FusedDecoder:
@@ -55,11 +56,12 @@ class FusedDecoder:
         self.description = "fused forward" if self._kernels is None else "fused forward, native kernels"
         self._sizes = architecture
         self._dtype = dtype
+        self._layers = TorchLayers(architecture, dtype)
         self._device = device
         self._files = files
         self._spare: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
-        self._rotations = _rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
+        self._rotations = rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
         self._native = (
             NativeForward(self._kernels, architecture, self._rotations, self._cache, num_rows)
             if self._kernels is not None
@@ -131,16 +133,16 @@ class FusedDecoder:
             mixed = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=sizes.num_heads != sizes.num_kv_heads
             )
-            self._feed(hidden, mixed.transpose(1, 2).reshape(num * longest, -1), layer)
+            self._layers.feed(hidden, mixed.transpose(1, 2).reshape(num * longest, -1), layer)
         last = hidden.view(num, longest, -1)[torch.arange(num, device=self._device), lengths - 1]
-        return self._logits(last)
+        return self._layers.logits(last, weights)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``."""
         if self._native is not None:
             return self._native.decode(token_ids, lengths, longest)
-        sizes, weights = self._sizes, self._weights
+        sizes, weights, lengths = self._sizes, self._weights, lengths.to(self._device)
         num = token_ids.shape[0]
         groups = (num * sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
         step = self._cache.begin_step(lengths, longest)
@@ -148,13 +150,13 @@ class FusedDecoder:
         rotation = self._rotations[lengths].view(num, 1, 1, -1)
         hidden = functional.embedding(token_ids, weights.embedding)
         for number, layer in enumerate(weights.layers):
-            queries_keys, values = self._project(hidden, layer, rotation, (num, 1))
+            queries_keys, values = self._layers.project(hidden, layer, rotation, (num, 1))
             queries = queries_keys[:, 0, : sizes.num_heads].reshape(groups)
             keys, values = self._cache.append(number, step, queries_keys[:, 0, sizes.num_heads :], values[:, 0])
             scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=self._scale)
             mixed = torch.bmm(scores.softmax(dim=-1), values)
-            self._feed(hidden, mixed.view(num, -1), layer)
-        return self._logits(hidden)
+            self._layers.feed(hidden, mixed.view(num, -1), layer)
+        return self._layers.logits(hidden, weights)
 
     def _project_whole(
         self, hidden: Tensor, layer: LayerWeights, batch: tuple[int, int]
@@ -162,41 +164,6 @@ class FusedDecoder:
         """Make rotated queries [N, H, T, D] and keys [N, Hkv, T, D], and values [N, Hkv, T, D], from position 0 on."""
         sizes = self._sizes
         rotation = self._rotations[: batch[1]].view(1, batch[1], 1, -1)
-        queries_keys, values = self._project(hidden, layer, rotation, batch)
+        queries_keys, values = self._layers.project(hidden, layer, rotation, batch)
         queries, keys = queries_keys.transpose(1, 2).tensor_split((sizes.num_heads,), dim=1)
         return queries, keys, values.transpose(1, 2)
-
-    def _project(
-        self, hidden: Tensor, layer: LayerWeights, rotation: Tensor, batch: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Make rotated queries and keys [N, T, H + Hkv, D], and values [N, T, Hkv, D]."""
-        sizes = self._sizes
-        num_rotated = sizes.num_heads + sizes.num_kv_heads
-        fused = layer.qkv(self._norm(hidden, layer.input_norm)).view(*batch, -1, sizes.head_dim)
-        rotated, values = fused[:, :, :num_rotated], fused[:, :, num_rotated:]
-        if layer.qk_norm is not None:
-            rotated = functional.rms_norm(rotated, rotated.shape[-1:], None, sizes.norm_epsilon).mul_(layer.qk_norm)
-        pairs = rotated.float().view(*batch, num_rotated, -1, 2)
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotation).view(*batch, num_rotated, -1)
-        return rotated.to(self._dtype), values
-
-    def _feed(self, hidden: Tensor, mixed: Tensor, layer: LayerWeights) -> None:
-        """Add the outputs of attention and of the feed-forward network to ``hidden``, in place."""
-        layer.output.add_to(hidden, mixed)
-        gate_up = layer.gate_up(self._norm(hidden, layer.post_norm))
-        gate, up = gate_up.chunk(2, dim=-1)
-        layer.down.add_to(hidden, functional.silu(gate).mul_(up))
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._sizes.norm_epsilon)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._weights.head(self._norm(hidden, self._weights.final_norm))
-
-
-def _rotations(sizes: Architecture, num_positions: int) -> Tensor:
-    """Tabulate the rotations: [P, D / 2] complex64, ``exp(i p theta^(-2 j / D))``."""
-    exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
-    frequencies = 1.0 / (sizes.rope_theta**exponents)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.complex(angles.cos(), angles.sin())

@@ -182,7 +182,7 @@ class CachedDecoder:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``."""
-        columns = torch.arange(longest + 1, device=self._device)
+        columns, lengths = torch.arange(longest + 1, device=self._device), lengths.to(self._device)
         return self._forward(
             token_ids.unsqueeze(1),
             attention_mask=(columns >= longest - lengths.unsqueeze(1)).long(),

@@ -231,7 +231,7 @@ class PagedDecoder:
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``. The logits last until the next call."""
-        num, held = token_ids.shape[0], lengths.cpu().numpy()
+        num, held = token_ids.shape[0], lengths.numpy()
         missing = self._table.missing_for(held)
         self._reserve(missing.size)
         self._table.extend(missing)

@@ -179,10 +179,14 @@ class Batch:
         """Draw the random number of each row's next token."""
         return uniforms(self._keys[rows], self._counts[rows])
 
-    def step_draws(self) -> npt.NDArray[np.float64]:
-        """Draw for all rows in use, as ``draws`` does; those of some steps are made at once, until rows change."""
+    def step_draws(self, unread: int = 0) -> npt.NDArray[np.float64]:
+        """Draw for all rows in use, as ``draws`` does; those of some steps are made at once, until rows change.
+
+        Args:
+            unread: tokens of each row that are sampled and not recorded.
+        """
         if self._sampling is None or not self._draws_ahead:
-            steps = self._counts[: self.num_rows] + np.arange(DRAWS_AHEAD)[:, None]
+            steps = self._counts[: self.num_rows] + unread + np.arange(DRAWS_AHEAD)[:, None]
             self._draws_ahead = list(uniforms(self._keys[: self.num_rows], steps)[::-1])
         return self._draws_ahead.pop()
 
@@ -227,6 +231,10 @@ class Batch:
         if self._has_stop_text.any():
             ended |= self._ends_with_text(rows)
         return rows[ended]
+
+    def some_end_for_certain(self) -> bool:
+        """Tell whether a sample ends with its next token, whichever that is."""
+        return bool((self._is_alive & (self._counts + 1 >= self._limits)).any())
 
     def _hits_stop_id(self, rows: Rows) -> npt.NDArray[np.bool_]:
         if self._stop_ids.shape[1] == 1:

@@ -18,6 +18,7 @@ from services.rollout.engines.base import EngineLoad, GenerationRequest
 from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
+from services.rollout.engines.embedded.flight import Flight
 from services.rollout.engines.embedded.loading import load_decoder
 from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.embedded.sampling import RowSampling, sample
@@ -38,15 +39,19 @@ class TorchEngine:
 
     Args:
         settings: the model and the sizes; ``threads`` is the affair of the process, see ``use_threads``.
+        goes_ahead: launch a step before the host has read what the one before sampled; None: on a GPU. What is sampled
+            is the same; a sample that ends by a token takes part in one step more, whose result is not used.
 
     Raises:
         ModelError: the model cannot be loaded as the settings say.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *, goes_ahead: bool | None = None) -> None:
         self._settings = settings
         self._directory = Path(settings.model_path)
         self._device = torch.device(settings.device)
+        self._goes_ahead = self._device.type == "cuda" if goes_ahead is None else goes_ahead
+        self._flight: Flight | None = None
         loaded = load_decoder(settings)
         self._decoder = loaded.decoder
         self._eos_token_ids = read_eos_token_ids(self._directory, loaded.config)
@@ -144,6 +149,7 @@ class TorchEngine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._outcomes += self._updates.forget(Unavailable("the engine was put to sleep"))
+        self._flight = None
         self._decoder.release()
         self._is_asleep = True
         self._return_memory()
@@ -176,6 +182,8 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Apply updates, admit samples, and sample one token for each running one."""
+        if self._updates or self._waiting:
+            self._land()
         if self._updates:
             self._advance_updates()
         if self._waiting:
@@ -254,16 +262,30 @@ class TorchEngine:
 
     def _decode(self) -> None:
         batch = self._batch
-        self._compact()
+        if self._flight is not None and batch.some_end_for_certain():
+            self._land()
+        before = self._flight
+        if before is None:
+            if not batch.num_rows:
+                return
+            self._compact()
         # A matrix product of another number of rows may add in another order.
         num_rows = self._settings.slots if self._settings.batch_invariant else batch.num_rows
         lengths = batch.lengths[:num_rows]
-        token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device)
-        logits = self._decoder.decode(token_ids, torch.from_numpy(lengths).to(self._device), int(lengths.max()))
+        token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device, copy=before is not None)
+        if before is not None:
+            sampled = min(before.token_ids.shape[0], num_rows)
+            token_ids[:sampled] = before.token_ids[:sampled]
+        logits = self._decoder.decode(token_ids, torch.from_numpy(lengths), int(lengths.max()))
         # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
         lengths += lengths > 0
-        draws = batch.step_draws()
-        self._sample(logits[: batch.num_rows], np.arange(batch.num_rows), draws, batch.sampling())
+        draws = batch.step_draws(unread=int(before is not None))
+        token_ids, log_probs = self._sampled(logits[: batch.num_rows], draws, batch.sampling())
+        flight = Flight(token_ids, log_probs)
+        self._land()
+        self._flight = flight
+        if not self._goes_ahead:
+            self._land()
 
     def _compact(self) -> None:
         """Move samples together once an eighth of the rows is empty; fewer cost less than the copies."""
@@ -275,11 +297,24 @@ class TorchEngine:
                 batch.move(sources, targets)
 
     def _sample(self, logits: Tensor, rows: Rows, draws: npt.NDArray[np.float64], how: RowSampling) -> None:
+        """Sample the first tokens of rows that join."""
+        token_ids, log_probs = Flight(*self._sampled(logits, draws, how)).land()
+        self._record(rows, token_ids, log_probs)
+
+    def _sampled(self, logits: Tensor, draws: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
+        return sample(logits, torch.from_numpy(draws).to(self._device), how)
+
+    def _land(self) -> None:
+        """Record what the last step sampled, if that is not done."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            token_ids, log_probs = flight.land()
+            self._record(np.arange(token_ids.shape[0]), token_ids, log_probs)
+
+    def _record(self, rows: Rows, token_ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
         batch = self._batch
-        token_ids, log_probs = sample(logits, torch.from_numpy(draws).to(self._device), how)
-        values = log_probs.cpu().numpy()
         self._generated_tokens += min(rows.size, batch.num_running)
-        ended = batch.record(rows, token_ids.cpu().numpy(), values)
+        ended = batch.record(rows, token_ids, values)
         if not np.isfinite(values).all():
             self._fail_broken()
             ended = ended[[batch.samples[row] is not None for row in ended]]

@@ -1,16 +1,19 @@
 """Log-probabilities and entropy of taken tokens, from hidden states, a chunk of tokens at a time.
 
-No [T, V] tensor ever exists: the forward pass keeps only the hidden states and one number per token, the backward
-pass computes each chunk's logits again. Peak extra memory is a few [chunk, V] float32 buffers.
+The forward pass keeps the hidden states and one number per token, and the logits where all of them are small; else the
+backward pass computes each chunk's logits again, and no [T, V] tensor ever exists. Peak extra memory is then a few
+[chunk, V] float32 buffers.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
+KEPT_BYTES = 128 << 20
+"""Logits of a forward pass up to this size are kept for the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,30 @@ class TokenStatistics:
     sum_pi_squared: Tensor | None = None
 
 
+class HeadKernels(Protocol):
+    """What replaces a dozen operators on [T, V] by two; all tensors contiguous."""
+
+    def token_statistics(
+        self, logits: Tensor, labels: Tensor, temperature: float, outputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    ) -> None:
+        """Write log-probability of the label, logarithm of the normaliser, entropy and sum of p^2, [T] each.
+
+        Args:
+            logits: [T, V], not yet divided by the temperature.
+        """
+
+    def statistics_backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        normalisers: Tensor,
+        entropies: Tensor,
+        gradients: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Turn logits [T, V] into the gradient by them, in place; given those by log-probability and by entropy."""
+
+
 def log_probs_and_entropy(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -37,6 +64,7 @@ def log_probs_and_entropy(
     *,
     with_entropy: bool = True,
     with_sum_pi_squared: bool = False,
+    kernels: HeadKernels | None = None,
 ) -> TokenStatistics:
     """Compute log softmax(hidden W^T / temperature) at the labels, and the entropy, differentiably and in chunks.
 
@@ -48,6 +76,7 @@ def log_probs_and_entropy(
         chunk: tokens whose logits are held at a time.
         with_entropy: whether the entropy is wanted, too.
         with_sum_pi_squared: whether sum p^2 is wanted (optimal token baseline).
+        kernels: compute with these; None: with torch's operators.
 
     Raises:
         ValueError: temperature is not positive, or shapes do not agree.
@@ -58,7 +87,7 @@ def log_probs_and_entropy(
         shapes = tuple(hidden.shape), tuple(lm_head_weight.shape), tuple(labels.shape)
         raise ValueError(f"want hidden [T, H], lm_head_weight [V, H], labels [T]; got {shapes}")
     log_probs, entropy, squares = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head_weight, labels, temperature, max(1, chunk), with_entropy, with_sum_pi_squared
+        hidden, lm_head_weight, labels, temperature, max(1, chunk), with_entropy, with_sum_pi_squared, kernels
     )
     return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
@@ -94,21 +123,24 @@ class _ChunkedHead(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         with_squares: bool,
+        kernels: HeadKernels | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs, log_normaliser, entropy, squares = (
             torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device) for _ in range(4)
         )
+        # Small ones are kept: computing them again would be a quarter of the output layer's work.
+        is_kept = 4 * labels.numel() * weight.shape[0] <= KEPT_BYTES and any(ctx.needs_input_grad)
+        ctx.kept, ctx.kernels = [], kernels
         for start in range(0, labels.numel(), chunk):
             rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, temperature)
-            log_normaliser[rows] = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(-1, labels[rows, None]).squeeze(-1) - log_normaliser[rows]
-            if with_entropy or with_squares:
-                probabilities = (logits - log_normaliser[rows, None]).exp_()
-                if with_entropy:
-                    entropy[rows] = log_normaliser[rows] - torch.einsum("tv,tv->t", probabilities, logits)
-                if with_squares:
-                    squares[rows] = torch.einsum("tv,tv->t", probabilities, probabilities)
+            logits = _logits(hidden[rows], weight)
+            outputs = log_probs[rows], log_normaliser[rows], entropy[rows], squares[rows]
+            if kernels is None:
+                _statistics(logits.div_(temperature), labels[rows], outputs, with_entropy, with_squares)
+            else:
+                kernels.token_statistics(logits, labels[rows], temperature, outputs)
+            if is_kept:
+                ctx.kept.append(logits)
         ctx.save_for_backward(hidden, weight, labels, log_normaliser, entropy)
         ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
         ctx.mark_non_differentiable(squares)
@@ -122,24 +154,63 @@ class _ChunkedHead(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         of_hidden = torch.zeros_like(hidden) if wants_hidden else None
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
-        for start in range(0, labels.numel(), ctx.chunk):
+        kernels, kept, ctx.kept = ctx.kernels, ctx.kept, []
+        for number, start in enumerate(range(0, labels.numel(), ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            log_all = _logits(hidden[rows], weight, ctx.temperature).sub_(log_normaliser[rows, None])
-            probabilities = log_all.exp()
-            of_logits = torch.zeros_like(probabilities)
-            if of_entropy is not None:
-                # dH/dlogit = -p (log p + H); where p underflows to 0 the product is 0, as log p stays finite.
-                of_logits = log_all.add_(entropy[rows, None]).mul_(probabilities).mul_(-of_entropy[rows, None])
-            if of_log_probs is not None:
-                of_logits.sub_(probabilities.mul_(of_log_probs[rows, None]))
-                of_logits.scatter_add_(-1, labels[rows, None], of_log_probs[rows, None])
-            of_logits = of_logits.div_(ctx.temperature).to(hidden.dtype)
+            logits = kept[number] if kept else _logits(hidden[rows], weight)
+            if kernels is None and not kept:
+                logits.div_(ctx.temperature)
+            known = labels[rows], log_normaliser[rows], entropy[rows]
+            given = tuple(None if each is None else each[rows].contiguous() for each in (of_log_probs, of_entropy))
+            if kernels is None:
+                of_logits = _gradient(logits, *known, *given)
+                of_logits = of_logits.div_(ctx.temperature).to(hidden.dtype)
+            else:
+                kernels.statistics_backward(logits, known[0], ctx.temperature, *known[1:], given)
+                of_logits = logits
             if of_hidden is not None:
                 of_hidden[rows] = of_logits @ weight.to(hidden.dtype)
             if of_weight is not None:
-                of_weight += of_logits.T @ hidden[rows]
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None, None
+                product = of_logits.T @ hidden[rows]
+                of_weight = product.float() if number == 0 else of_weight.add_(product)
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *(None,) * 6
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.to(hidden.dtype).T).float().div_(temperature)
+def _statistics(
+    logits: Tensor, labels: Tensor, outputs: tuple[Tensor, ...], with_entropy: bool, with_squares: bool
+) -> None:
+    """Write log-probability of the label, logarithm of the normaliser, entropy and sum of p^2: [T] each."""
+    log_probs, log_normaliser, entropy, squares = outputs
+    log_normaliser[:] = logits.logsumexp(-1)
+    log_probs[:] = logits.gather(-1, labels[:, None]).squeeze(-1) - log_normaliser
+    if with_entropy or with_squares:
+        probabilities = (logits - log_normaliser[:, None]).exp_()
+        if with_entropy:
+            entropy[:] = log_normaliser - torch.einsum("tv,tv->t", probabilities, logits)
+        if with_squares:
+            squares[:] = torch.einsum("tv,tv->t", probabilities, probabilities)
+
+
+def _gradient(
+    logits: Tensor,
+    labels: Tensor,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    of_log_probs: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Compute the gradient by the logits [T, V], which are overwritten."""
+    log_all = logits.sub_(log_normaliser[:, None])
+    probabilities = log_all.exp()
+    of_logits = torch.zeros_like(probabilities)
+    if of_entropy is not None:
+        # dH/dlogit = -p (log p + H); where p underflows to 0 the product is 0, as log p stays finite.
+        of_logits = log_all.add_(entropy[:, None]).mul_(probabilities).mul_(-of_entropy[:, None])
+    if of_log_probs is not None:
+        of_logits.sub_(probabilities.mul_(of_log_probs[:, None]))
+        of_logits.scatter_add_(-1, labels[:, None], of_log_probs[:, None])
+    return of_logits
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    return (hidden @ weight.to(hidden.dtype).T).float()

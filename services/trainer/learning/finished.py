@@ -39,8 +39,8 @@ class FinishedLearner(Learner):
         with self._dropping(self.spec.seed * 1_000_003 + step):
             for _ in range(self.spec.optimisation.epochs_per_step):
                 for members in self._mini_batches(batch):
-                    self.optimizer.add_zero()
                     tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
+                    self.optimizer.add_zero()
                     results.append(self._update())
         summary = summarise(self.ranks.combine(combine(tallies)))
         values = algorithm_names(mean_of_updates(summary, len(results)))

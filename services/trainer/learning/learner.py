@@ -355,7 +355,6 @@ class Learner:
         )
         chosen = selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []
-        self.optimizer.add_zero()
         for micro in micro_batches:
             found = self.policy.statistics(micro.inputs, with_entropy=True)
             assert found.entropy is not None
@@ -388,6 +387,7 @@ class Learner:
             tallies.append(objective.metrics)
             if note is not None and objective.tokens is not None:
                 note(micro, objective.tokens)
+        self.optimizer.add_zero()
         # Without an advantage nothing is computed, because the loss and its gradient are exactly 0: that is a figure.
         return combine(tallies) or {name: once(torch.zeros(())) for name in ("loss", "policy_loss")}
 

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
 from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
+from services.trainer.models.fused_layers import fuse_layers
 from services.trainer.models.host_memory import ParkedTensors
+from services.trainer.models.native.kernels import kernels_for
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -58,6 +60,7 @@ class Policy:
         self.temperature = temperature
         self.base: Any = self.model.base_model
         self.device = next(model.parameters()).device
+        fuse_layers(model)
         self.has_plain_head = self._has_plain_head()
         self.can_pack = self._can_pack()
         self.can_share_prompts = self.can_pack and self._can_share_prompts()
@@ -137,13 +140,15 @@ class Policy:
         else:
             hidden = hidden_states(self.base, inputs, self._split)
             chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+            weight = self.model.get_output_embeddings().weight
             found = log_probs_and_entropy(
                 chosen,
-                self.model.get_output_embeddings().weight,
+                weight,
                 inputs.labels,
                 self.temperature,
                 with_entropy=with_entropy,
                 with_sum_pi_squared=with_squares,
+                kernels=kernels_for(chosen, weight),
             )
         return found.log_probs, found.entropy, found.sum_pi_squared
 

@@ -108,7 +108,7 @@ class PolicyOptimizer:
             parameter.grad = None
 
     def add_zero(self) -> None:
-        """Add a gradient of 0: an update whose loss needed no pass still moves by its momentum."""
+        """Give a gradient of 0 to what has none: an update whose loss needed no pass still moves by its momentum."""
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.trainer.algorithms.log_probs import log_probs_and_entropy, statistics_from_logits
+from services.trainer.algorithms import log_probs
+from services.trainer.algorithms.log_probs import HeadKernels, log_probs_and_entropy, statistics_from_logits
+from services.trainer.models.native.kernels import kernels_for
 
 
 def inputs(num_tokens: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -16,9 +18,22 @@ def inputs(num_tokens: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return hidden, weight, torch.randint(0, 23, (num_tokens,), generator=random)
 
 
+def kernels_or_skip() -> HeadKernels:
+    found = kernels_for()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("with_kernels", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_change_neither_values_nor_gradients(chunk: int, temperature: float) -> None:
+def test_chunks_change_neither_values_nor_gradients(
+    chunk: int, temperature: float, with_kernels: bool, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_probs, "KEPT_BYTES", kept_bytes)
+    kernels = kernels_or_skip() if with_kernels else None
     hidden, weight, labels = inputs()
     plain = statistics_from_logits(hidden @ weight.T, labels, temperature)
     weights = torch.arange(1.0, 12.0)
@@ -26,7 +41,9 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int, temperature: flo
         (plain.log_probs * weights + plain.entropy * weights.flip(0)).sum(), [hidden, weight]
     )
 
-    chunked = log_probs_and_entropy(hidden, weight, labels, temperature, chunk, with_sum_pi_squared=True)
+    chunked = log_probs_and_entropy(
+        hidden, weight, labels, temperature, chunk, with_sum_pi_squared=True, kernels=kernels
+    )
     actual = torch.autograd.grad(
         (chunked.log_probs * weights + chunked.entropy * weights.flip(0)).sum(), [hidden, weight]
     )
@@ -37,11 +54,13 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int, temperature: flo
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_log_probs_alone_have_their_gradient() -> None:
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_log_probs_alone_have_their_gradient(with_kernels: bool) -> None:
+    kernels = kernels_or_skip() if with_kernels else None
     hidden, weight, labels = inputs()
     expected = torch.autograd.grad(statistics_from_logits(hidden @ weight.T, labels).log_probs.sum(), [hidden, weight])
 
-    chunked = log_probs_and_entropy(hidden, weight, labels, chunk=3, with_entropy=False)
+    chunked = log_probs_and_entropy(hidden, weight, labels, chunk=3, with_entropy=False, kernels=kernels)
 
     assert chunked.entropy is None
     torch.testing.assert_close(
@@ -73,6 +92,17 @@ def test_no_tensor_holds_all_logits() -> None:
         (found.log_probs + found.entropy).sum().backward()
 
     assert largest.elements == 16 * 300
+
+
+def test_logits_that_are_no_number_stay_visible() -> None:
+    hidden, weight, labels = inputs()
+    with torch.no_grad():
+        hidden[3, 0] = torch.nan
+
+    found = log_probs_and_entropy(hidden, weight, labels, kernels=kernels_or_skip())
+
+    assert found.log_probs.isnan().tolist() == [row == 3 for row in range(len(labels))]
+    assert found.entropy is not None and found.entropy.isnan()[3]
 
 
 def test_a_temperature_of_zero_is_refused() -> None:

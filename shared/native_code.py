@@ -1,0 +1,101 @@
+"""Builds C files of ours with the machine's own compiler: once per machine and user, for the processor that is there.
+
+A library lies in the user's cache directory, under a name that tells sources, compiler and processor. One that another
+user could have written is not loaded. A machine without a compiler does without: torch's operators do the same, slower.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+"""OpenMP is torch's own pool of threads: its library is loaded already, under the same name."""
+BUILD_SECONDS = 60.0
+
+
+@functools.cache
+def load_library(source: Path) -> ctypes.CDLL | None:
+    """Load a C file as a library, built before or now; None where it cannot be built, which is logged once."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        log.info("no C compiler, so the CPU computes by torch's operators alone", extra={"source": source.name})
+        return None
+    try:
+        return ctypes.CDLL(str(_built(source, compiler, _cache_directory())))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or b""
+        facts = {"cause": repr(error), "compiler_output": output[-400:].decode(errors="replace")}
+        log.info("a C file cannot be built, so the CPU computes by torch's operators alone", extra=facts)
+        return None
+
+
+def _built(source: Path, compiler: str, directory: Path) -> Path:
+    library = directory / f"{source.stem}-{_digest(source, compiler)}.so"
+    if not _is_ours(library):
+        with tempfile.TemporaryDirectory(dir=directory) as building:
+            made = Path(building) / library.name
+            command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
+            made.replace(library)
+    return library
+
+
+def _is_ours(library: Path) -> bool:
+    """Tell whether a library is there that nobody else could have written."""
+    try:
+        found = library.lstat()
+    except FileNotFoundError:
+        return False
+    is_private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and is_private
+
+
+def _cache_directory() -> Path:
+    """Make the directory, or one of this process alone where the user's own cannot be had."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flotilla"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = home.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return home
+    except OSError as error:
+        log.debug("the cache directory cannot be used", extra={"cause": repr(error)})
+    return _own_directory()
+
+
+@functools.cache
+def _own_directory() -> Path:
+    directory = tempfile.TemporaryDirectory(prefix="flotilla-kernels-")
+    _KEPT.append(directory)
+    return Path(directory.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _digest(source: Path, compiler: str) -> str:
+    told = hashlib.sha256()
+    for file in (source, *sorted(source.parent.glob("*.h"))):
+        told.update(file.read_bytes())
+    for fact in (compiler, str(Path(compiler).stat().st_mtime_ns), *FLAGS, platform.machine(), _processor()):
+        told.update(fact.encode() + b"\0")
+    return told.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """Name the processor and what it can do: a cache may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features", "CPU part")))

@@ -1,0 +1,155 @@
+"""Layers that compute in single passes compute what they did."""
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+
+from services.trainer.models.fused_layers import fuse_layers
+from services.trainer.models.native.kernels import kernels_for
+from shared import native_code
+
+pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")
+
+CONFIG = Qwen3Config(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=48,
+)  # fmt: skip
+
+
+def gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    out = module(*leaves)
+    (out * torch.randn_like(out)).sum().backward()
+    return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None), *(p.grad for p in module.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("make", [lambda: Qwen3RMSNorm(32), lambda: Qwen3MLP(CONFIG)])
+@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 32), (2, 3, 4, 32)])
+def test_values_and_gradients_are_those_of_the_plain_layer(make: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    fused, hidden = copy.deepcopy(plain), torch.randn(shape)
+    with torch.no_grad():
+        for each in (plain, fused):
+            for parameter in each.parameters():
+                parameter.copy_(torch.linspace(1, 99, parameter.numel()).view(parameter.shape).sin() / 5)
+
+    assert fuse_layers(fused) == 1
+
+    for found, expected in zip(gradients(fused, hidden), gradients(plain, hidden), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_norm_of_another_kind_stays_as_it_is() -> None:
+    norm = GemmaRMSNorm(32)
+    norm.variance_epsilon = norm.eps  # the name is right, and what it computes is not
+
+    assert fuse_layers(norm) == 0
+    assert type(norm) is GemmaRMSNorm
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    norm = Qwen3RMSNorm(32)
+    fuse_layers(norm)
+    other = copy.deepcopy(norm)
+
+    with torch.no_grad():
+        other.weight.fill_(2.0)
+
+    rows = torch.randn(3, 32)
+    torch.testing.assert_close(other(rows), 2 * norm(rows))
+
+
+def test_what_the_kernels_cannot_compute_is_computed_as_before() -> None:
+    model = Qwen3ForCausalLM(CONFIG)
+    fuse_layers(model)
+
+    logits = model.bfloat16()(torch.arange(6)[None]).logits
+
+    assert logits.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+
+
+def test_a_whole_model_is_fused_once_and_is_saved_as_before(tmp_path: Path) -> None:
+    model = Qwen3ForCausalLM(CONFIG)
+    names, ids = [name for name, _ in model.named_parameters()], torch.arange(9)[None]
+    expected = model(ids).logits
+
+    assert fuse_layers(model) == 2 * (4 + 1) + 1
+    assert fuse_layers(model) == 0
+
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+    assert [name for name, _ in model.named_parameters()] == names
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(Qwen3ForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    kernels, threads = kernels_for(), torch.get_num_threads()
+    assert kernels is not None
+    x, weight, of_out = torch.randn(103, 32), torch.randn(32), torch.randn(103, 32)
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            out, factors = kernels.rms_norm(x, weight, 1e-6)
+            found.append((out, *kernels.rms_norm_backward(of_out, x, weight, factors), kernels.silu_mul(x, of_out)))
+    finally:
+        torch.set_num_threads(threads)
+
+    for other in found[1:]:
+        assert all(torch.equal(one, each) for one, each in zip(found[0], other, strict=True))
+
+
+def test_a_library_that_others_may_write_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "small.c"
+    source.write_text("int answer(void) { return 42; }\n", encoding="ascii")
+    load = native_code.load_library.__wrapped__
+    library = load(source)
+    assert library is not None and library.answer() == 42
+    (built,) = (tmp_path / "flotilla").glob("*.so")
+    mine = built.stat().st_ino
+    load(source)
+    assert built.stat().st_ino == mine, "built twice"
+    built.chmod(0o777)
+
+    load(source)
+
+    assert built.stat().st_ino != mine
+    assert built.stat().st_mode & 0o022 == 0
+
+
+def test_a_source_that_does_not_compile_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "broken.c").write_text("#error no\n", encoding="ascii")
+
+    assert native_code.load_library.__wrapped__(tmp_path / "broken.c") is None
+
+
+def test_heads_are_turned_as_transformers_turns_them() -> None:
+    model = Qwen3ForCausalLM(CONFIG)
+    plain = inspect.unwrap(modeling_qwen3.apply_rotary_pos_emb)
+    fuse_layers(model)
+    fused = modeling_qwen3.apply_rotary_pos_emb
+    angles = torch.rand(2, 5, 4).repeat(1, 1, 2) * 6
+    heads = [torch.randn(2, count, 5, 8) for count in (4, 2)]
+
+    def turned(rotate: Any) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in heads]
+        both = rotate(*leaves, angles.cos(), angles.sin())
+        sum((each * each.detach().cos()).sum() for each in both).backward()
+        return [*both, *(leaf.grad for leaf in leaves)]
+
+    for found, expected in zip(turned(fused), turned(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,6 @@ Nothing is taken over by name alone: a module that computes something else, on a
 tensors are not whole float32 tensors of the CPU when it is called computes as it did.
 """
 
-import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -136,9 +135,14 @@ def _fuse(module: nn.Module) -> bool:
     return False
 
 
-@functools.cache
+_MADE: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _with(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    if (mixin, own) not in _MADE:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        _MADE[mixin, own] = type(own.__name__, (mixin, own), names)
+    return _MADE[mixin, own]
 
 
 def _fuse_rotation(namespace: ModuleType) -> None:

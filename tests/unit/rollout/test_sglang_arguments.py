@@ -7,6 +7,8 @@ from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.sglang.arguments import command_line, environment
 from services.rollout.engines.sglang.engine import SglangDialect
 
+PLACE = Path("/tmp/flotilla-engine-1-abc")
+
 
 def settings(**fields: Any) -> ServerSettings:
     return ServerSettings(**{"model_path": Path("/m"), "python": Path("/python"), **fields})
@@ -66,12 +68,24 @@ def test_a_gpu_gets_none_of_what_a_cpu_needs() -> None:
 def test_the_server_gets_neither_our_packages_nor_our_secrets() -> None:
     ours = {"FLOTILLA_TOKEN": "secret", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/v", "HF_HOME": "/h", "PATH": "/bin"}
 
-    theirs = environment(settings(), ours)
+    theirs = environment(settings(), ours, PLACE)
 
     assert not {"FLOTILLA_TOKEN", "PYTHONPATH", "VIRTUAL_ENV"} & set(theirs)
     assert (theirs["HF_HOME"], theirs["PATH"]) == ("/h", "/bin")
     assert theirs["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in environment(settings(device="cuda:0"), ours)
+    assert "SGLANG_USE_CPU_ENGINE" not in environment(settings(device="cuda:0"), ours, PLACE)
+
+
+def test_its_temporary_files_go_with_its_directory() -> None:
+    theirs = environment(settings(), {"TMPDIR": "/elsewhere"}, PLACE)
+
+    assert theirs["TMPDIR"] == str(PLACE)
+    assert not theirs["TORCHINDUCTOR_CACHE_DIR"].startswith(str(PLACE))
+    assert environment(settings(), {"TORCHINDUCTOR_CACHE_DIR": "/c"}, PLACE)["TORCHINDUCTOR_CACHE_DIR"] == "/c"
+
+
+def test_sockets_have_short_paths() -> None:
+    assert environment(settings(), {"TMPDIR": "/t"}, Path("/" + 95 * "x"))["TMPDIR"] == "/t"
 
 
 def test_a_key_is_no_argument_for_the_server_to_misread() -> None:

@@ -177,16 +177,22 @@ class Connection:
 
     async def _until_up(self) -> None:
         while True:
+            await self._note_leftovers()
             try:
                 await self._client.get(self._dialect.health_path, seconds=HEALTH_SECONDS)
                 return
             except NO_ANSWER:
                 await asyncio.sleep(POLL_SECONDS)
 
+    async def _note_leftovers(self) -> None:
+        if self.server is not None:
+            await self.server.note_leftovers()
+
     async def _watch(self) -> None:
         failed = 0
         while failed < MAX_FAILED_PROBES:
             await asyncio.sleep(self._settings.probe_seconds)
+            await self._note_leftovers()
             if self._is_paused():
                 continue
             try:

@@ -30,6 +30,7 @@ class Launch:
         key: that it wants to see; None if whoever reaches it may ask.
         socket: file in the server's directory that it listens on instead of a port.
         files: text files in its directory that nobody else may read, by name.
+        shared_memory: how names of files in shared memory begin that it makes, and leaves when it is killed.
     """
 
     arguments: tuple[str, ...]
@@ -38,6 +39,7 @@ class Launch:
     key: str | None = None
     socket: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    shared_memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from services.rollout.engines.decoders.checkpoint import check_headers, read_config, read_headers, safetensors_files
+from services.rollout.engines.servers import leftovers
 from shared.errors import ModelError, WeightTransferFailed
 
 PREFIX = "flotilla-engine-"
@@ -74,12 +75,16 @@ def make_place() -> Path:
 
 
 def sweep_places() -> list[Path]:
-    """Remove the directories that dead processes left behind, and name them; call it when a service starts."""
+    """Remove the directories that dead processes left behind, and what their servers left; name them.
+
+    Call it when a service starts.
+    """
     removed = []
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         pid = place.name.removeprefix(PREFIX).partition("-")[0]
         # A restarted container gives the same number again.
         if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            leftovers.remove(place)
             shutil.rmtree(place, ignore_errors=True)
             removed.append(place)
     return removed

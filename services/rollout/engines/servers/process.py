@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from services.rollout.engines.servers import keeper
+from services.rollout.engines.servers import keeper, leftovers
 from services.rollout.engines.servers.dialect import Launch
 from shared.errors import InvalidSpec, WorkerDied
 from shared.processes import reap
@@ -102,12 +102,19 @@ class ServerProcess:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         return WorkerDied(f"the {self._name} server ended by {how}; last lines: {last}", exit_code=code)
 
+    async def note_leftovers(self) -> None:
+        """Note what it would leave behind if it were killed, or we; see ``servers.leftovers``."""
+        if self._process is not None:
+            facts = (self._place, self._process.pid, self._launch.shared_memory)
+            await asyncio.to_thread(leftovers.note, *facts)
+
     async def close(self, seconds: float) -> None:
-        """End it and its children, by force after some seconds."""
+        """End it and its children, by force after some seconds, and remove what they left behind."""
         process = self._process
         if process is None:
             self._let_go()
             return
+        await self.note_leftovers()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
@@ -119,6 +126,7 @@ class ServerProcess:
         # Somebody may have killed the keeper: a child that stays would keep its memory and its device.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(leftovers.remove, self._place)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])

@@ -1,6 +1,9 @@
 """The command line and the environment of an SGLang server; pure functions."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import gettempdir
 
 from services.rollout.engines.servers.command import HOST, clean_environment, flags, plain_names
 from services.rollout.engines.servers.settings import ServerSettings
@@ -10,6 +13,9 @@ MODULE = "sglang.launch_server"
 MARGIN_TOKENS = 8
 """SGLang keeps up to six positions of its context for itself, and cuts a completion short that would need them."""
 KEY_FILE = "server.yaml"
+SHARED_MEMORY = ("sglang_loads_", "sgl_shm_")
+MAX_PLACE = 90
+"""A Unix socket's path has 107 bytes at most on Linux."""
 
 ON_CPU: Mapping[str, OptionValue] = {
     "attention_backend": "torch_native",
@@ -48,9 +54,13 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str) -> list[
     return ["-m", MODULE, *flags({**defaults, **plain_names(settings.options), **owned}, negates=False)]
 
 
-def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Make the server's environment of ours."""
+def environment(settings: ServerSettings, inherited: Mapping[str, str], place: Path) -> dict[str, str]:
+    """Make the server's environment of ours; its temporary files are in its own directory, and go with it."""
     kept = clean_environment(inherited)
+    if len(os.fsencode(place)) <= MAX_PLACE:
+        # Each start leaves five of them, most of them sockets. What torch has compiled is for all.
+        kept.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+        kept["TMPDIR"] = str(place)
     # The Rust server is another program; a context a little longer than the model's holds what SGLang keeps for itself.
     kept |= {"SGLANG_RUST_SERVER": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if settings.device == "cpu":

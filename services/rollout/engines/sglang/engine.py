@@ -15,7 +15,7 @@ from services.rollout.engines.servers.completions import Sampled
 from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, command_line, environment
+from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, SHARED_MEMORY, command_line, environment
 from services.rollout.engines.sglang.wire import generate_body, sampled_of
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import SglangEngineConfig
@@ -46,10 +46,11 @@ class SglangDialect:
         port, key = free_port(), secrets.token_hex(24)
         return Launch(
             arguments=tuple(command_line(settings, port=port, key_file=str(place / KEY_FILE))),
-            environment=environment(settings, os.environ),
+            environment=environment(settings, os.environ, place),
             url=f"http://{HOST}:{port}",
             key=key,
             files={KEY_FILE: f"api-key: {json.dumps(key)}\n"},
+            shared_memory=SHARED_MEMORY,
         )
 
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:

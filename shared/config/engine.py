@@ -30,23 +30,38 @@ OWNED_OPTIONS: Mapping[str, str] = {
 }
 """Arguments of any server that follow from the rest of the spec, and what sets them instead."""
 SGLANG_OPTIONS: Mapping[str, str] = {
-    "model_path": "model.path",
-    "device": "rollout.engine.device",
-    "base_gpu_id": "rollout.engine.device",
-    "max_running_requests": "rollout.engine.slots",
-    "context_length": "rollout.engine.context_tokens",
-    "weight_version": "nothing: it is the policy version",
-    "admin_api_key": "nothing: the server gets a key of its own",
-    "dp_size": "resources.rollouts: one server is one replica",
-    "dp": "resources.rollouts: one server is one replica",
-    "allow_auto_truncate": "nothing: what does not fit the context is refused",
-    "tokenizer_worker_num": "nothing: several do not check the server's key",
-    "preferred_sampling_params": "rollout.sampling",
-    "grpc_mode": "nothing: the server speaks HTTP",
-    "custom_weight_loader": "nothing: it names a module, which would be imported",
-    "forward_hooks": "nothing: they name modules, which would be imported",
+    name: instead
+    for instead, names in {
+        "model.path": ("model_path", "load_format", "revision", "tokenizer_path"),
+        "rollout.engine.device": ("device", "base_gpu_id"),
+        "rollout.engine.slots": ("max_running_requests",),
+        "rollout.engine.context_tokens": ("context_length",),
+        "rollout.sampling": ("preferred_sampling_params",),
+        "resources.rollouts: one server is one replica": ("dp_size", "dp"),
+        "nothing: it is the policy version": ("weight_version",),
+        "nothing: the server gets a key of its own": ("admin_api_key",),
+        "nothing: what does not fit the context is refused": ("allow_auto_truncate",),
+        "nothing: several do not check the server's key": ("tokenizer_worker_num",),
+        "nothing: the server speaks HTTP": ("grpc_mode", "smg_grpc_mode", "grpc_port", "fastapi_root_path"),
+        "nothing: requests that the server turns away are answered by nobody": ("max_queued_requests",),
+        "nothing: one server samples whole completions": ("disaggregation_mode",),
+        "nothing: the server's processes are its rollout's": ("use_ray",),
+        "nothing: the server begins with the weights of model.path, at once": (
+            *("checkpoint_engine_wait_weights_before_ready", "gated_launch_port"),
+        ),
+        "nothing: weights that servers share cannot be replaced": ("weight_cache_mode",),
+        "nothing: a draft model would be given the policy's weights": ("speculative_draft_model_path",),
+        "nothing: model.path is not the server's to delete": ("delete_ckpt_after_loading",),
+        "nothing: it names a module, which would be imported": ("custom_weight_loader", "forward_hooks", "sidecar"),
+    }.items()
+    for name in names
 }
 """Those of SGLang."""
+SGLANG_IMPORTS: Mapping[str, str] = {
+    "hicache_storage_backend": "dynamic",
+    "unified_cache_external_linker_backend": "dynamic",
+}
+"""Values of its arguments with which it imports a module that another argument names."""
 VLLM_OPTIONS: Mapping[str, str] = {
     name: instead
     for instead, names in {
@@ -178,6 +193,16 @@ class SglangEngineConfig(ServerEngineConfig):
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **SGLANG_OPTIONS}
 
     kind: Literal["sglang"]
+
+    @field_validator("options")
+    @classmethod
+    def _options_import_nothing(cls, options: Options) -> Options:
+        for name, value in options.items():
+            plain = name.lstrip("-").replace("-", "_")
+            # A name may be cut short.
+            if any(each.startswith(plain) and value == imports for each, imports in SGLANG_IMPORTS.items()):
+                raise ValueError(f"{name!r} may not be {value}: a module that another option names would be imported")
+        return options
 
 
 class VllmEngineConfig(ServerEngineConfig):

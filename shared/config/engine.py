@@ -193,6 +193,10 @@ class SglangEngineConfig(ServerEngineConfig):
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **SGLANG_OPTIONS}
 
     kind: Literal["sglang"]
+    update_weights_from: Literal["disk", "tensor"] = "disk"
+    """How a server loads new weights. disk: it reads the image's file, which is in memory, while it is paused. tensor:
+    another process of the rollout puts them into the memory of the server's first GPU and the server copies them there,
+    in pieces of up to 1 GiB, the first of which is there before the pause."""
 
     @field_validator("options")
     @classmethod
@@ -203,6 +207,15 @@ class SglangEngineConfig(ServerEngineConfig):
             if any(each.startswith(plain) and value == imports for each, imports in SGLANG_IMPORTS.items()):
                 raise ValueError(f"{name!r} may not be {value}: a module that another option names would be imported")
         return options
+
+    @model_validator(mode="after")
+    def _handles_are_of_a_server_of_ours(self) -> Self:
+        if self.url is not None and self.update_weights_from == "tensor":
+            raise ValueError(
+                "rollout.engine.update_weights_from tensor hands memory to a server that the rollout starts: leave "
+                "rollout.engine.url or update_weights_from out"
+            )
+        return self
 
 
 class VllmEngineConfig(ServerEngineConfig):

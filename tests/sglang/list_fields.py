@@ -15,6 +15,9 @@ CLASSES = {
     "POST /pause_generation": io_struct.PauseGenerationReqInput,
     "POST /continue_generation": io_struct.ContinueGenerationReqInput,
     "POST /update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput,
+    "POST /begin_weight_update": io_struct.BeginWeightUpdateReqInput,
+    "POST /update_weights_from_tensor": io_struct.UpdateWeightsFromTensorReqInput,
+    "POST /end_weight_update": io_struct.EndWeightUpdateReqInput,
 }
 WITHOUT_A_BODY = ("GET /health", "GET /model_info", "GET /server_info", "GET /v1/loads")
 NOT_FOR_CALLERS = {"choice"}

@@ -7,6 +7,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.process.engine import ProcessEngine
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.sglang.buckets import BucketProcess
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.vllm.engine import VllmEngine
 from shared.config.device_rules import split_sizes
@@ -53,7 +54,10 @@ def make_engine(
         )
     settings = server_settings(spec, engine, python, networks)
     if isinstance(engine, SglangEngineConfig):
-        return SglangEngine(settings)
+        takes_handles = engine.update_weights_from == "tensor"
+        return SglangEngine(
+            settings, buckets=BucketProcess(engine.device, engine.load_seconds) if takes_handles else None
+        )
     sampling = spec.rollout.sampling
     return VllmEngine(settings, cuts=sampling.top_k > 0 or sampling.top_p < 1)
 
@@ -104,7 +108,7 @@ def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:
 
 def offers(pythons: Mapping[str, Path]) -> tuple[EngineOffer, ...]:
     """List the engines that a service can use, and what each promises."""
-    servers = {"sglang": SglangEngineConfig, "vllm": VllmEngineConfig}
+    servers: Mapping[str, type[ServerEngineConfig]] = {"sglang": SglangEngineConfig, "vllm": VllmEngineConfig}
     return (
         EngineOffer(kind="torch", capabilities=_in_order(TorchEngineConfig.CAPABILITIES)),
         *(

@@ -21,15 +21,24 @@ class FakeSglang(FakeServer):
 
     def __init__(self, model: Path, *, slots: int = 12, context_length: int = 4096, token_seconds: float = 0) -> None:
         super().__init__(model, REQUESTS, slots=slots, context_length=context_length, token_seconds=token_seconds)
+        self.tp_size = 1
+        self._has_session = False
         self._routes = {
             "POST /generate": self._generate,
             "POST /abort_request": self._abort,
             "POST /pause_generation": self._pause,
             "POST /continue_generation": self._continue,
             "POST /update_weights_from_disk": self._update,
+            "POST /begin_weight_update": self._begin,
+            "POST /update_weights_from_tensor": self._update_by_handles,
+            "POST /end_weight_update": self._end,
             "GET /health": lambda _: None,
             "GET /model_info": lambda _: {"model_path": str(self.model), "weight_version": self.label},
-            "GET /server_info": lambda _: {"model_path": str(self.model), "context_length": self.context_length},
+            "GET /server_info": lambda _: {
+                "model_path": str(self.model),
+                "context_length": self.context_length,
+                "tp_size": self.tp_size,
+            },
             "GET /v1/loads": self._loads,
         }
 
@@ -72,6 +81,26 @@ class FakeSglang(FakeServer):
             return httpx.Response(400, json={"success": False, "message": "Flush cache failed."})
         self.label = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _begin(self, _: Body) -> Any:
+        if self._has_session:
+            return httpx.Response(400, json={"success": False, "message": "a weight-update session is already open"})
+        self._has_session = True
+        return {"success": True, "message": "Success"}
+
+    def _update_by_handles(self, body: Body) -> Any:
+        if not self._has_session or len(body["serialized_named_tensors"]) != self.tp_size:
+            return httpx.Response(400, json={"success": False, "message": "no session, or not a handle for each rank"})
+        if body["flush_cache"] and self._mode == "in_place" and self._samples:
+            return httpx.Response(400, json={"success": False, "message": "the cache was not flushed"})
+        self.label = body.get("weight_version", self.label)
+        return {"success": True, "message": "Success"}
+
+    def _end(self, _: Body) -> Any:
+        if not self._has_session:
+            return httpx.Response(400, json={"success": False, "message": "no weight-update session is open"})
+        self._has_session = False
+        return {"success": True, "message": "Success"}
 
     def _on_wrong_shapes(self) -> None:
         self.die()

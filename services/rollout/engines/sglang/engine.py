@@ -16,6 +16,8 @@ from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, SHARED_MEMORY, command_line, environment
+from services.rollout.engines.sglang.buckets import Buckets
+from services.rollout.engines.sglang.handles import LoadingByHandles
 from services.rollout.engines.sglang.wire import generate_body, sampled_of
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import SglangEngineConfig
@@ -29,7 +31,11 @@ PAUSES: Mapping[OnWeightUpdate, str] = {
 
 
 class SglangDialect:
-    """SGLang's side of ``servers.dialect.Dialect``."""
+    """SGLang's side of ``servers.dialect.Dialect``.
+
+    Args:
+        handles: loads weights by handles; None has the server read their file.
+    """
 
     name = "SGLang"
     variable = ENGINE_PYTHONS["sglang"]
@@ -40,6 +46,9 @@ class SglangDialect:
     health_path = "/health"
     asks_when_idle = False
     sleeper: Sleeper | None = None
+
+    def __init__(self, handles: LoadingByHandles | None = None) -> None:
+        self._handles = handles
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
         """Start it on a free port, with a key in a file."""
@@ -79,10 +88,13 @@ class SglangDialect:
         self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
     ) -> None:
         """Pause, load, go on; running samples are retracted, or keep their cache where the mode says so."""
-        keeps_cache = mode is OnWeightUpdate.CONTINUE
-        body = {"model_path": str(source), "weight_version": str(version), "flush_cache": not keeps_cache}
+        done = {"weight_version": str(version), "flush_cache": mode is not OnWeightUpdate.CONTINUE}
+        prepared = await self._handles.prepare(caller, source) if self._handles is not None else None
         await caller.post("/pause_generation", {"mode": PAUSES[mode]})
-        await caller.post("/update_weights_from_disk", body, seconds=load_seconds)
+        if self._handles is not None and prepared is not None:
+            await self._handles.load(caller, prepared, done, seconds=load_seconds)
+        else:
+            await caller.post("/update_weights_from_disk", {"model_path": str(source), **done}, seconds=load_seconds)
         await caller.post("/continue_generation", {})
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
@@ -93,7 +105,26 @@ class SglangDialect:
 
 
 class SglangEngine(ServerEngine):
-    """An ``Engine`` whose work an SGLang server does; see ``ServerEngine``."""
+    """An ``Engine`` whose work an SGLang server does; see ``ServerEngine``.
 
-    def __init__(self, settings: ServerSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        super().__init__(settings, SglangDialect(), transport)
+    Args:
+        settings: how the server runs, or where.
+        transport: another one than sockets, for tests.
+        buckets: holds weights for the server, which is given handles of them; None has it read their file.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        transport: httpx.AsyncBaseTransport | None = None,
+        *,
+        buckets: Buckets | None = None,
+    ) -> None:
+        super().__init__(settings, SglangDialect(None if buckets is None else LoadingByHandles(buckets)), transport)
+        self._buckets = buckets
+
+    async def close(self) -> None:
+        """See ``ServerEngine.close``."""
+        await super().close()
+        if self._buckets is not None:
+            await self._buckets.close()

@@ -52,8 +52,12 @@ $(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py con
 	@cp tests/sglang/sitecustomize.py $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	@touch $(SGLANG_STAMP)
 
+# All that the tests send is written down; a checker of recorded traffic is asked at the end, where there is one.
+SGLANG_CHECKER ?= $(wildcard $(abspath ../shared/tools/sglang_cpu.py))
 test-sglang: install $(SGLANG_STAMP) ## tests against a real SGLang 0.5.23 on the CPU, in an environment of its own
-	@FLOTILLA_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(BIN)/python -m pytest -q --durations=10 -m sglang tests
+	@rm -f $(SGLANG)/traffic.jsonl
+	@FLOTILLA_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python FLOTILLA_SGLANG_RECORDS=$(CURDIR)/$(SGLANG)/traffic.jsonl \
+		FLOTILLA_SGLANG_CHECKER=$(SGLANG_CHECKER) $(BIN)/python -m pytest -q --durations=10 -m sglang tests
 
 # vLLM's build for CPUs is whole, but for builds for GPUs that it asks for, which torch for CPUs cannot load; text needs none of them.
 $(VLLM_STAMP): tests/vllm/requirements.txt constraints.txt

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
     "tests.suite.collection",
+    "tests.suite.engine_calls",
     "tests.suite.hangs",
     "tests.suite.retries",
     "tests.suite.run_folder",

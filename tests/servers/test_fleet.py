@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,30 @@ import psutil
 import pytest
 import yaml
 
+from services.rollout.engines.servers import leftovers
+from services.rollout.engines.servers.model import PREFIX
 from services.rollout.engines.sglang import arguments as sglang
 from services.rollout.engines.vllm import arguments as vllm
 from tests.contract.engine.conftest import python_of
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until
+from tests.servers.recording import files_asked_for
 
 pytestmark = pytest.mark.timeout(1700)
 
+IN_FLEETS = Path(__file__).with_name("in_fleets")
 KINDS = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
 MODULES = {sglang.MODULE, vllm.MODULE}
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 START_SECONDS = 900
 RUN_SECONDS = 1500
+
+
+@pytest.fixture(autouse=True)
+def rollouts_write_down_what_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    if files_asked_for():
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (IN_FLEETS, ROOT))))
 
 
 def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
@@ -53,6 +64,14 @@ def servers_of(run: Run) -> list[int]:
             servers = [server for keeper in psutil.Process(pid).children() for server in keeper.children()]
             found += [server.pid for server in servers if MODULES & set(server.cmdline())]
     return found
+
+
+def shared_memory_of(server: int) -> list[Path]:
+    """Find what a rollout has noted of its server, which is started in its directory."""
+    with suppress(OSError, psutil.Error):
+        notes = Path(psutil.Process(server).cwd()) / leftovers.NOTES
+        return [leftovers.SHARED_MEMORY / name for name in notes.read_text().splitlines()]
+    return []
 
 
 def summary_of(run: Run) -> dict[str, Any]:
@@ -120,8 +139,13 @@ def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) ->
         rollout = keeper.parent()
         assert rollout is not None
         descendants = [keeper, *psutil.Process(server).children(recursive=True)]
+        places = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{rollout.pid}-*"))
+        until(lambda: shared_memory_of(server) or kind != "sglang", 30, "its shared memory to be noted")
+        left = shared_memory_of(server)
         rollout.kill()
         until(lambda: not psutil.pid_exists(server), 30, "its server to end")
         until(lambda: not any(each.is_running() for each in descendants), 30, "its server's children to end")
+        # The rollout that the fleet starts again tidies up.
+        until(lambda: not any(path.exists() for path in [*places, *left]), 120, "what the server left to be removed")
     finally:
         end(run)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from services.rollout.engines.base import Completion
+from services.rollout.engines.servers import leftovers
 from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.sglang.engine import SglangDialect
-from services.rollout.engines.vllm.arguments import SOCKET
+from services.rollout.engines.sglang import arguments as sglang
+from services.rollout.engines.sglang.buckets import BucketProcess
+from services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
 from services.rollout.engines.vllm.engine import VllmDialect
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
@@ -33,7 +35,7 @@ from tests.contract.engine.models import make_model, save_image, save_long_model
 from tests.contract.engine.requests import a_request
 from tests.fleet import until
 from tests.marked_processes import MARK, marked
-from tests.servers.recording import RecordingTransport, requests_of
+from tests.servers.recording import files_asked_for, recording, requests_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,10 +85,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def records(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All traffic of this module; ``FLOTILLA_SGLANG_RECORDS`` keeps it, to be checked by SGLang's own classes."""
-    kept = os.environ.get(f"FLOTILLA_{kind.upper()}_RECORDS")
-    return Path(kept or tmp_path_factory.mktemp("records") / "traffic.jsonl")
+def records(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """All traffic of this module, or of all tests where the environment asks for it."""
+    if (kept := files_asked_for().get(kind)) is not None:
+        yield kept
+        return
+    file = tmp_path_factory.mktemp("records") / "traffic.jsonl"
+    with recording({kind: file}):
+        yield file
 
 
 def an_engine(kind: str, model_path: Path, **changes: Any) -> ServerEngine:
@@ -96,7 +102,6 @@ def an_engine(kind: str, model_path: Path, **changes: Any) -> ServerEngine:
 @pytest.fixture(scope="module")
 async def engine(kind: str, model_path: Path, records: Path) -> AsyncIterator[ServerEngine]:
     made = an_engine(kind, model_path, version=2)
-    made._transport = RecordingTransport(records, made._place / SOCKET if kind == "vllm" else None)
     await made.start()
     yield made
     await made.close()
@@ -120,13 +125,12 @@ def farthest(models: Sequence[nn.Module], completions: Sequence[Completion]) -> 
     return worst
 
 
-async def test_updates_in_flight_leave_every_token_its_own_version(
-    engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
-) -> None:
+async def update_in_flight(engine: ServerEngine, images: Sequence[Path], num_updates: int) -> list[Completion]:
+    """Load one version after the other while completions of 120 tokens are sampled; return these."""
     version = (await engine.load()).version
     running: set[asyncio.Task[Sequence[Completion]]] = set()
     done: list[Completion] = []
-    last = version + NUM_UPDATES
+    last = version + num_updates
     while version < last:
         while len(running) < 3:
             running.add(asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=120))))
@@ -136,10 +140,17 @@ async def test_updates_in_flight_leave_every_token_its_own_version(
         done += [completion for task in finished for completion in task.result()]
         running -= finished
     done += [completion for completions in await asyncio.gather(*running) for completion in completions]
-
     assert (await engine.load()).version == last
-    assert sum(len(completion.versions) - 1 for completion in done) > NUM_UPDATES
     assert all(completion.token_ids.size == 120 for completion in done)
+    return done
+
+
+async def test_updates_in_flight_leave_every_token_its_own_version(
+    engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
+) -> None:
+    done = await update_in_flight(engine, images, NUM_UPDATES)
+
+    assert sum(len(completion.versions) - 1 for completion in done) > NUM_UPDATES
     assert farthest(models, done) < 1e-4
 
 
@@ -199,12 +210,47 @@ async def test_a_killed_server_is_a_death_with_its_cause(kind: str, model_path: 
         while not (await engine.load()).running:
             await asyncio.sleep(0.01)
     [server, *_] = psutil.Process(engine.process_id).children()
+    assert engine.process_id is not None
+    left = {
+        name
+        for name in leftovers._mapped(engine.process_id, leftovers.SHARED_MEMORY)
+        if name.startswith(sglang.SHARED_MEMORY)
+    }
+    assert left or kind != "sglang"
 
     server.kill()
 
     with pytest.raises(WorkerDied, match="ended by signal SIGKILL"):
         await running
     await engine.close()
+    assert not left & set(os.listdir(leftovers.SHARED_MEMORY))
+    assert not engine._place.exists()
+
+
+@pytest.mark.sglang
+async def test_weights_by_handles_leave_every_token_its_own_version(
+    model_path: Path, images: list[Path], models: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    # So small that the weights are several pieces.
+    buckets, sent = BucketProcess("cpu", 120.0, bucket_bytes=30_000), tmp_path / "traffic.jsonl"
+    engine = SglangEngine(server_settings(model_path, "sglang", version=2), buckets=buckets)
+    try:
+        with recording({"sglang": sent}):
+            await engine.start()
+
+            done = await update_in_flight(engine, images, 20)
+
+            assert sum(len(completion.versions) - 1 for completion in done) > 20
+            assert farthest(models, done) < 1e-4
+            version = (await engine.load()).version
+            await engine.load_weights(images[(version + 1) % 2], version + 1, OnWeightUpdate.CONTINUE)
+            fresh = await engine.generate(a_request(PROMPT, seeds=(3,), max_new_tokens=50))
+            assert farthest(models, fresh) < 1e-4
+    finally:
+        await engine.close()
+    calls = [record["endpoint"] for record in requests_of(sent)]
+    assert calls.count("/update_weights_from_tensor") > 2 * 21
+    assert "/update_weights_from_disk" not in calls
 
 
 @pytest.mark.parametrize("phase", ["its first processes run", "one has a child"])

@@ -10,7 +10,7 @@ from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.data import DataConfig, check_data_source_column
-from shared.config.engine import ServerEngineConfig
+from shared.config.engine import ServerEngineConfig, SglangEngineConfig
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
@@ -178,6 +178,11 @@ def _sharing(spec: Sections) -> None:
         raise ValueError(
             f"resources.sharing time needs an engine that can free its memory, which rollout.engine.kind {engine.kind} "
             "can on GPUs only, and rollout.engine.device is cpu: use torch, leave sharing out, or set device to cuda"
+        )
+    if isinstance(engine, SglangEngineConfig) and engine.url is not None:
+        raise ValueError(
+            "resources.sharing time puts the engine to sleep, and the SGLang server at rollout.engine.url cannot say "
+            "whether somebody left it asleep: leave one of the two out"
         )
     if spec.rollout.agents is not None:
         raise ValueError(

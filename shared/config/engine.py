@@ -37,6 +37,7 @@ SGLANG_OPTIONS: Mapping[str, str] = {
         "rollout.engine.slots": ("max_running_requests",),
         "rollout.engine.context_tokens": ("context_length",),
         "rollout.sampling": ("preferred_sampling_params",),
+        "resources.sharing": ("enable_memory_saver",),
         "resources.rollouts: one server is one replica": ("dp_size", "dp"),
         "nothing: it is the policy version": ("weight_version",),
         "nothing: the server gets a key of its own": ("admin_api_key",),
@@ -189,7 +190,9 @@ class SglangEngineConfig(ServerEngineConfig):
     The service starts it with the interpreter that FLOTILLA_SGLANG_PYTHON names, or uses the one at url.
     """
 
-    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset({EngineCapability.UNCUT_LOG_PROBS})
+    CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset(
+        {EngineCapability.UNCUT_LOG_PROBS, EngineCapability.SLEEP}
+    )
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **SGLANG_OPTIONS}
 
     kind: Literal["sglang"]

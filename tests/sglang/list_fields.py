@@ -18,6 +18,8 @@ CLASSES = {
     "POST /begin_weight_update": io_struct.BeginWeightUpdateReqInput,
     "POST /update_weights_from_tensor": io_struct.UpdateWeightsFromTensorReqInput,
     "POST /end_weight_update": io_struct.EndWeightUpdateReqInput,
+    "POST /release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
+    "POST /resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
 }
 WITHOUT_A_BODY = ("GET /health", "GET /model_info", "GET /server_info", "GET /v1/loads")
 NOT_FOR_CALLERS = {"choice"}

@@ -72,7 +72,7 @@ def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: 
         "process": lambda: ProcessEngine(settings),
         "recorded-sglang": lambda: recorded_sglang(model_path),
         "recorded-vllm": lambda: recorded_vllm(model_path),
-        "sglang": lambda: SglangEngine(server_settings(model_path, "sglang")),
+        "sglang": lambda: SglangEngine(server_settings(model_path, "sglang", sleeps=True)),
         "vllm": lambda: VllmEngine(server_settings(model_path, "vllm", sleeps=True)),
     }
     return makers[request.param]
@@ -96,7 +96,7 @@ def python_of(kind: str) -> Path:
 
 def recorded_sglang(model_path: Path) -> SglangEngine:
     """Make an SGLang engine whose server is in memory."""
-    settings = server_settings(model_path, "sglang", python=None, url="http://recorded")
+    settings = server_settings(model_path, "sglang", python=None, url="http://recorded", sleeps=True)
     return SglangEngine(settings, transport=FakeSglang(model_path, slots=SLOTS, token_seconds=0.0003))
 
 

@@ -13,6 +13,7 @@ import httpx
 from services.rollout.engines.scripted import log_prob_of
 from tests.contract.engine.fake_server import Body, FakeServer, Sample, spans_of
 
+MEMORY = ("weights", "kv_cache", "cuda_graph")
 REQUESTS = Path(__file__).parents[2] / "goldens" / "sglang" / "requests.json"
 
 
@@ -23,6 +24,8 @@ class FakeSglang(FakeServer):
         super().__init__(model, REQUESTS, slots=slots, context_length=context_length, token_seconds=token_seconds)
         self.tp_size = 1
         self._has_session = False
+        self.released: set[str] = set()
+        self._has_weights = True
         self._routes = {
             "POST /generate": self._generate,
             "POST /abort_request": self._abort,
@@ -32,6 +35,8 @@ class FakeSglang(FakeServer):
             "POST /begin_weight_update": self._begin,
             "POST /update_weights_from_tensor": self._update_by_handles,
             "POST /end_weight_update": self._end,
+            "POST /release_memory_occupation": self._release,
+            "POST /resume_memory_occupation": self._resume,
             "GET /health": lambda _: None,
             "GET /model_info": lambda _: {"model_path": str(self.model), "weight_version": self.label},
             "GET /server_info": lambda _: {
@@ -43,6 +48,8 @@ class FakeSglang(FakeServer):
         }
 
     async def _generate(self, body: Body) -> Any:
+        await self._goes_on.wait()
+        assert self._has_weights and not self.released, "it samples with memory that nobody wrote to"
         rid, params = body["rid"], body["sampling_params"]
         if rid in self._samples:
             return httpx.Response(400, json={"error": {"message": f"Duplicate request ID: {rid}"}})
@@ -74,13 +81,29 @@ class FakeSglang(FakeServer):
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     def _update(self, body: Body) -> Any:
+        assert "weights" not in self.released, "weights need memory"
         why = self._misfit(Path(body["model_path"]))
         if why is not None:
             return httpx.Response(400, json={"success": False, "message": why})
+        self._has_weights = True
         if body["flush_cache"] and self._mode == "in_place" and self._samples:
             return httpx.Response(400, json={"success": False, "message": "Flush cache failed."})
         self.label = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _release(self, body: Body) -> None:
+        if self._goes_on.is_set() or any(sample.is_running for sample in self._samples.values()):
+            # What runs is not asked whether it may: the scheduler ends, and with it the server.
+            self.die()
+            raise httpx.ReadError("")
+        self.released, self._has_weights = set(body.get("tags") or MEMORY), False
+
+    def _resume(self, body: Body) -> None:
+        tags = set(body.get("tags") or MEMORY)
+        if not tags <= self.released:
+            self.die()
+            raise httpx.ReadError("")
+        self.released -= tags
 
     def _begin(self, _: Body) -> Any:
         if self._has_session:

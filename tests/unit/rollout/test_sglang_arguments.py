@@ -65,6 +65,12 @@ def test_a_gpu_gets_none_of_what_a_cpu_needs() -> None:
     assert not {"--attention-backend", "--max-total-tokens"} & set(words(device="cuda:0"))
 
 
+def test_a_server_on_a_gpu_that_is_to_sleep_gets_the_saver_of_memory() -> None:
+    assert "--enable-memory-saver" in words(device="cuda:0", sleeps=True)
+    assert "--enable-memory-saver" not in words(device="cuda:0")
+    assert "--enable-memory-saver" not in words(sleeps=True)
+
+
 def test_the_server_gets_neither_our_packages_nor_our_secrets() -> None:
     ours = {"FLOTILLA_TOKEN": "secret", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/v", "HF_HOME": "/h", "PATH": "/bin"}
 

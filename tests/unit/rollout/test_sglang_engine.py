@@ -106,6 +106,40 @@ async def test_an_update_is_pause_load_continue(
     assert server.calls[-1][1]["cache_salt"] == "4"
 
 
+async def test_it_sleeps_without_weights_and_wakes_with_those_it_is_given(
+    engine: SglangEngine, server: FakeSglang, model: Path
+) -> None:
+    await engine.sleep()
+    assert server.released == {"weights", "kv_cache", "cuda_graph"}
+
+    await engine.load_weights(image_of(model), 4, OnWeightUpdate.INTERRUPT)
+
+    release, resume = "/release_memory_occupation", "/resume_memory_occupation"
+    asked = [path for path, _ in server.calls]
+    assert asked == [
+        *("/pause_generation", release),
+        *(resume, "/update_weights_from_disk", resume, "/continue_generation"),
+    ]
+    assert [body for path, body in server.calls if path == resume] == [
+        {"tags": ["weights"]},
+        {"tags": ["kv_cache", "cuda_graph"]},
+    ]
+    assert server.label == "4"
+    [completion] = await engine.generate(a_request(max_new_tokens=1))
+    assert completion.versions == ((0, 4),)
+
+
+async def test_a_server_that_ends_instead_of_going_to_sleep_is_the_engines_death(
+    engine: SglangEngine, server: FakeSglang
+) -> None:
+    # As if its saver of memory had another idea of what is freed already.
+    await engine.sleep()
+    server.released.clear()
+
+    with pytest.raises(WorkerDied):
+        await engine.wake()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

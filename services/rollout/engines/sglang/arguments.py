@@ -49,6 +49,9 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str) -> list[
         "weight_version": str(settings.version),
         "skip_tokenizer_init": not settings.decodes,
     }
+    if settings.sleeps and settings.device != "cpu":
+        # On a CPU it frees nothing, with the flag or without.
+        owned["enable_memory_saver"] = True
     if ":" in settings.device:
         owned["base_gpu_id"] = int(settings.device.partition(":")[2])
     return ["-m", MODULE, *flags({**defaults, **plain_names(settings.options), **owned}, negates=False)]

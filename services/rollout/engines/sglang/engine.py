@@ -30,6 +30,23 @@ PAUSES: Mapping[OnWeightUpdate, str] = {
 }
 
 
+class SglangSleeper:
+    """Lends the memory of a server that was started with ``--enable-memory-saver``."""
+
+    async def sleep(self, caller: Caller, *, seconds: float) -> None:
+        """Free weights, KV cache and graphs; a running request, such as a health check's, would end the server."""
+        await caller.post("/pause_generation", {"mode": "retract"})
+        await caller.post("/release_memory_occupation", {}, seconds=seconds)
+
+    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+        """Take memory for the weights, load them, then take the rest, and go on."""
+        body = {"model_path": str(source), "weight_version": str(version), "flush_cache": True}
+        await caller.post("/resume_memory_occupation", {"tags": ["weights"]}, seconds=load_seconds)
+        await caller.post("/update_weights_from_disk", body, seconds=load_seconds)
+        await caller.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, seconds=load_seconds)
+        await caller.post("/continue_generation", {})
+
+
 class SglangDialect:
     """SGLang's side of ``servers.dialect.Dialect``.
 
@@ -45,7 +62,7 @@ class SglangDialect:
     alive_path = "/model_info"
     health_path = "/health"
     asks_when_idle = False
-    sleeper: Sleeper | None = None
+    sleeper: Sleeper | None = SglangSleeper()
 
     def __init__(self, handles: LoadingByHandles | None = None) -> None:
         self._handles = handles

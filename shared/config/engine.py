@@ -165,7 +165,10 @@ class ServerEngineConfig(Config):
         for name in options:
             plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
             if (instead := cls.OWNED.get(plain)) is not None:
-                raise ValueError(f"{name!r} may not be given: it is set by {instead}")
+                why = (
+                    instead.removeprefix("nothing: ") if instead.startswith("nothing: ") else f"it is set by {instead}"
+                )
+                raise ValueError(f"{name!r} may not be given: {why}")
             if any(owned.startswith(plain) for owned in cls.OWNED):
                 raise ValueError(
                     f"{name!r} may not be given: the server would take it for a longer name; write that out"

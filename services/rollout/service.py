@@ -311,6 +311,8 @@ class RolloutService(SessionFollower[Session]):
                 "slots": load.slots,
                 "generated_tokens": load.generated_tokens,
                 "prefilled_tokens": load.prefilled_tokens,
+                "reused_tokens": load.reused_tokens,
+                "reuses": load.reuses,
                 "tokens_per_second": rate,
                 "groups_in_work": session.worker.in_work,
                 "groups_answered": session.worker.answered,

@@ -125,8 +125,12 @@ class TorchEngineConfig(Config):
     for large models and batches alone: a token's products are small, and each waits for the slowest thread."""
     batch_invariant: bool = False
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
-    log-probabilities are the same to the last bit on every rollout and after every restart. Each step then costs what a
-    full batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
+    log-probabilities are the same to the last bit on every rollout and after every restart. Where the native kernels
+    compute (a CPU, float32, one thread, a C compiler) it costs nothing; elsewhere each step then costs what a full
+    batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
+    prefix_cache_mb: int = Field(256, ge=0)
+    """Megabytes of the KV cache of finished turns that are kept, on the engine's device, so that the next turn of an
+    episode or of an agent computes only what is new; the longest unused make room, new weights empty it. 0: none."""
     device: DeviceChoice = "auto"
     """Torch device, such as cpu or cuda:0. auto: cuda where every rollout that the experiment starts with has a GPU
     that its torch can use, else cpu."""

@@ -299,6 +299,7 @@ class Episode:
             seeds=(sample_seed(self._seed, self.num_turns),),
             sampling=parameters,
             holds_weights=self._is_held_out,
+            is_turn=True,
         )
         try:
             (completion,) = await self._engine.generate(generation)

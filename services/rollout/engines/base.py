@@ -60,6 +60,7 @@ class GenerationRequest:
         sampling: how to sample.
         holds_weights: finish all completions under the version that sampled their first token: a weight update
             waits for them (evaluation), whatever its mode.
+        is_turn: a later prompt may begin with this one and its completion; an engine that can keeps what it computed.
         prefixes: tokens that each completion has already, or None; empty if none has. They count towards
             ``max_new_tokens``, and a token's random number goes by its position behind them.
         resume: which of them may be kept under the version that serves when the sample joins the batch; the others
@@ -71,6 +72,7 @@ class GenerationRequest:
     seeds: tuple[int, ...]
     sampling: SamplingParameters
     holds_weights: bool = False
+    is_turn: bool = False
     prefixes: tuple[Prefix | None, ...] = ()
     resume: ResumeRule = UNMIXED
 
@@ -105,6 +107,8 @@ class EngineLoad:
         slots: completions that the batch can hold.
         generated_tokens: sampled since start.
         prefilled_tokens: prompt tokens computed since start, re-prefills included.
+        reused_tokens: prompt tokens that were not computed, since those of an earlier turn were kept.
+        reuses: prompts that began with such tokens.
     """
 
     version: int
@@ -113,6 +117,8 @@ class EngineLoad:
     slots: int
     generated_tokens: int
     prefilled_tokens: int
+    reused_tokens: int = 0
+    reuses: int = 0
 
 
 class WeightTransfer(Protocol):

@@ -19,6 +19,7 @@ class EngineSettings:
         batch_invariant: compute every step in the same shapes, whatever is in the batch.
         overlap_load: read new weights on a thread of their own, while sampling goes on.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
+        prefix_cache_mb: megabytes of KV of finished turns that are kept for the next ones.
         start_seconds: deadline of ``start``.
         call_seconds: deadline of a call that waits for no sampling.
         close_seconds: how long ``close`` waits before it kills the engine's process.
@@ -34,6 +35,7 @@ class EngineSettings:
     batch_invariant: bool = False
     overlap_load: bool = False
     prefill_tokens: int = 4096
+    prefix_cache_mb: int = 256
     start_seconds: float = 120.0
     call_seconds: float = 60.0
     close_seconds: float = 5.0
@@ -41,6 +43,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in {"float32", "bfloat16"}:
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.prefix_cache_mb < 0:
+            raise ValueError(f"prefix_cache_mb must be at least 0, got {self.prefix_cache_mb}")
         for name in ("slots", "context_tokens", "threads", "prefill_tokens"):
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -138,6 +138,7 @@ class Member:
             seeds=(sample_seed(seed, number) if number else seed,),
             sampling=self.turns.parameters(self.task, self.renderer.stop_token_ids, greedy=self.is_greedy, most=room),
             holds_weights=self.task.pinned_version is not None,
+            is_turn=number + 1 < self.max_turns,
             prefixes=(prefix,) if prefix is not None else (),
             resume=self.rule,
         )

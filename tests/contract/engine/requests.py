@@ -16,6 +16,7 @@ def a_request(
     *,
     request_id: str | None = None,
     holds_weights: bool = False,
+    is_turn: bool = False,
     prefixes: Sequence[Prefix | None] = (),
     resume: ResumeRule = UNMIXED,
     **sampling: Any,
@@ -27,6 +28,7 @@ def a_request(
         seeds=tuple(seeds),
         sampling=SamplingParameters(**{"max_new_tokens": 8, "ignore_eos": True, **sampling}),
         holds_weights=holds_weights,
+        is_turn=is_turn,
         prefixes=tuple(prefixes),
         resume=resume,
     )

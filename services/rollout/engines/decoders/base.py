@@ -1,6 +1,7 @@
 """The decoder protocol: a model with a KV cache of rows, which the engine's batch drives."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,23 @@ from services.rollout.engines.decoders.arrival import Arrival
 Tokens = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRow:
+    """A copy of the beginning of a row.
+
+    Attributes:
+        keys, values: [layers, Hkv, T, D], as the decoder keeps them.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Count what it takes."""
+        return self.keys.nbytes + self.values.nbytes
+
+
 class Decoder(Protocol):
     """Computes logits for rows whose KV cache it keeps.
 
@@ -23,9 +41,22 @@ class Decoder(Protocol):
     vocab_size: int
     max_positions: int
     description: str
+    is_batch_invariant: bool
+    """Whether a token's logits are the same to the last bit whatever is computed along with it or before it."""
 
-    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
         """Compute sequences and store the KV of sequence i in each of ``rows[i]``.
+
+        Args:
+            sequences: at least one token each.
+            rows: at least one for each.
+            kept: of each what ``keep`` returned, and how many of its first tokens the sequence begins with, at least
+                one and not all; None: nothing. Empty: of none.
 
         Returns:
             [len(sequences), V] logits after the last token of each.
@@ -42,6 +73,12 @@ class Decoder(Protocol):
         Returns:
             [B, V] logits after the token.
         """
+
+    def keep(self, row: int, num_tokens: int) -> KeptRow | None:
+        """Copy the KV of the first tokens of a row; None where there is none that could be used again."""
+
+    def kept_bytes(self, num_tokens: int) -> int:
+        """Count the bytes of what ``keep`` returns; 0 where it is None."""
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy the KV of rows to other rows, of which none is a source."""
@@ -72,3 +109,16 @@ class Decoder(Protocol):
         Raises:
             WeightTransferFailed: the model's files are not what they were.
         """
+
+
+class KeepsNothing:
+    """What a ``Decoder`` says of KV that could be used again, and of bits, if it promises neither."""
+
+    is_batch_invariant = False
+
+    def keep(self, row: int, num_tokens: int) -> None:
+        """Keep nothing; see ``Decoder.keep``."""
+
+    def kept_bytes(self, num_tokens: int) -> int:
+        """Count nothing; see ``Decoder.kept_bytes``."""
+        return 0

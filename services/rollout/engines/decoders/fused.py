@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.arrival import Arrival, open_staged
-from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.base import KeptRow, Tokens
 from services.rollout.engines.decoders.checkpoint import open_tensors
 from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from services.rollout.engines.decoders.kv_cache import KeyValueCache
@@ -54,6 +54,7 @@ class FusedDecoder:
         self.max_positions = architecture.max_positions
         self._kernels = kernels_for(device, dtype) if may_be_native else None
         self.description = "fused forward" if self._kernels is None else "fused forward, native kernels"
+        self.is_batch_invariant = self._kernels is not None
         self._sizes = architecture
         self._dtype = dtype
         self._layers = TorchLayers(architecture, dtype)
@@ -112,11 +113,62 @@ class FusedDecoder:
         """Zero the KV of rows."""
         self._cache.clear_rows(rows)
 
+    def keep(self, row: int, num_tokens: int) -> KeptRow:
+        """Copy the KV of the first tokens of a row."""
+        return self._cache.keep(row, num_tokens)
+
+    def kept_bytes(self, num_tokens: int) -> int:
+        """Count the bytes of what ``keep`` returns."""
+        return self._cache.row_bytes(num_tokens)
+
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
-        """Compute sequences, padded on the right to the longest; see ``Decoder.prefill``."""
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
+        """Compute sequences, each behind what was kept of it; see ``Decoder.prefill``."""
+        self._cache.reserve(max(sequence.shape[0] for sequence in sequences))
+        starts = [0] * len(sequences)
+        for index, each in enumerate(kept):
+            if each is not None:
+                self._cache.put(rows[index][0], *each)
+                starts[index] = each[1]
         if self._native is not None:
-            return self._native.prefill(sequences, rows, [0] * len(sequences))
+            return self._native.prefill(sequences, rows, starts)
+        fresh = [index for index, start in enumerate(starts) if not start]
+        logits = torch.empty((len(sequences), self.vocab_size), dtype=self._dtype, device=self._device)
+        if fresh:
+            logits[fresh] = self._prefill_whole([sequences[i] for i in fresh], [rows[i] for i in fresh])
+        for index, start in enumerate(starts):
+            if start:
+                logits[index] = self._prefill_behind(sequences[index], rows[index], start)
+        return logits
+
+    def _prefill_behind(self, sequence: Tokens, rows: Sequence[int], start: int) -> Tensor:
+        """Compute a sequence whose first ``start`` tokens are in the first of its rows: [V]."""
+        sizes, weights, row, end = self._sizes, self._weights, rows[0], sequence.shape[0]
+        num = end - start
+        sees = torch.ones((num, end), dtype=torch.bool, device=self._device).tril(start)
+        hidden = functional.embedding(torch.from_numpy(sequence[start:]).to(self._device), weights.embedding)
+        for number, layer in enumerate(weights.layers):
+            queries, *new = self._project_whole(hidden, layer, (1, num), start)
+            caches = self._cache.layer(number)
+            for cache, each in zip(caches, new, strict=True):
+                cache[row, :, start:end] = each[0]
+            keys, values = (cache[row : row + 1, :, :end] for cache in caches)
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=sees, enable_gqa=sizes.num_heads != sizes.num_kv_heads
+            )
+            self._layers.feed(hidden, mixed.transpose(1, 2).reshape(num, -1), layer)
+        if rows[1:]:
+            self._cache.move_rows([row] * len(rows[1:]), rows[1:], end)
+        logits: Tensor = self._layers.logits(hidden[-1:], weights)[0]
+        return logits
+
+    def _prefill_whole(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Compute sequences from their beginning, padded on the right to the longest: [N, V]."""
         sizes, weights = self._sizes, self._weights
         lengths = torch.tensor([sequence.shape[0] for sequence in sequences], device=self._device)
         num, longest = len(sequences), max(sequence.shape[0] for sequence in sequences)
@@ -125,7 +177,6 @@ class FusedDecoder:
             padded[index, : sequence.shape[0]] = torch.from_numpy(sequence)
         targets = torch.tensor([row for group in rows for row in group], device=self._device)
         origins = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=self._device)
-        self._cache.reserve(longest)
         hidden = functional.embedding(padded.to(self._device), weights.embedding).view(num * longest, -1)
         for number, layer in enumerate(weights.layers):
             queries, keys, values = self._project_whole(hidden, layer, (num, longest))
@@ -159,11 +210,11 @@ class FusedDecoder:
         return self._layers.logits(hidden, weights)
 
     def _project_whole(
-        self, hidden: Tensor, layer: LayerWeights, batch: tuple[int, int]
+        self, hidden: Tensor, layer: LayerWeights, batch: tuple[int, int], start: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make rotated queries [N, H, T, D] and keys [N, Hkv, T, D], and values [N, Hkv, T, D], from position 0 on."""
+        """Make rotated queries [N, H, T, D] and keys [N, Hkv, T, D], and values [N, Hkv, T, D], from a position on."""
         sizes = self._sizes
-        rotation = self._rotations[: batch[1]].view(1, batch[1], 1, -1)
+        rotation = self._rotations[start : start + batch[1]].view(1, batch[1], 1, -1)
         queries_keys, values = self._layers.project(hidden, layer, rotation, batch)
         queries, keys = queries_keys.transpose(1, 2).tensor_split((sizes.num_heads,), dim=1)
         return queries, keys, values.transpose(1, 2)

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from services.rollout.engines.decoders.arrival import Arrival, Tensors, open_staged
-from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
 from services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
 from services.rollout.engines.decoders.column_cache import ColumnCache
 from shared.errors import ModelError, WeightTransferFailed
@@ -134,7 +134,7 @@ class _Forward:
         return logits[:, -1]
 
 
-class CachedDecoder:
+class CachedDecoder(KeepsNothing):
     """A ``Decoder`` that keeps keys and values in a ``ColumnCache``.
 
     Args:
@@ -159,7 +159,12 @@ class CachedDecoder:
         self._cache.release()
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
         """Compute sequences, padded on the left to the longest; see ``Decoder.prefill``."""
         lengths = [sequence.shape[0] for sequence in sequences]
         longest = max(lengths)
@@ -192,7 +197,7 @@ class CachedDecoder:
         )
 
 
-class RecomputingDecoder:
+class RecomputingDecoder(KeepsNothing):
     """A ``Decoder`` without a cache: every token costs a pass over its whole sequence, unpadded.
 
     Since nothing is cached, a sample that continues over a weight update is computed under the new weights alone.
@@ -213,7 +218,12 @@ class RecomputingDecoder:
         self.release, self.restore = weights.release, weights.restore
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
         """Remember the sequences and compute them; see ``Decoder.prefill``."""
         for sequence, targets in zip(sequences, rows, strict=True):
             for row in targets:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.decoders.architecture import Architecture
+from services.rollout.engines.decoders.base import KeptRow
 from services.rollout.engines.decoders.native.kernels import Kernels
 
 SPAN_STEP = 16
@@ -141,6 +142,24 @@ class KeyValueCache:
         length = keys.shape[2]
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
             cache[:, :, :length].index_copy_(0, rows, new[origins])
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Count the bytes of the first tokens of a row, in whole blocks."""
+        of_a_token = 2 * len(self._keys) * self._num_heads * self._head_dim * self._dtype.itemsize
+        return whole_blocks(num_tokens) * of_a_token
+
+    def keep(self, row: int, num_tokens: int) -> KeptRow:
+        """Copy the first tokens of a row."""
+        whole = whole_blocks(num_tokens)
+        keys, values = (torch.stack([each[row, :, :whole] for each in caches]) for caches in (self._keys, self._values))
+        return KeptRow(keys, values)
+
+    def put(self, row: int, kept: KeptRow, num_tokens: int) -> None:
+        """Write the first tokens of what was kept to a row, which has room for them."""
+        whole = whole_blocks(num_tokens)
+        for caches, layers in ((self._keys, kept.keys), (self._values, kept.values)):
+            for cache, layer in zip(caches, layers, strict=True):
+                cache[row, :, :whole] = layer[:, :whole]
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero rows."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.arrival import Arrival, open_staged
-from services.rollout.engines.decoders.base import Tokens
+from services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
 from services.rollout.engines.decoders.checkpoint import open_tensors
 from services.rollout.engines.decoders.fused_weights import FusedWeights
 from services.rollout.engines.decoders.graphs import Graphs
@@ -109,7 +109,7 @@ class FlashAttention:
         return mixed
 
 
-class PagedDecoder:
+class PagedDecoder(KeepsNothing):
     """A ``Decoder`` for the architectures that ``reason_not_fused`` accepts, on a GPU.
 
     Args:
@@ -203,7 +203,12 @@ class PagedDecoder:
         self._keys[:, 0], self._values[:, 0] = 0, 0
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
         """Compute sequences, packed one after the other; see ``Decoder.prefill``."""
         assert self._weights is not None
         lengths = [sequence.shape[0] for sequence in sequences]

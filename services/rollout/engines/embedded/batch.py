@@ -103,6 +103,8 @@ class Batch:
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         """Cached tokens: prompt and completion without the last sampled token."""
         self.last_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.kv_versions = np.zeros(num_slots, dtype=np.int64)
+        """The version under which the first cached token was computed; all are where no update went on with them."""
         self._vocab_size = vocab_size
         self._device = device
         self._counts = np.zeros(num_slots, dtype=np.int64)
@@ -146,6 +148,7 @@ class Batch:
         self._is_alive[rows] = True
         self._keys[rows] = seed_keys(np.array(request.seeds[first : owner.admitted], dtype=np.uint64))
         self.lengths[rows] = len(request.prompt_ids)
+        self.kv_versions[rows] = version
         self._counts[rows] = 0
         self._limits[rows] = sampling.max_new_tokens
         self._is_greedy[rows] = sampling.greedy
@@ -301,6 +304,7 @@ class Batch:
     def move(self, sources: Rows, targets: Rows) -> None:
         """Move samples to free rows, as ``compaction`` planned."""
         per_row: list[npt.NDArray[Any]] = [self.lengths, self.last_tokens, self._counts, self._is_alive, self._limits]
+        per_row += [self.kv_versions]
         per_row += [self._keys, self._stop_ids, self._has_stop_text]
         per_row += [self._temperatures, self._is_greedy, self._top_k, self._top_p]
         for array in per_row:

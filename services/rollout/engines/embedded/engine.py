@@ -16,9 +16,11 @@ from torch import Tensor
 from services.rollout.engines.admission import group_sizes, prefill_batches
 from services.rollout.engines.base import EngineLoad, GenerationRequest
 from services.rollout.engines.decoders.arrival import Arrival
+from services.rollout.engines.decoders.base import KeptRow
 from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
 from services.rollout.engines.embedded.flight import Flight
+from services.rollout.engines.embedded.kept_turns import KeptTurns
 from services.rollout.engines.embedded.loading import load_decoder
 from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from services.rollout.engines.embedded.sampling import RowSampling, sample
@@ -54,6 +56,8 @@ class TorchEngine:
         self._flight: Flight | None = None
         loaded = load_decoder(settings)
         self._decoder = loaded.decoder
+        self._is_padded = settings.batch_invariant and not self._decoder.is_batch_invariant
+        """Whether every step is computed in the shapes of a full batch, so that bits do not depend on the batch."""
         self._eos_token_ids = read_eos_token_ids(self._directory, loaded.config)
         self.context_tokens = min(settings.context_tokens, self._decoder.max_positions)
         """The longest prompt and completion together."""
@@ -66,6 +70,8 @@ class TorchEngine:
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
         self._prefilled_tokens = 0
+        # A beginning that was computed in other shapes may differ in its last bits.
+        self._turns = KeptTurns(self._decoder, 0 if self._is_padded else settings.prefix_cache_mb * 10**6)
         self._is_asleep = False
         facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
         log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
@@ -89,6 +95,8 @@ class TorchEngine:
             slots=self._settings.slots,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prefilled_tokens,
+            reused_tokens=self._turns.reused_tokens,
+            reuses=self._turns.reuses,
         )
 
     def submit(self, request: GenerationRequest) -> None:
@@ -150,6 +158,7 @@ class TorchEngine:
             self.abort(request_id)
         self._outcomes += self._updates.forget(Unavailable("the engine was put to sleep"))
         self._flight = None
+        self._turns.clear()
         self._decoder.release()
         self._is_asleep = True
         self._return_memory()
@@ -206,6 +215,7 @@ class TorchEngine:
             if update is None or self._is_held_back(update):
                 return
             self._updates.apply_first()
+            self._turns.clear()
             self.version = update.version
             if self._is_asleep:
                 self._wakes(update.version)
@@ -213,6 +223,7 @@ class TorchEngine:
             if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
                 rows = self._batch.alive()
                 self._prefill([self._batch.cached_tokens(row) for row in rows.tolist()], list(rows[:, None]))
+                self._batch.kv_versions[rows] = update.version
             self._outcomes.append(Updated(update.update_id, None))
             log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
 
@@ -221,15 +232,21 @@ class TorchEngine:
             return True
         return any(active.request.holds_weights and active.admitted for active in self._requests.values())
 
-    def _prefill(self, sequences: Sequence[Rows], rows: Sequence[Rows]) -> Tensor:
+    def _prefill(
+        self, sequences: Sequence[Rows], rows: Sequence[Rows], kept: Sequence[tuple[KeptRow, int] | None] = ()
+    ) -> Tensor:
         """Compute sequences in batches of similar length: [len(sequences), V] logits after the last tokens."""
-        lengths = [sequence.shape[0] for sequence in sequences]
-        self._prefilled_tokens += sum(lengths)
-        if self._settings.batch_invariant:
+        kept = kept or [None] * len(sequences)
+        new = [tokens.size - (had[1] if had else 0) for tokens, had in zip(sequences, kept, strict=True)]
+        self._prefilled_tokens += sum(new)
+        if self._is_padded:
             batches = [[index] for index in range(len(sequences))]
         else:
-            batches = prefill_batches(lengths, self._settings.prefill_tokens)
-        parts = [self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b]) for b in batches]
+            batches = prefill_batches(new, self._settings.prefill_tokens)
+        parts = [
+            self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b], [kept[i] for i in b])
+            for b in batches
+        ]
         order = torch.tensor([index for batch in batches for index in batch], device=self._device)
         return torch.cat(parts)[order.argsort()]
 
@@ -253,7 +270,9 @@ class TorchEngine:
         for active, group in zip(joining, rows, strict=True):
             starts += active.starts(group, self.version)
             batch.join(group, active, self.version)
-        logits = self._prefill([tokens for tokens, _ in starts], [group for _, group in starts])
+        starts = merged(starts)
+        kept = [self._turns.kept_of(tokens) for tokens, _ in starts]
+        logits = self._prefill([tokens for tokens, _ in starts], [group for _, group in starts], kept)
         self._waiting = [active for active in self._waiting if active.num_waiting]
         flat = np.concatenate([group for _, group in starts])
         places = np.repeat(np.arange(len(starts)), [group.size for _, group in starts])
@@ -270,7 +289,7 @@ class TorchEngine:
                 return
             self._compact()
         # A matrix product of another number of rows may add in another order.
-        num_rows = self._settings.slots if self._settings.batch_invariant else batch.num_rows
+        num_rows = self._settings.slots if self._is_padded else batch.num_rows
         lengths = batch.lengths[:num_rows]
         token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device, copy=before is not None)
         if before is not None:
@@ -319,6 +338,7 @@ class TorchEngine:
             self._fail_broken()
             ended = ended[[batch.samples[row] is not None for row in ended]]
         if ended.size:
+            self._turns.keep(batch, ended, self.version)
             for active in batch.leave_finished(ended):
                 done = [completion for completion in active.completions if completion is not None]
                 del self._requests[active.request.request_id]
@@ -340,6 +360,14 @@ class TorchEngine:
         del self._requests[active.request.request_id]
         if active in self._waiting:
             self._waiting.remove(active)
+
+
+def merged(starts: Sequence[tuple[Rows, Rows]]) -> list[tuple[Rows, Rows]]:
+    """Join the rows of those that start with the same tokens, which are then computed once."""
+    found: dict[bytes, tuple[Rows, list[Rows]]] = {}
+    for tokens, rows in starts:
+        found.setdefault(tokens.tobytes(), (tokens, []))[1].append(rows)
+    return [(tokens, np.concatenate(groups)) for tokens, groups in found.values()]
 
 
 def use_threads(num: int) -> None:

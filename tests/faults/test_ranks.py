@@ -20,18 +20,14 @@ STEPS = 12
 TOLERANCE = 1e-5
 NAMED_SECONDS = 10.0
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "advantage/mean_square")
-POINTS = [
-    f"{site} kill in={process} nth={nth} times=1"
-    for process in ("trainer-worker", "trainer-follower")
-    for site, nth in (
-        ("trainer.step", 1),
-        ("trainer.step", 6),
-        ("trainer.snapshot", 2),
-        ("trainer.snapshot", 7),
-        ("checkpoint.write", 1),
-        ("checkpoint.write", 2),
-    )
-]
+POINTS = {
+    "early": ("trainer.step kill nth=1", "trainer.snapshot kill nth=2", "checkpoint.write kill nth=1"),
+    "late": ("trainer.step kill nth=6", "trainer.snapshot kill nth=7", "checkpoint.write kill nth=2"),
+}
+"""Each ends the job that counts, and the next job counts from its own start."""
+LONG_STEPS = 16
+"""So many that a job which goes on after two deaths comes to its second checkpoint."""
+RANKS = {"trainer-worker": 0, "trainer-follower": 1}
 
 
 def an_experiment(directory: Path, **parallelism: int) -> dict[str, Any]:
@@ -59,7 +55,7 @@ async def curve_of(client: GatewayClient, experiment_id: str) -> dict[tuple[int,
 async def check_ledger(client: GatewayClient, experiment_id: str, spec: dict[str, Any]) -> None:
     ledger = (await patiently(client, f"/v1/experiments/{experiment_id}/ledger"))["train"]
     assert ledger["balanced"]
-    assert ledger["trained"] == STEPS * spec["optimisation"]["groups_per_mini_batch"]
+    assert ledger["trained"] == spec["optimisation"]["steps"] * spec["optimisation"]["groups_per_mini_batch"]
 
 
 def kill_rank(fleet: RunningFleet, rank: int) -> float:
@@ -103,18 +99,44 @@ async def test_two_ranks_are_killed_and_learn_what_one_learns(tmp_path: Path) ->
         assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
 
 
-@pytest.mark.timeout(2400)
-async def test_a_rank_may_die_at_any_point(tmp_path: Path) -> None:
-    curves = []
-    for number, fault in enumerate(["", *POINTS]):
-        faults = {"FLOTILLA_FAULTS": f"marks={tmp_path / f'marks-{number}'}; {fault}"} if fault else {}
-        with running_fleet(tmp_path / f"fleet-{number}", **faults) as fleet:
-            async with fleet.client() as client:
-                spec = an_experiment(tmp_path, ranks=2)
-                experiment = await start(client, spec)
-                await until_completed(client, experiment)
-                curves.append(await curve_of(client, experiment))
-                await check_ledger(client, experiment, spec)
-        if fault:
-            assert list((tmp_path / f"marks-{number}").iterdir()), f"{fault} did not happen"
-            assert curves[-1] == pytest.approx(curves[0], abs=1e-6, rel=1e-6), fault
+async def watch_causes(client: GatewayClient, cause: str, seen: list[float]) -> None:
+    """Note each time, in seconds since the epoch, at which the trainer begins to name a cause."""
+    is_named = False
+    while True:
+        services = await patiently(client, "/v1/services?kind=trainer")
+        failures = [each["observed"].get("failure") or {} for each in services["items"]]
+        was_named, is_named = is_named, any(cause in failure.get("cause", "") for failure in failures)
+        if is_named and not was_named:
+            seen.append(time.time())
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("when", list(POINTS))
+@pytest.mark.parametrize("process", list(RANKS))
+async def test_a_rank_may_die_at_any_point(tmp_path: Path, process: str, when: str) -> None:
+    marks, points, named = tmp_path / "marks", POINTS[when], list[float]()
+    faults = [point.replace("kill", f"kill in={process}") + " times=1" for point in points]
+    spec = an_experiment(tmp_path, ranks=2)
+    spec["optimisation"]["steps"] = LONG_STEPS if when == "late" else STEPS
+    with running_fleet(tmp_path / "fleet", FLOTILLA_FAULTS="; ".join([f"marks={marks}", *faults])) as fleet:
+        async with fleet.client() as client:
+            experiment = await start(client, spec)
+            watching = asyncio.create_task(
+                watch_causes(client, f"rank {RANKS[process]} of 2 was ended by SIGKILL", named)
+            )
+            await until_completed(client, experiment, seconds=400)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await check_ledger(client, experiment, spec)
+            found = await curve_of(client, experiment)
+            killed = sorted(mark.stat().st_mtime for mark in marks.iterdir())
+            # All faults have happened: the same experiment again meets none.
+            undisturbed = await start(client, spec)
+            await until_completed(client, undisturbed)
+            expected = await curve_of(client, undisturbed)
+
+    print(f"{process}, {when}: named after {[round(b - a, 2) for a, b in zip(killed, named, strict=False)]} s")
+    assert len(killed) == len(named) == len(points), sorted(each.name for each in marks.iterdir())
+    assert all(0 <= name - kill < NAMED_SECONDS for kill, name in zip(killed, named, strict=True))
+    assert len(expected) == spec["optimisation"]["steps"] * len(COMPARED)
+    assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)

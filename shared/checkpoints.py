@@ -60,6 +60,8 @@ class CheckpointState(Described):
     software: Mapping[str, str]
     files: Mapping[str, int]
     """Size in bytes of each file: a checkpoint with another file size is not complete."""
+    figure: float | None = None
+    """Mean of ``checkpoint.best.metric`` over the steps since the checkpoint before, where the spec names one."""
     checksums: Mapping[str, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 

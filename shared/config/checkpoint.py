@@ -7,6 +7,18 @@ from pydantic import Field
 from shared.config.base import Config
 
 
+class BestCheckpointsConfig(Config):
+    """Checkpoints that stay although newer ones were written, because a figure was best there."""
+
+    keep: int = Field(1, ge=1)
+    """How many stay beside the newest."""
+    metric: str = Field("reward/mean", min_length=1)
+    """Any series that the trainer reports of a step (docs/metrics.md), such as held_out/loss of a job on finished
+    answers: its mean over the steps since the checkpoint before."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more is better, or less."""
+
+
 class CheckpointConfig(Config):
     """A checkpoint holds weights, optimiser, schedule, and the ids of every group trained in its lineage."""
 
@@ -14,6 +26,8 @@ class CheckpointConfig(Config):
     """Steps between two checkpoints; the last step is always followed by one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    best: BestCheckpointsConfig | None = None
+    """Also keep those where a figure was best; null keeps the newest alone."""
     durability: Literal["checkpoint", "step"] = "checkpoint"
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last

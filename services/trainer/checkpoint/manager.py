@@ -28,7 +28,7 @@ from services.trainer.data.group_metrics import Totals
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
 from services.trainer.learning.roles import load_critic, load_teacher
-from services.trainer.models.loading import LoadedModel, check_device, load_model
+from services.trainer.models.loading import check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from shared.checkpoints import (
     AVERAGE,
@@ -125,8 +125,8 @@ class CheckpointManager:
         self._storage = storage
         self._build, self._fill = build or build_alone, fill or fill_alone
 
-    def save(self, learner: Learner, progress: Progress, line: VersionLine) -> Path:
-        """Write a durable checkpoint; blocks.
+    def save(self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None = None) -> Path:
+        """Write a durable checkpoint, with what it is compared with others by; blocks.
 
         Raises:
             Unavailable: the disk is full or not writable; nothing of it remains.
@@ -151,6 +151,7 @@ class CheckpointManager:
                 spec=learner.spec.model_dump(mode="json"),
                 software=software_versions(),
                 files=files,
+                figure=figure,
             )
 
         return self._storage.write(progress.step, _failing_as_os_error(partial(self._fill, learner)), describe)
@@ -225,22 +226,20 @@ def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RAN
         ModelError: it cannot be used.
     """
     source = model_directory(spec.model)
-    learner = _learner(spec, _load(spec, source, device), device, ranks)
+    learner = _learner(spec, source, device, ranks)
     return Restored(learner, Progress.start(), INITIAL, IntervalSet())
 
 
-def _load(spec: ExperimentSpec, path: Path, device: torch.device) -> LoadedModel:
-    is_scored = isinstance(spec.job, RewardModelJobConfig)
-    return load_model(path, dtype=spec.model.dtype, device=device, scores=is_scored)
-
-
-def _learner(spec: ExperimentSpec, loaded: LoadedModel, device: torch.device, ranks: Ranks) -> Learner:
+def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ranks) -> Learner:
+    # Several ranks read what each of them keeps, when that is known.
+    load = partial(load_model, device=device, in_parts=ranks.is_several)
+    loaded = load(source, dtype=spec.model.dtype, scores=isinstance(spec.job, RewardModelJobConfig))
     reference = None
     if spec.needs_reference and spec.model.lora is None:
-        reference = load_model(model_directory(spec.model), dtype=spec.model.dtype, device=device)
+        reference = load(model_directory(spec.model), dtype=spec.model.dtype)
     distillation = spec.algorithm.distillation
-    teacher = None if distillation is None else load_teacher(distillation, loaded, device)
-    critic = load_critic(spec, loaded, device) if spec.algorithm.needs_critic else None
+    teacher = None if distillation is None else load_teacher(distillation, loaded, load)
+    critic = load_critic(spec, loaded, load) if spec.algorithm.needs_critic else None
     return make_learner(spec, loaded, reference, teacher, critic, ranks=ranks)
 
 
@@ -253,7 +252,7 @@ def restored_from(
         ModelError: it cannot be read.
     """
     source = stored.path / MODEL if spec.model.lora is None else model_directory(spec.model)
-    learner = _learner(spec, _load(spec, source, device), device, ranks)
+    learner = _learner(spec, source, device, ranks)
     _load_tensors(learner, stored)
     state = stored.state
     totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})

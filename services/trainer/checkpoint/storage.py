@@ -10,10 +10,20 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, checksum, complete, folders, sizes
+from shared.checkpoints import (
+    STATE_FILE,
+    CheckpointState,
+    StoredCheckpoint,
+    checksum,
+    complete,
+    folders,
+    sizes,
+    state_of,
+)
+from shared.config.checkpoint import BestCheckpointsConfig
 from shared.errors import Unavailable
 from shared.faults.armed import armed
 from shared.faults.sites import Site
@@ -29,11 +39,12 @@ class CheckpointStorage:
     Args:
         directory: of all of them; made when the first one is written.
         keep: newest checkpoints that stay.
+        best: which others stay; None for none.
     """
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
+    def __init__(self, directory: Path, *, keep: int, best: BestCheckpointsConfig | None = None) -> None:
         self.directory = directory
-        self._keep = keep
+        self._keep, self._best = keep, best
 
     def write(
         self, step: int, fill: Callable[[Path], None], describe: Callable[[dict[str, int]], CheckpointState]
@@ -100,8 +111,16 @@ class CheckpointStorage:
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
+    def _best_of(self, paths: Sequence[Path]) -> set[Path]:
+        if self._best is None:
+            return set()
+        states = ((path, state_of(path)) for path in paths)
+        known = ((path, state.figure) for path, state in states if state is not None)
+        return best_of({path: figure for path, figure in known if figure is not None}, self._best)
+
     def _prune(self) -> None:
-        for _, path in folders(self.directory)[: -self._keep]:
+        older = folders(self.directory)[: -self._keep]
+        for path in {path for _, path in older} - self._best_of([path for _, path in older]):
             # Renamed first: a removal that is interrupted must not leave something that looks complete.
             try:
                 doomed = path.rename(self.directory / f".{path.name}.{secrets.token_hex(4)}")
@@ -109,6 +128,13 @@ class CheckpointStorage:
                 log.warning("old checkpoint could not be removed", extra={"path": str(path), "error": repr(error)})
                 continue
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def best_of(figures: Mapping[Path, float], config: BestCheckpointsConfig) -> set[Path]:
+    """Choose the checkpoints that are best by their figures; of equal ones the newer."""
+    sign = 1 if config.mode == "max" else -1
+    ordered = sorted(figures, key=lambda path: (sign * figures[path], path.name), reverse=True)
+    return set(ordered[: config.keep])
 
 
 def _flush(directory: Path) -> None:

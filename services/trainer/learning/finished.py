@@ -215,10 +215,8 @@ class PreferenceLearner(_PairLearner):
 class RewardModelLearner(_PairLearner):
     """Bradley-Terry: an answer's number is the score that the model's head gives at its last token."""
 
-    @property
-    def _shares_prompts(self) -> bool:
-        # An answer's last token must be found from its predictor, which may be the end of a prompt elsewhere.
-        return False
+    # An answer's last token must be found from its predictor, which may be the end of a prompt elsewhere.
+    _shares_prompts = False
 
     def _values(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         scores = torch.zeros(batch.num_sequences, device=self.device)

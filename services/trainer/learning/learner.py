@@ -65,7 +65,7 @@ class Learner:
 
     Args:
         spec: the experiment.
-        loaded: the policy.
+        loaded: the policy, with weights or to be read in parts.
         reference: the policy that the KL is measured from; needed if the spec has a KL and no adapters, without which
             the policy is its own reference.
         teacher: of distillation; needed if the spec names a path.
@@ -75,6 +75,8 @@ class Learner:
     Raises:
         ModelError: packing was asked for and the model cannot be packed.
     """
+
+    _shares_prompts = True
 
     def __init__(
         self,
@@ -87,18 +89,16 @@ class Learner:
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self.spec, self.loaded, self.ranks = spec, loaded, ranks
-        # Of this process; before anything is sharded, because the policy is probed.
-        self.policy = Policy(loaded.model, temperature=spec.policy_temperature)
+        self.policy = Policy.of(loaded, spec.policy_temperature, ranks)
         self.device = self.policy.device
-        self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         self.reference, self.teacher = (
-            None if each is None else Policy(each.model.requires_grad_(False), temperature=self.policy.temperature)
+            None if each is None else Policy.of(each, spec.policy_temperature, ranks, is_trained=False)
             for each in (reference, teacher)
         )
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         moments = spec.parallelism.offload.optimiser
-        self.critic = make_critic(spec, loaded.model, critic, total)
+        self.critic = make_critic(spec, loaded, critic, total)
         if (group := ranks.sequence_group) is not None:
             split = SequenceParallel(group)
             for each in self._computing:
@@ -110,6 +110,7 @@ class Learner:
             if self.critic is not None:
                 self.critic.recompute_activations()
         self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
+        self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         parameters = loaded.model.named_parameters()
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay
@@ -130,6 +131,8 @@ class Learner:
         if self.ranks.is_several:
             for each in self._computing:
                 each.shard(self.ranks)
+            if self.adapters is not None:
+                self.adapters.begin()
         return image_weights(self.loaded.model, self.adapters, self.ranks, getattr(torch, wire_dtype or "", None))
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
@@ -270,10 +273,6 @@ class Learner:
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
         )
-
-    @property
-    def _shares_prompts(self) -> bool:
-        return self.policy.can_share_prompts
 
     @torch.no_grad()
     def _evaluate(

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Protocol
 
-import torch
 from transformers import AutoTokenizer
 
-from services.trainer.models.loading import LoadedModel, load_model
+from services.trainer.models.loading import LoadedModel
 from shared.config.distillation import DistillationConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
@@ -16,7 +16,14 @@ TEACHER = "algorithm.distillation.path"
 CRITIC = "algorithm.value_loss.path"
 
 
-def load_teacher(config: DistillationConfig, student: LoadedModel, device: torch.device) -> LoadedModel | None:
+class Load(Protocol):
+    """Loads a model as all of a job's are loaded; see ``load_model``."""
+
+    def __call__(self, path: Path, *, dtype: str, scores: bool = False) -> LoadedModel:
+        """Load one."""
+
+
+def load_teacher(config: DistillationConfig, student: LoadedModel, load: Load) -> LoadedModel | None:
     """Load the teacher of a student; None where it is behind a URL.
 
     Raises:
@@ -24,12 +31,12 @@ def load_teacher(config: DistillationConfig, student: LoadedModel, device: torch
     """
     if config.model is None:
         return None
-    teacher = load_model(model_directory(config.model), dtype=config.dtype, device=device)
+    teacher = load(model_directory(config.model), dtype=config.dtype)
     check_vocabulary(TEACHER, teacher, student)
     return teacher
 
 
-def load_critic(spec: ExperimentSpec, policy: LoadedModel, device: torch.device) -> LoadedModel | None:
+def load_critic(spec: ExperimentSpec, policy: LoadedModel, load: Load) -> LoadedModel | None:
     """Load what the critic begins as; None where that is the policy.
 
     Raises:
@@ -40,7 +47,7 @@ def load_critic(spec: ExperimentSpec, policy: LoadedModel, device: torch.device)
     if config is None:
         return None
     source = model_directory(config)
-    critic = load_model(source, dtype=spec.model.dtype, device=device, scores=_is_classifier(source))
+    critic = load(source, dtype=spec.model.dtype, scores=_is_classifier(source))
     kinds = [str(getattr(each.model.config, "model_type", None)) for each in (critic, policy)]
     if kinds[0] != kinds[1]:
         raise ModelError(f"{CRITIC}: {source} is a {kinds[0]}, and model.path a {kinds[1]}: name one of the same kind")

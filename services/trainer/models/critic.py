@@ -39,7 +39,7 @@ class Critic:
     """Estimates values and learns them.
 
     Args:
-        policy: a Hugging Face causal LM, whose body is copied if there is no model of its own.
+        policy: the causal LM whose body is copied if there is no model of its own.
         config: the critic's section.
         optimisation: of the policy; the critic's learning rate replaces its peak if the section has one.
         total_updates: of the whole experiment, for the schedule.
@@ -52,30 +52,35 @@ class Critic:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: LoadedModel,
         config: ValueLossConfig,
         optimisation: OptimisationConfig,
         total_updates: int,
         *,
-        own: nn.Module | None = None,
+        own: LoadedModel | None = None,
         is_offloaded: bool = False,
     ) -> None:
-        body = copy.deepcopy(policy.base_model) if own is None else own.base_model
-        assert isinstance(body, nn.Module)
-        parameter = next(body.parameters())
+        source = (policy if own is None else own).model
+        assert isinstance(source.base_model, nn.Module)
+        body = copy.deepcopy(source.base_model) if own is None else source.base_model
         self.config = config
-        self._body = body
+        self._body, self._stored = body, (policy if own is None else own).stored
+        path = next(name for name, each in source.named_modules() if each is source.base_model)
+        self._path = f"{path}." if path else ""
         self._split: SequenceParallel | None = None
-        self._head = nn.Linear(_width(body), 1).to(parameter.device, torch.float32)
+        self._head = nn.Linear(_width(body), 1, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         if own is not None:
             _take_head(own, self._head)
+        if self._stored is None:
+            self._head.to(next(body.parameters()).device)
         if config.learning_rate is not None:
             optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
         self.moments = ReturnMoments.none()
         self._optimisation, self._total_updates, self._is_offloaded = optimisation, total_updates, is_offloaded
-        self.optimizer = self._new_optimizer()
+        if self._stored is None:
+            self.optimizer = self._new_optimizer()
 
     def recompute_activations(self) -> None:
         """Keep of each layer its input alone."""
@@ -90,7 +95,9 @@ class Critic:
         """Divide weights and gradients among ranks; before anything is trained or loaded."""
         divide_layers(self._body, ranks)
         shard(self._body, ranks)
-        shard(self._head, ranks)
+        shard(self._head.to(ranks.device), ranks)
+        if self._stored is not None:
+            self._stored.fill(self._body, ranks.home, ranks.device, self._path)
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> PolicyOptimizer:
@@ -185,7 +192,7 @@ class Critic:
 
 
 def make_critic(
-    spec: ExperimentSpec, policy: nn.Module, own: LoadedModel | None, total_updates: int
+    spec: ExperimentSpec, policy: LoadedModel, own: LoadedModel | None, total_updates: int
 ) -> "Critic | None":
     """Make the critic of an experiment; None where no advantage needs values. Arguments as of ``Critic``."""
     if not spec.algorithm.needs_critic:
@@ -195,19 +202,19 @@ def make_critic(
         spec.algorithm.resolved_value_loss,
         spec.optimisation,
         total_updates,
-        own=None if own is None else own.model,
+        own=own,
         is_offloaded=spec.parallelism.offload.optimiser,
     )
 
 
 @torch.no_grad()
-def _take_head(model: nn.Module, head: nn.Linear) -> None:
+def _take_head(own: LoadedModel, head: nn.Linear) -> None:
     """Let a reward model's scores be the first values; another model has no head for that."""
-    scores = getattr(model, "score", None)
+    scores = getattr(own.model, "score", None)
     if isinstance(scores, nn.Linear):
-        head.weight.copy_(scores.weight)
-        if scores.bias is not None:
-            head.bias.copy_(scores.bias)
+        for name, parameter in scores.named_parameters():
+            whole = parameter if own.stored is None else own.stored.whole(f"score.{name}")
+            head.get_parameter(name).copy_(whole)
 
 
 def _width(body: nn.Module) -> int:

@@ -7,6 +7,7 @@ Nothing is taken over by name alone: a module that computes something else, on a
 tensors are not whole float32 tensors of the CPU when it is called computes as it did.
 """
 
+import copy
 import sys
 from types import ModuleType
 from typing import Any
@@ -124,15 +125,29 @@ def _fuse(module: nn.Module) -> bool:
     elif not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
         return False
     own = type(module)
-    if issubclass(own, mixin) or not isinstance(weight, Tensor) or kernels_for(weight) is None:
+    if issubclass(own, mixin) or not isinstance(weight, Tensor):
+        return False
+    probed = _with_values(module) if weight.is_meta else module
+    if kernels_for(next(probed.parameters())) is None:
         return False
     rows = torch.randn(PROBE_ROWS, weight.shape[-1], generator=torch.Generator().manual_seed(weight.shape[-1]))
-    expected = module(rows)
-    module.__class__ = _with(mixin, own)
-    if torch.allclose(module(rows), expected, PROBE_TOLERANCE, PROBE_TOLERANCE):
+    expected = probed(rows)
+    probed.__class__ = _with(mixin, own)
+    if torch.allclose(probed(rows), expected, PROBE_TOLERANCE, PROBE_TOLERANCE):
+        module.__class__ = probed.__class__
         return True
-    module.__class__ = own
+    probed.__class__ = own
     return False
+
+
+def _with_values(module: nn.Module) -> nn.Module:
+    """Copy a module whose weights are read later, with others in their place."""
+    made = copy.deepcopy(module).to_empty(device="cpu")
+    for parameter in made.parameters():
+        # Irregular, and quick to make for the largest layers.
+        values = torch.arange(parameter.numel(), dtype=torch.float32).mul_(0.7).sin_().view(parameter.shape)
+        parameter.copy_(values / parameter.shape[-1] ** 0.5)
+    return made
 
 
 _MADE: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

@@ -1,14 +1,22 @@
 """Load a causal language model from a local directory, or say in one sentence why that is impossible."""
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
+from services.trainer.models.stored_weights import StoredWeights, without_memory
 from shared.errors import ModelError
 from shared.model_files import check_directory
 
@@ -26,10 +34,12 @@ class LoadedModel:
     Attributes:
         model: in evaluation mode (dropout would make its log-probs differ from the engine's), with gradients.
         source: the directory it was loaded from.
+        stored: where its weights are, if they are not loaded: its parameters have no memory yet.
     """
 
     model: nn.Module
     source: Path
+    stored: StoredWeights | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -59,7 +69,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = False) -> LoadedModel:
+def load_model(
+    path: Path, *, dtype: str, device: torch.device, scores: bool = False, in_parts: bool = False
+) -> LoadedModel:
     """Load config, weights and tokenizer; nothing is ever fetched from a network.
 
     Args:
@@ -67,6 +79,7 @@ def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = F
         dtype: float32, bfloat16, or auto: bfloat16 on a GPU, else float32.
         device: where the weights go.
         scores: as a sequence classifier with one output, whose head is made where the weights have none.
+        in_parts: leave the weights where they are, if a rank can read its part of them by itself.
 
     Raises:
         ModelError: something is missing or does not fit; one sentence names it.
@@ -81,8 +94,38 @@ def load_model(path: Path, *, dtype: str, device: torch.device, scores: bool = F
         config.num_labels = 1
         # What a classifier of transformers finds the last token of a padded row by.
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model = _load_weights(path, config, _dtype(dtype, device), scores=scores)
+    wanted = _dtype(dtype, device)
+    if in_parts and (found := without_weights(path, config, wanted, scores=scores)) is not None:
+        return found
+    model = _load_weights(path, config, wanted, scores=scores)
     return LoadedModel(model.to(device).eval(), path)
+
+
+def without_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool = False) -> LoadedModel | None:
+    """Make a model whose weights are to be read in parts; None where transformers has to load it.
+
+    Args:
+        path: a directory in Hugging Face format.
+        config: read from there.
+        dtype: of the weights.
+        scores: see ``load_model``.
+    """
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    try:
+        with without_memory():
+            model = kind.from_config(config, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        log.info("model cannot be made without its weights", extra={"path": str(path), "error": repr(error)})
+        return None
+    if dtype != torch.float32 and getattr(model, "_keep_in_fp32_modules_strict", None):
+        return None
+    if model.can_generate():
+        # The defaults of a model that is made from its configuration are there already.
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    made = {SCORE_HEAD: _drawn_head(model.score)} if scores else {}
+    stored = StoredWeights.of(model, path, made)
+    return None if stored is None else LoadedModel(model.eval(), path, stored)
 
 
 def _load_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool) -> nn.Module:
@@ -118,9 +161,12 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool) 
 def _make_head(head: nn.Module) -> None:
     """Fill a new head, the same each time: small, so that all scores are close together at first."""
     assert isinstance(head, nn.Linear)
+    head.weight.copy_(_drawn_head(head).to(head.weight))
+
+
+def _drawn_head(head: nn.Linear) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(head.weight.shape, generator=generator) / (head.in_features + 1)
-    head.weight.copy_(drawn.to(head.weight))
+    return torch.randn(head.weight.shape, generator=generator) / (head.in_features + 1)
 
 
 def _first_line(error: BaseException) -> str:

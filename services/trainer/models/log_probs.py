@@ -5,38 +5,31 @@ that no [T, V] tensor exists. Models whose logits are more than ``hidden W^T`` (
 whose attention does not stay within a given mask, are recognised by a probe when they are loaded.
 """
 
+import copy
+import gc
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
-from services.trainer.data.packing import MicroLayout, ModelInput, Packing, build_input
+from services.trainer.data.packing import ModelInput, Packing
 from services.trainer.models.fused_layers import fuse_layers
 from services.trainer.models.host_memory import ParkedTensors
+from services.trainer.models.loading import LoadedModel
 from services.trainer.models.native.kernels import kernels_for
+from services.trainer.models.stored_weights import StoredWeights
+from services.trainer.models.traits import Traits, agree, arguments_of, probe_input, traits_of
 from services.trainer.parallel.fsdp import shard
-from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
 from services.trainer.parallel.tensor import divide_layers
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)
-
-PROBE_TOKENS = 12
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-
-
-def arguments_of(inputs: ModelInput) -> dict[str, Any]:
-    """Return what a model is called with."""
-    arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
-    if inputs.attention_mask is not None:
-        arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
-    return arguments
 
 
 def hidden_states(body: Any, inputs: ModelInput, split: SequenceParallel | None) -> Tensor:
@@ -53,21 +46,65 @@ class Policy:
     Args:
         model: a Hugging Face causal LM.
         temperature: of sampling; logits are divided by it, so that the policy that is trained is the one that sampled.
+        stored: where the model's weights are, if they are to be read after it is sharded.
+        ranks: that it will be sharded among; every one of them makes it.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float,
+        stored: StoredWeights | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         self.model: Any = model
         self.temperature = temperature
         self.base: Any = self.model.base_model
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters()).device if stored is None else ranks.device
+        self._kind = type(model).__name__
+        self._stored = stored
         fuse_layers(model)
-        self.has_plain_head = self._has_plain_head()
-        self.can_pack = self._can_pack()
-        self.can_share_prompts = self.can_pack and self._can_share_prompts()
         self._split: SequenceParallel | None = None
         self._parked: ParkedTensors | None = None
-        if not self.has_plain_head:
+        self._traits: Traits | None = None
+        if stored is None:
+            self._traits = self._said(traits_of(model, self.device))
+        elif ranks.shares_computation:
+            self._traits = self._said(_traits_of_twin(model, stored, ranks))
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, temperature: float, ranks: Ranks, *, is_trained: bool = True) -> "Policy":
+        """Make the policy of a model that was loaded, or made to be read later."""
+        if not is_trained:
+            loaded.model.requires_grad_(False)
+        return cls(loaded.model, temperature=temperature, stored=loaded.stored, ranks=ranks)
+
+    def _said(self, traits: Traits) -> Traits:
+        if not traits.has_plain_head:
             log.info("logits are more than a product with the output embedding: they are computed whole")
+        return traits
+
+    @property
+    def traits(self) -> Traits:
+        """How the model computes; known once it has its weights."""
+        assert self._traits is not None
+        return self._traits
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are a product with the output embedding."""
+        return self.traits.has_plain_head
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether rows may hold several sequences."""
+        return self.traits.can_pack
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether answers in a row may follow one prompt."""
+        return self.traits.can_share_prompts
 
     @property
     def hidden_size(self) -> int:
@@ -78,18 +115,9 @@ class Policy:
         """Compute every row together with other ranks; before the weights are sharded.
 
         Raises:
-            ModelError: the model's layers or head do not allow it.
+            ModelError: the model's heads cannot be divided.
         """
-        ids = self._probe(3)
-        inputs = ModelInput(ids, torch.arange(PROBE_TOKENS, device=self.device)[None], None, ids[0, :1], ids[0, :1])
-        with torch.no_grad():
-            expected = self._hidden(input_ids=ids)
-            split.install(self.base)
-            if not (self.can_pack and self.has_plain_head and self._agree(split.hidden(self.base, inputs), expected)):
-                raise ModelError(
-                    f"parallelism.sequence_parallel does not work with {type(self.model).__name__}, whose layers are "
-                    "not all plain attention, or whose logits are more than a product with the output embedding"
-                )
+        split.install(self.base)
         self._split = split
 
     def park(self) -> None:
@@ -106,23 +134,41 @@ class Policy:
         Raises:
             ModelError: the model's layers cannot be divided as the job says.
         """
-        ids = self._probe(3)
-        with torch.no_grad():
-            expected = self._hidden(input_ids=ids)
-            divide_layers(self.model, ranks)
-            if (ranks.tensor_size > 1 or ranks.expert_mesh is not None) and not self._agree(
-                self._hidden(input_ids=ids), expected
-            ):
-                raise ModelError(
-                    f"{type(self.model).__name__} computes something else when its layers are divided among ranks: "
-                    "leave parallelism.tensor_parallel and parallelism.expert_parallel out"
-                )
+        divide_layers(self.model, ranks)
         shard(self.model, ranks)
+        if self._stored is not None:
+            self._stored.fill(self.model, ranks.home, ranks.device)
         # Only the model's own ``forward`` would gather what belongs to no layer: embedding, last norm, head.
         self.model.token_figures = self._figures
         self.model.score_figures = self._scores
-        for name in ("token_figures", "score_figures"):
+        self.model.hidden_figures = self._hidden
+        for name in ("token_figures", "score_figures", "hidden_figures"):
             register_fsdp_forward_method(self.model, name)
+        if self._traits is None:
+            self._traits = self._said(traits_of(self.model, self.device))
+        elif ranks.shares_computation:
+            self._check_same()
+
+    @torch.no_grad()
+    def _check_same(self) -> None:
+        """Refuse a model that computes something else together with other ranks."""
+        is_same = self._split is None or (self.can_pack and self.has_plain_head)
+        if is_same:
+            found = self.model.hidden_figures(probe_input(self.model, self.device))
+            is_same = agree(found, self.traits.hidden, next(self.model.parameters()).dtype)
+        if not is_same and self._split is not None:
+            raise ModelError(
+                f"parallelism.sequence_parallel does not work with {self._kind}, whose layers are not all plain "
+                "attention, or whose logits are more than a product with the output embedding"
+            )
+        if not is_same:
+            raise ModelError(
+                f"{self._kind} computes something else when its layers are divided among ranks: leave "
+                "parallelism.tensor_parallel and parallelism.expert_parallel out"
+            )
+
+    def _hidden(self, inputs: ModelInput) -> Tensor:
+        return hidden_states(self.base, inputs, self._split).float()
 
     def statistics(
         self, inputs: ModelInput, *, with_entropy: bool, with_sum_pi_squared: bool = False
@@ -177,68 +223,19 @@ class Policy:
             return wanted
         if wanted == "packed":
             raise ModelError(
-                f"optimisation.packing: packed does not work with {type(self.model).__name__}, whose layers are not "
+                f"optimisation.packing: packed does not work with {self._kind}, whose layers are not "
                 "all plain attention under a mask: use auto or padded"
             )
         return "padded"
 
-    def _probe(self, seed: int) -> Tensor:
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(self.device)
 
-    @torch.no_grad()
-    def _has_plain_head(self) -> bool:
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            return False
-        ids = self._probe(0)
-        expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state
-        return self._agree((hidden @ head.weight.T).float(), expected)
-
-    @torch.no_grad()
-    def _can_pack(self) -> bool:
-        config = self.model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        uses_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
-        if kinds != {"full_attention"} or (uses_window and not getattr(config, "layer_types", None)):
-            return False
-        first, second = self._probe(1), self._probe(2)
-        joined = torch.cat([first, second], dim=1)
-        owner = torch.arange(2, device=self.device).repeat_interleave(PROBE_TOKENS)
-        mask = (owner[:, None] == owner[None, :]).tril()[None, None]
-        positions = torch.arange(PROBE_TOKENS, device=self.device).repeat(2)[None]
-        try:
-            packed = self._hidden(input_ids=joined, attention_mask=mask, position_ids=positions)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            log.info("model does not take a mask of its own: no packing", extra={"error": repr(error)})
-            return False
-        apart = torch.cat([self._hidden(input_ids=first), self._hidden(input_ids=second)], dim=1)
-        return self._agree(packed, apart)
-
-    @torch.no_grad()
-    def _can_share_prompts(self) -> bool:
-        """Ask whether two answers beside each other, after their prompt, are computed as each after the prompt alone.
-
-        Not where a layer counts positions by their places in a row.
-        """
-        prompt, answer, other = self._probe(4), self._probe(5), self._probe(6)
-        token_ids = [torch.cat([prompt, each], dim=1)[0].cpu().numpy() for each in (answer, other)]
-        layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
-        places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
-        inputs = build_input(layout, token_ids, {0: places, 1: places}).to(self.device)
-        with_mask = {name: each for name, each in arguments_of(inputs).items() if name != "use_cache"}
-        shared = self._hidden(**with_mask)
-        apart = [self._hidden(input_ids=torch.from_numpy(ids)[None].to(self.device)) for ids in token_ids]
-        return self._agree(shared, torch.cat([apart[0], apart[1][:, PROBE_TOKENS:]], dim=1))
-
-    def _hidden(self, **arguments: Tensor) -> Tensor:
-        hidden: Tensor = self.base(**arguments, use_cache=False).last_hidden_state.float()
-        return hidden
-
-    def _agree(self, found: Tensor, expected: Tensor) -> bool:
-        if found.shape != expected.shape:
-            return False
-        tolerance = PROBE_TOLERANCE.get(next(self.model.parameters()).dtype, 1e-4)
-        return bool((found - expected).abs().max() <= tolerance * (1 + expected.abs().max()))
+def _traits_of_twin(model: nn.Module, stored: StoredWeights, ranks: Ranks) -> Traits:
+    """Compute with a copy that each rank has a part of and whose layers are whole, which is thrown away."""
+    twin = copy.deepcopy(model)
+    shard(twin, ranks.undivided)
+    stored.fill(twin, ranks.home, ranks.device)
+    found = traits_of(twin, ranks.device)
+    del twin
+    # Its modules and FSDP's states refer to one another.
+    gc.collect()
+    return found

@@ -94,11 +94,24 @@ class Adapters:
         chosen = _chosen(model, config)
         model.requires_grad_(False)
         for name, layer in chosen.items():
-            self.layers[name] = _adapt(layer, config.rank, self._switches, _generator(seed, name))
+            self.layers[name] = _adapt(layer, config.rank, self._switches)
+        self._seed = seed
+        if not next(model.parameters()).is_meta:
+            self.begin()
         self.heads = {name: parameter for name, parameter in model.named_parameters() if name.split(".")[0] == "score"}
         for parameter in self.heads.values():
             parameter.requires_grad_(True)
         self._model = model
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Draw A, and set B to 0: the same bits on any number of ranks. For a model that has its memory."""
+        for name, layer in self.layers.items():
+            rank, width = layer.lora_a.shape
+            # As torch begins a linear layer, and peft its A: U(-1/sqrt(width), 1/sqrt(width)).
+            low = (2 * torch.rand(rank, width, generator=_generator(self._seed, name)) - 1) / math.sqrt(width)
+            layer.lora_a.copy_(localized(low.to(layer.lora_a.dtype), layer.lora_a))
+            layer.lora_b.zero_()
 
     @property
     def names(self) -> frozenset[str]:
@@ -268,14 +281,12 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def _adapt(layer: nn.Module, rank: int, switches: _Switches, generator: torch.Generator) -> Adapted:
+def _adapt(layer: nn.Module, rank: int, switches: _Switches) -> Adapted:
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     wide, high = weight.shape if isinstance(layer, Conv1D) else reversed(weight.shape)
-    # As torch begins a linear layer, and peft its A: U(-1/sqrt(width), 1/sqrt(width)).
-    low = (2 * torch.rand(rank, wide, generator=generator) - 1) / math.sqrt(wide)
     layer.__class__ = ADAPTED[type(layer)]
-    layer.register_parameter(A, nn.Parameter(low.to(weight)))
+    layer.register_parameter(A, nn.Parameter(weight.new_empty(rank, wide)))
     layer.register_parameter(B, nn.Parameter(weight.new_zeros(high, rank)))
     assert isinstance(layer, AdaptedLinear | AdaptedConv1D)
     layer.switches = switches

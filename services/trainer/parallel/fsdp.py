@@ -18,7 +18,7 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     """Shard a module's layers one by one, and the rest of it as one unit; optimisers are made afterwards.
 
     Args:
-        module: the same weights on every rank.
+        module: the same weights on every rank, or none yet: parameters on ``meta``.
         ranks: more than one.
     """
     assert ranks.mesh is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,22 @@ class Ranks:
     sequence_size: int = 1
     remote: frozenset[int] = frozenset()
     offloads_parameters: bool = False
+
+    @property
+    def home(self) -> torch.device:
+        """Where sharded weights are while they do not compute."""
+        return torch.device("cpu") if self.offloads_parameters else self.device
+
+    @property
+    def shares_computation(self) -> bool:
+        """Whether a layer is computed by several ranks together, and so perhaps not as one computes it."""
+        return self.share_size > 1 or self.expert_mesh is not None
+
+    @cached_property
+    def undivided(self) -> "Ranks":
+        """The same ranks where each computes whole layers by itself; every rank asks for it, or none."""
+        mesh = init_device_mesh(self.device.type, (1, self.size, 1), mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        return replace(self, mesh=mesh, expert_mesh=None, sequence_group=None, sequence_size=1)
 
     @property
     def is_remote(self) -> bool:

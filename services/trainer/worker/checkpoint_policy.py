@@ -11,9 +11,10 @@ step under the stream's bound, a checkpoint is made before it is due.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
+from statistics import fmean
 
 from services.trainer.checkpoint.manager import CheckpointManager, Progress
 from services.trainer.data.source import GroupSource
@@ -75,6 +76,7 @@ class CheckpointPolicy:
         self._compute, self._on_failure = compute, on_failure
         self._durable_step = progress.step
         self._early, self._retained_bytes = 0, 0.0
+        self._figures: list[float] = []
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -90,15 +92,22 @@ class CheckpointPolicy:
         return self.progress.step == self._durable_step
 
     @property
+    def _figure(self) -> float | None:
+        return fmean(self._figures) if self._figures else None
+
+    @property
     def _is_at_version(self) -> bool:
         return self._line.is_published(self.progress.step)
 
-    async def after_step(self, is_stopped: Callable[[], bool]) -> None:
+    async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
         """Write a checkpoint if one is due. Where none can be written for a whole interval, training waits here.
 
         Args:
             is_stopped: whether the loop shall end, which ends the wait.
+            values: what is reported of the step.
         """
+        if self._config.best is not None and (figure := values.get(self._config.best.metric)) is not None:
+            self._figures.append(figure)
         if self._config.durability == "step":
             await self._commit([self.progress.step])
         late = self.progress.step - self._durable_step - self._config.every_steps
@@ -166,8 +175,9 @@ class CheckpointPolicy:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._compute, self._reporter.sync)
         path = await loop.run_in_executor(
-            self._compute, partial(self._manager.save, self._learner, self.progress, self._line)
+            self._compute, partial(self._manager.save, self._learner, self.progress, self._line, self._figure)
         )
+        self._figures.clear()
         self._durable_step = self.progress.step
         self._on_failure(None)
         # What stands, rather than what was planned since the last time: a server that came back from its log at an

@@ -137,7 +137,7 @@ class TrainingLoop:
         # Nobody trains a step again that a checkpoint contains: its figures are kept before.
         values |= self._describe(result, self._times.with_step(planned, *spent, None))
         self._reporter.keep(MetricBatch(step=step, version=version, values=values))
-        await self._durability.after_step(self._is_stopped)
+        await self._durability.after_step(self._is_stopped, values)
         self._times.add(planned, *spent, time.monotonic() - published)
         values |= self._describe(result, self._times) | self._durability.take_figures() | self._samples.figures()
         self._reporter.metrics(MetricBatch(step=step, version=version, values=values))

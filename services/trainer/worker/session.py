@@ -135,7 +135,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         loop = asyncio.get_running_loop()
         checkpoints = around.directory / CHECKPOINTS
         execution = await stack.enter_async_context(open_execution(spec, around.job, compute, checkpoints))
-        storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep)
+        storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep, best=spec.checkpoint.best)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress

@@ -4,13 +4,19 @@ import multiprocessing
 import os
 import queue
 import socket
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import TCPStore
+from transformers import AutoConfig
 
+from services.trainer.models.loading import LoadedModel, without_weights
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 
 Work = Callable[[Ranks, Any], Any]
@@ -53,6 +59,29 @@ def run_ranks(
             process.kill()
             process.join()
     return [found[rank] for rank in range(shape.size)]
+
+
+@contextmanager
+def stored(model: nn.Module | None, ranks: Ranks, *, scores: bool = False) -> Iterator[LoadedModel | None]:
+    """Put a model into files, from which ranks read what they keep while this lasts; every rank does it at once."""
+    if model is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as own:
+        if ranks.is_leader:
+            model.save_pretrained(own)  # type: ignore[operator]
+        yield in_parts(Path(ranks.gather(own.encode())[0].decode()), scores=scores)
+        ranks.gather(b"")  # the files are the first rank's
+
+
+def in_parts(directory: Path, *, scores: bool = False) -> LoadedModel:
+    """Make a model that is to be read in parts."""
+    config = AutoConfig.from_pretrained(directory)
+    if scores:
+        config.num_labels = 1
+    loaded = without_weights(directory, config, torch.float32, scores=scores)
+    assert loaded is not None
+    return loaded
 
 
 def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any, host: str | None) -> None:

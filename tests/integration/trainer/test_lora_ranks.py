@@ -19,7 +19,7 @@ from shared.weights.image import WeightImage
 from shared.weights.parts import write_parts
 from shared.weights.sharded_parameters import ShardedParameters
 from tests.integration.trainer.architectures import ARCHITECTURES
-from tests.integration.trainer.ranks import run_ranks
+from tests.integration.trainer.ranks import run_ranks, stored
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
 NAMES = ("Qwen3", "GPT-2", "Qwen3-MoE")
@@ -53,8 +53,12 @@ def compared(ranks: Ranks, directory: str) -> dict[str, dict[str, float]]:
 
 
 def _trained(name: str, ranks: Ranks | None) -> tuple[Learner, list[float]]:
-    arguments: dict[str, Any] = {} if ranks is None else {"ranks": ranks}
-    learner = Learner(_spec(name), LoadedModel(ARCHITECTURES[name](), Path()), **arguments)
+    if ranks is None:
+        learner = Learner(_spec(name), LoadedModel(ARCHITECTURES[name](), Path()))
+    else:
+        with stored(ARCHITECTURES[name](), ranks) as loaded:
+            assert loaded is not None
+            learner = Learner(_spec(name), loaded, ranks=ranks)
     return learner, [learner.train(uneven_groups(2, seed=step), step).metrics["loss/total"] for step in (1, 2, 3)]
 
 

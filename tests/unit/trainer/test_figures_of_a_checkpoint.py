@@ -1,6 +1,6 @@
 """A step's figures are as durable as the checkpoint that contains the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class KilledAfterTheCheckpoint:
         self.progress = Progress.start()
         self._at = at
 
-    async def after_step(self, is_stopped: Callable[[], bool]) -> None:
+    async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
         if self.progress.step == self._at:
             raise KeyboardInterrupt
 

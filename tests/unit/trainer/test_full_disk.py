@@ -12,7 +12,7 @@ import pytest
 from services.trainer.checkpoint.manager import Progress
 from services.trainer.worker import checkpoint_policy
 from services.trainer.worker.checkpoint_policy import LAST_ATTEMPTS, CheckpointOverdue, CheckpointPolicy
-from shared.config.checkpoint import CheckpointConfig
+from shared.config.checkpoint import BestCheckpointsConfig, CheckpointConfig
 from shared.errors import Unavailable
 from shared.lineage import INITIAL, VersionLine
 from shared.schemas.service import Failure
@@ -23,9 +23,11 @@ class Disk:
 
     def __init__(self, full_for: int, on_attempt: Callable[[int], None] = lambda _: None) -> None:
         self.attempts, self._full_for, self._on_attempt = 0, full_for, on_attempt
+        self.figures: list[float | None] = []
 
-    def save(self, *_: Any) -> Path:
+    def save(self, *arguments: Any) -> Path:
         self.attempts += 1
+        self.figures.append(arguments[-1])
         self._on_attempt(self.attempts)
         if self.attempts <= self._full_for:
             raise Unavailable("no space left")
@@ -54,7 +56,7 @@ class Source:
 class Around:
     """A policy at step 4 of every second step: its checkpoint is a whole interval late."""
 
-    def __init__(self, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, disk: Disk, monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> None:
         monkeypatch.setattr(checkpoint_policy, "PAUSE_SECONDS", 0.001)
         self.failures: list[Failure | None] = []
         progress = Progress.start()
@@ -62,7 +64,7 @@ class Around:
         reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda _: None)
         self._compute = ThreadPoolExecutor(1)
         self.policy = CheckpointPolicy(
-            CheckpointConfig(every_steps=2),
+            CheckpointConfig(every_steps=2, **checkpoint),
             cast(Any, disk),
             cast(Any, learner),
             progress,
@@ -83,7 +85,7 @@ async def test_training_waits_for_room_and_goes_on(monkeypatch: pytest.MonkeyPat
     disk = Disk(full_for=5)
     around = Around(disk, monkeypatch)
 
-    await asyncio.wait_for(around.policy.after_step(lambda: False), 20)
+    await asyncio.wait_for(around.policy.after_step(lambda: False, {}), 20)
 
     assert disk.attempts == 6
     # Named as long as it lasts, never fatal, and withdrawn.
@@ -102,7 +104,7 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(full_for=1000, on_attempt=stop)
     around = Around(disk, monkeypatch)
 
-    await asyncio.wait_for(around.policy.after_step(lambda: stopped), 20)
+    await asyncio.wait_for(around.policy.after_step(lambda: stopped, {}), 20)
     assert disk.attempts == 3
 
     with pytest.raises(CheckpointOverdue):
@@ -122,4 +124,18 @@ async def test_training_that_has_ended_waits_for_room(monkeypatch: pytest.Monkey
     )
 
     assert disk.attempts == 2 * LAST_ATTEMPTS + 1
+    around.close()
+
+
+async def test_a_checkpoint_has_the_mean_of_the_figure_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(full_for=1)
+    around = Around(disk, monkeypatch, best=BestCheckpointsConfig(metric="reward/mean"))
+    around.policy.progress.step = 0
+
+    for step, value in enumerate((0.1, 0.3, 0.5, 0.7, 0.9, 1.0), start=1):
+        around.policy.progress.step = step
+        await around.policy.after_step(lambda: False, {"reward/mean": value, "loss/total": 9.0})
+
+    # The first attempt failed after two steps: its figures count towards the next.
+    assert disk.figures == pytest.approx([0.2, 0.3, 0.8])
     around.close()

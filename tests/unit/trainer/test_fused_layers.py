@@ -94,6 +94,17 @@ def test_a_whole_model_is_fused_once_and_is_saved_as_before(tmp_path: Path) -> N
     torch.testing.assert_close(Qwen3ForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
 
 
+def test_a_model_whose_weights_are_read_later_is_fused_too() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(CONFIG)
+        gemma = GemmaRMSNorm(32)
+    gemma.variance_epsilon = gemma.eps
+
+    assert fuse_layers(model) == 2 * (4 + 1) + 1
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert fuse_layers(gemma) == 0
+
+
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     kernels, threads = kernels_for(), torch.get_num_threads()
     assert kernels is not None

@@ -8,6 +8,7 @@ import pytest
 
 from services.trainer.checkpoint.state import CheckpointState, check_same_lineage
 from services.trainer.checkpoint.storage import CheckpointStorage
+from shared.config.checkpoint import BestCheckpointsConfig
 from shared.errors import ModelError, Unavailable
 from tests.unit.trainer.builders import a_spec
 
@@ -29,12 +30,12 @@ def a_state(step: int, files: dict[str, int] | None = None, **fields: Any) -> Ch
     return CheckpointState(**(defaults | fields))
 
 
-def write(storage: CheckpointStorage, step: int, content: bytes = b"weights") -> Path:
+def write(storage: CheckpointStorage, step: int, content: bytes = b"weights", figure: float | None = None) -> Path:
     def fill(directory: Path) -> None:
         (directory / "model").mkdir()
         (directory / "model" / "weights").write_bytes(content)
 
-    return storage.write(step, fill, lambda files: a_state(step, files))
+    return storage.write(step, fill, lambda files: a_state(step, files, figure=figure))
 
 
 def names(directory: Path) -> list[str]:
@@ -51,6 +52,17 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     newest = next(iter(storage.complete()), None)
     assert newest is not None
     assert (newest.step, newest.state.trained) == (60, [[0, 60]])
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("max", (20, 60)), ("min", (30, 40))])
+def test_the_best_ones_are_kept_beside_the_newest(tmp_path: Path, mode: Any, kept: tuple[int, ...]) -> None:
+    storage = CheckpointStorage(tmp_path, keep=1, best=BestCheckpointsConfig(keep=2, mode=mode))
+
+    for step, figure in ((10, None), (20, 0.9), (30, 0.2), (40, 0.2), (50, 0.5), (60, 0.9), (70, 0.8), (80, 1.0)):
+        write(storage, step, figure=figure)
+
+    # The newest stays as such; of the others those with the best figures, and none without a figure.
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (*kept, 80)]
 
 
 @pytest.mark.parametrize("damage", ["truncated file", "missing file", "missing state", "torn state"])

@@ -1,0 +1,156 @@
+"""What is found out about a model by computing some tokens with it, because its configuration does not say it."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from services.trainer.data.packing import MicroLayout, ModelInput, build_input
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 12
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True, eq=False)
+class Traits:
+    """How a model computes.
+
+    Attributes:
+        has_plain_head: whether logits are ``hidden W^T``, without bias, cap or scale.
+        can_pack: whether attention stays within a given mask, so that a row may hold several sequences.
+        can_share_prompts: whether two answers may follow one prompt in a row.
+        hidden: [1, W, H] last hidden states of ``probe``'s tokens, which any other way to compute them must give.
+    """
+
+    has_plain_head: bool
+    can_pack: bool
+    can_share_prompts: bool
+    hidden: Tensor
+
+
+@torch.no_grad()
+def traits_of(model: Any, device: torch.device) -> Traits:
+    """Compute with a model; every rank of a sharded one does it at once.
+
+    Args:
+        model: a Hugging Face causal LM or classifier, whole or sharded, but with undivided layers.
+        device: where it computes.
+    """
+    ids = probe(model, 0, device)
+    logits = model(input_ids=ids, use_cache=False).logits.float() if _has_linear_head(model) else None
+    # Only a forward method of the model's own gathers what belongs to no layer: embedding, last norm, head.
+    model.probed = partial(_probed, model)
+    register_fsdp_forward_method(model, "probed")
+    try:
+        found: Traits = model.probed(ids, logits)
+    finally:
+        del model.probed
+    return found
+
+
+def probe(model: Any, seed: int, device: torch.device) -> Tensor:
+    """Draw token ids [1, W]."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (1, PROBE_TOKENS), generator=generator).to(device)
+
+
+def probe_input(model: Any, device: torch.device) -> ModelInput:
+    """Make the input whose hidden states traits have."""
+    ids = probe(model, 3, device)
+    return ModelInput(ids, torch.arange(PROBE_TOKENS, device=device)[None], None, ids[0, :1], ids[0, :1])
+
+
+def agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results of a model of some dtype are the same but for rounding."""
+    if found.shape != expected.shape:
+        return False
+    tolerance = PROBE_TOLERANCE.get(dtype, 1e-4)
+    return bool((found - expected).abs().max() <= tolerance * (1 + expected.abs().max()))
+
+
+def _has_linear_head(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.bias is None
+
+
+def _probed(model: Any, ids: Tensor, logits: Tensor | None) -> Traits:
+    probing = _Probing(model, ids.device)
+    can_pack = probing.can_pack()
+    return Traits(
+        has_plain_head=logits is not None and probing.is_plain(ids, logits),
+        can_pack=can_pack,
+        can_share_prompts=can_pack and probing.can_share_prompts(),
+        hidden=probing.hidden(input_ids=probe(model, 3, ids.device)),
+    )
+
+
+class _Probing:
+    """A model while it is asked."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._dtype = next(model.parameters()).dtype
+
+    def is_plain(self, ids: Tensor, logits: Tensor) -> bool:
+        """Whether logits are a product with the output embedding."""
+        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return agree((hidden @ self._model.get_output_embeddings().weight.T).float(), logits, self._dtype)
+
+    def can_pack(self) -> bool:
+        """Ask whether two sequences in one row are computed as each alone."""
+        config = self._model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        uses_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+        if kinds != {"full_attention"} or (uses_window and not getattr(config, "layer_types", None)):
+            return False
+        first, second = self._probe(1), self._probe(2)
+        joined = torch.cat([first, second], dim=1)
+        owner = torch.arange(2, device=self._device).repeat_interleave(PROBE_TOKENS)
+        mask = (owner[:, None] == owner[None, :]).tril()[None, None]
+        positions = torch.arange(PROBE_TOKENS, device=self._device).repeat(2)[None]
+        try:
+            packed = self.hidden(input_ids=joined, attention_mask=mask, position_ids=positions)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            log.info("model does not take a mask of its own: no packing", extra={"error": repr(error)})
+            return False
+        apart = torch.cat([self.hidden(input_ids=first), self.hidden(input_ids=second)], dim=1)
+        return agree(packed, apart, self._dtype)
+
+    def can_share_prompts(self) -> bool:
+        """Ask whether two answers beside each other, after their prompt, are computed as each after the prompt alone.
+
+        Not where a layer counts positions by their places in a row.
+        """
+        prompt, answer, other = self._probe(4), self._probe(5), self._probe(6)
+        token_ids = [torch.cat([prompt, each], dim=1)[0].cpu().numpy() for each in (answer, other)]
+        layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
+        places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
+        inputs = build_input(layout, token_ids, {0: places, 1: places}).to(self._device)
+        with_mask = {name: each for name, each in arguments_of(inputs).items() if name != "use_cache"}
+        shared = self.hidden(**with_mask)
+        apart = [self.hidden(input_ids=torch.from_numpy(ids)[None].to(self._device)) for ids in token_ids]
+        return agree(shared, torch.cat([apart[0], apart[1][:, PROBE_TOKENS:]], dim=1), self._dtype)
+
+    def hidden(self, **arguments: Tensor) -> Tensor:
+        """Compute last hidden states."""
+        hidden: Tensor = self._model.base_model(**arguments, use_cache=False).last_hidden_state.float()
+        return hidden
+
+    def _probe(self, seed: int) -> Tensor:
+        return probe(self._model, seed, self._device)
+
+
+def arguments_of(inputs: ModelInput) -> dict[str, Any]:
+    """Return what a model is called with."""
+    arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
+    if inputs.attention_mask is not None:
+        arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+    return arguments

@@ -161,7 +161,7 @@ def _evaluated(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Write what an evaluation without training has found: shares as percentages."""
     found = {name: value for name, value in summary["evaluation"].items() if name not in WITHOUT_TRAINING}
     rows = [(name, number(value, ".1%" if _is_share(name, summary) else ".4g")) for name, value in found.items()]
-    return [*rows, ("tokens", f"{summary['tokens_generated'] or 0} generated")]
+    return [*rows, ("tokens", f"{summary['tokens_generated'] or 0} in the answers")]
 
 
 def _is_share(name: str, summary: Mapping[str, Any]) -> bool:

@@ -281,6 +281,7 @@ ELSEWHERE: Final = {
     ("docs/cli.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
     ("docs/lora.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
     ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",
+    ("docs/jobs.md", "flotilla evaluate experiment.yaml --answers"): "tests/unit/gateway/test_written.py",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):

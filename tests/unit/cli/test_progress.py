@@ -304,6 +304,6 @@ async def test_an_evaluation_alone_says_what_was_answered_and_all_that_was_found
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
     assert summary["evaluation"] == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5}
     shown = shown_to_a_person(progress)
-    assert {"accuracy │ 25.0%", "pass@4 │ 50.0%", "tokens │ 70 generated"} <= set(shown)
+    assert {"accuracy │ 25.0%", "pass@4 │ 50.0%", "tokens │ 70 in the answers"} <= set(shown)
     assert any("9 groups issued = 7 evaluated" in line for line in shown)
     assert not any(line.startswith(("steps", "held-out", "lag_versions")) for line in shown)

@@ -49,7 +49,7 @@ def test_a_file_of_verls_offline_scoring_is_refused_for_what_it_is() -> None:
     report = build(SYSTEMS["verl"], read("verl", text, (), {}, source="evaluation.yaml")).report
 
     assert {entry.name for entry in report.refused} == {"data.path", "data.data_source_key"}
-    assert all("sample the answers again" in entry.detail for entry in report.refused)
+    assert all("--answers COLUMN grades them" in entry.detail for entry in report.refused)
 
 
 @pytest.mark.parametrize(

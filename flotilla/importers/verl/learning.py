@@ -10,6 +10,7 @@ from flotilla.importers.source import Source
 from flotilla.importers.values import wrong
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK
 from flotilla.importers.verl.algorithm import ALGORITHM, CORRECTION
+from flotilla.importers.verl.distillation import is_pure
 from flotilla.importers.verl.rules import Fields, is_fully_async
 from flotilla.importers.verl.trainer import ASYNC
 
@@ -63,7 +64,9 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
 
 
 def advantage(source: Source) -> Fields:
-    """Make the estimator."""
+    """Make the estimator; a teacher alone needs none."""
+    if is_pure(source):
+        return {}
     written = source.value(f"{ALGORITHM}.adv_estimator")
     if written in NOT_OFFERED:
         source.refuse(f"{ALGORITHM}.adv_estimator", f"{written} {NOT_OFFERED[written]}")

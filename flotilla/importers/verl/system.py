@@ -15,6 +15,7 @@ from flotilla.importers.verl import (
     algorithm,
     data,
     datasets,
+    distillation,
     launch,
     learning,
     megatron,
@@ -36,7 +37,7 @@ VERL: System = make_system(
     "verl",
     (
         data.DATA, data.ROLLOUT, tools.ROWS, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS,
-        actor.CRITIC_ROWS,
+        actor.CRITIC_ROWS, distillation.ROWS,
         actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
         trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
@@ -44,7 +45,8 @@ VERL: System = make_system(
     ),
     rules=(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
-        learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling, rules.rewards,
+        learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling,
+        distillation.distillation, rules.rewards,
         rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload,
         rules.publication, rules.tracking,
         tools.episodes,

@@ -87,7 +87,6 @@ class HttpSource:
         span = arrival.span
 
         def receive() -> None:
-            image.reserve(span)
             with image.view[span.start : span.stop] as target:
                 receiver.receive(bytes.fromhex(ticket), target)
 
@@ -111,7 +110,6 @@ class HttpSource:
             WeightTransferFailed: it is longer than the range.
         """
         span = arrival.span
-        await asyncio.to_thread(image.reserve, span)
         try:
             async with asyncio.timeout(None) as limit:
                 body = arrival.stream = _Body(limit)

@@ -143,7 +143,6 @@ class FileReader:
                 raise ConnectionAbortedError("stopped before it began")
             self._is_reading, file = True, self._file
         with file, image.view[span.start : span.stop] as target:
-            image.reserve(span)
             piece = memoryview(bytearray(min(CHUNK_BYTES, len(span))))
             while self.num_received < len(span):
                 wanted = piece[: len(span) - self.num_received]

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-RANGE_BYTES = 32 << 20
+RANGE_BYTES = 64 << 20
 """What one connection fetches at a time: as much as a source that breaks off or lies about its speed can hold up."""
 
 

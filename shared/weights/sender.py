@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from concurrent.futures import Future
 from io import FileIO
 from typing import Protocol
@@ -18,13 +19,19 @@ from typing import Protocol
 from shared.processes import python_module
 from shared.secret_variables import without_secrets
 from shared.weights.image import WeightImage
-from shared.weights.sending import ORDER, RESULT, SEND_BYTES
+from shared.weights.loopback import SEND_BUFFER_BYTES, is_loopback
+from shared.weights.sending import ORDER, RESULT, SEND_BYTES, Priority
 
 log = logging.getLogger(__name__)
 
 RANGE_SECONDS = 600.0
 """Longer than any range takes, also to a caller that is slow: then the process is stuck, and is killed."""
 KILL_SECONDS = 5.0
+ALLOWED_SECONDS = 0.2
+SLOW_BYTES_PER_SECOND = 100e6
+"""A range that takes longer found no idle core, or a slow network, where priority matters little."""
+CROWDED_SECONDS = 60.0
+"""For so long no idle core is looked for again."""
 
 
 class RangeSender(Protocol):
@@ -70,25 +77,31 @@ class InlineSender:
 
 
 class ProcessSender:
-    """Sends through a process, which is started when it is first needed, and again when it has ended."""
+    """Sends through a process, which is started when it is first needed, and again when it has ended.
+
+    It runs where a core is idle. Where that is too slow, another one of low priority sends for a while: a rollout
+    would otherwise wait for training to pause.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._running: dict[Priority, _Running] = {}
+        self._idle_again_at = 0.0
         self._is_closed = False
 
     @property
-    def pid(self) -> int | None:
-        """Of the process; None where none runs."""
+    def pids(self) -> dict[Priority, int]:
+        """Of the processes that run."""
         with self._lock:
-            running = self._running
-        return None if running is None or running.has_ended else running.process.pid
+            return {each: running.process.pid for each, running in self._running.items() if not running.has_ended}
 
     def send(self, connection: socket.socket, image: WeightImage, span: range, silence_seconds: float) -> None:
         """See ``RangeSender.send``."""
         if (running := self._started()) is None:
             InlineSender().send(connection, image, span, silence_seconds)
             return
+        if is_loopback(connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         connection.settimeout(None)
         seconds, fraction = divmod(silence_seconds, 1)
         timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
@@ -102,53 +115,53 @@ class ProcessSender:
             return
         self._move(running, target.fileno(), image, range(image.image_bytes))
 
+    def close(self) -> None:
+        """End the processes."""
+        with self._lock:
+            self._is_closed = True
+            running, self._running = list(self._running.values()), {}
+        for each in running:
+            each.end()
+
     def _move(self, running: "_Running", target: int, image: WeightImage, span: range) -> None:
+        started = time.monotonic()
         try:
             num = running.order(target, image.fileno(), span).result(RANGE_SECONDS)
         except OSError:  # a time-out, too
-            self._forget(running)
+            running.end()
             raise
+        now = time.monotonic()
+        if now - started > ALLOWED_SECONDS + len(span) / SLOW_BYTES_PER_SECOND:
+            self._idle_again_at = now + CROWDED_SECONDS
         if num < len(span):
             raise ConnectionResetError(f"{num} of {len(span)} bytes were taken")
 
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._is_closed = True
-            running = self._running
-        if running is not None:
-            self._forget(running)
-
     def _started(self) -> "_Running | None":
-        """Return the process; None if none can be started."""
+        """Return a process; None if none can be started."""
         with self._lock:
             if self._is_closed:
                 raise ConnectionAbortedError("nothing is sent any more")
-            if self._running is None or self._running.has_ended:
+            priority = Priority.LOW if time.monotonic() < self._idle_again_at else Priority.IDLE
+            running = self._running.get(priority)
+            if running is None or running.has_ended:
                 try:
-                    self._running = _Running()
+                    running = self._running[priority] = _Running(priority)
                 except OSError as error:
                     # Too many processes, no memory for one more: it goes on with what there is.
                     log.warning("no process can be started to send weights", extra={"cause": repr(error)})
                     return None
-            return self._running
-
-    def _forget(self, running: "_Running") -> None:
-        with self._lock:
-            if self._running is running:
-                self._running = None
-        running.end()
+            return running
 
 
 class _Running:
     """The process, and who waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Priority) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    python_module("shared.weights.sending", str(theirs.fileno())),
+                    python_module("shared.weights.sending", str(theirs.fileno()), priority),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=without_secrets(os.environ),
@@ -181,6 +194,7 @@ class _Running:
 
     def end(self) -> None:
         """Kill the process; whoever waits hears of it."""
+        self.has_ended = True
         self.process.kill()
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)

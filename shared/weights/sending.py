@@ -1,8 +1,8 @@
 """The process that sends ranges of images: it moves bytes for its service, at a low priority, and decides nothing.
 
-Run with the number of a socket that it inherits. Each message there is one range, with two descriptors: where it goes,
-and the image, whose lock lasts as long as the descriptor. The answer tells how many bytes went. It ends with its
-service, since that closes the socket.
+Run with the number of a socket that it inherits, and with how it gives way (``Priority``). Each message there is one
+range, with two descriptors: where it goes, and the image, whose lock lasts as long as the descriptor. The answer tells
+how many bytes went. It ends with its service, since that closes the socket.
 
 It is a process and no thread, since a thread that gives way to training may have to do so while it holds the
 interpreter's lock: the loop that keeps the service's lease would then give way, too.
@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+from enum import StrEnum
 
 ORDER = struct.Struct("<QQQ")
 """Number, first byte, and the byte after the last."""
@@ -22,6 +23,15 @@ RESULT = struct.Struct("<QQ")
 NICENESS = 15
 """Against training that uses every core, the sender gets some 3 % of one: little, but never nothing."""
 SEND_BYTES = 8 << 20
+
+
+class Priority(StrEnum):
+    """How the process gives way to others."""
+
+    IDLE = "idle"
+    """It runs where a core has nothing else to do; where none is idle it gets some 0.3 % of one."""
+    LOW = "low"
+    """See ``NICENESS``."""
 
 
 def send_range(target: int, image: int, span: range) -> int:
@@ -54,10 +64,11 @@ def _serve(control: socket.socket, number: int, descriptors: list[int], span: ra
             control.send(RESULT.pack(number, num))
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, priority: Priority) -> None:
     """Send what is ordered until the service closes its end."""
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
+    os.nice(NICENESS)
+    if priority is Priority.IDLE:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     control = socket.socket(fileno=descriptor)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 2)
@@ -70,4 +81,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Priority(sys.argv[2]))

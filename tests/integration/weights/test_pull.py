@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shared.credentials import Credentials
 from shared.errors import Conflict, DeadlineExceeded, NotFound, Unauthorized, Unavailable, WeightTransferFailed
 from shared.weights.image import WeightImage
+from shared.weights.missing import RANGE_BYTES
 from shared.weights.pull import PublishedImages, weights_router
 from shared.weights.pull_client import WeightPuller
 from shared.weights.tensors import open_image
@@ -24,6 +25,7 @@ from tests.integration.weights.processes import an_image
 
 TOKEN = "correct horse"
 DEADLINE = 20.0
+FIRST_RANGE = f"bytes=0-{RANGE_BYTES - 1}"
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ async def test_a_pull_that_breaks_off_goes_on_where_it_stopped(image: WeightImag
         path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
         assert path.read_bytes() == image.view
-        assert server.faults.ranges[0] == "bytes=0-33554431"
+        assert server.faults.ranges[0] == FIRST_RANGE
         assert len(server.faults.ranges) == 4
         starts = [int(each.removeprefix("bytes=").partition("-")[0]) for each in server.faults.ranges[1:]]
         assert 0 < starts[0] == starts[1] < starts[2] < image.image_bytes
@@ -130,7 +132,7 @@ async def test_a_version_published_anew_is_pulled_from_its_beginning(image: Weig
             path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE)
 
             assert path.read_bytes() == other.view
-        assert server.faults.ranges[-1] == "bytes=0-33554431"
+        assert server.faults.ranges[-1] == FIRST_RANGE
     assert list(tmp_path.iterdir()) == [path]
 
 

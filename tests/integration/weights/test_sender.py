@@ -20,7 +20,7 @@ from shared.weights import sender as sender_module
 from shared.weights.image import WeightImage
 from shared.weights.pull_client import WeightPuller
 from shared.weights.sender import ProcessSender
-from shared.weights.sending import NICENESS
+from shared.weights.sending import NICENESS, Priority
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_direct import answer_with_ticket, until_writable
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
@@ -76,10 +76,26 @@ async def test_a_process_that_gives_way_to_training_sends_the_image(
         path = await pulled(server, tmp_path)
 
         assert path.read_bytes() == image.view
-        assert sender.pid is not None
-        assert psutil.Process(sender.pid).nice() == psutil.Process().nice() + NICENESS
+        assert set(sender.pids) == {Priority.IDLE}
+        assert os.sched_getscheduler(sender.pids[Priority.IDLE]) == os.SCHED_IDLE
         await until_writable(image)
-    await until(lambda: sender.pid is None)
+    await until(lambda: not sender.pids)
+
+
+async def test_where_no_core_is_idle_another_process_sends(
+    image: WeightImage, tmp_path: Path, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "ALLOWED_SECONDS", -1.0)
+    async with a_sending_server(image, sender) as server:
+        for name in ("idle", "low"):
+            (tmp_path / name).mkdir()
+            path = await pulled(server, tmp_path / name)
+            assert path.read_bytes() == image.view
+
+        assert set(sender.pids) == {Priority.IDLE, Priority.LOW}
+        low = sender.pids[Priority.LOW]
+        assert os.sched_getscheduler(low) == os.SCHED_OTHER
+        assert psutil.Process(low).nice() == psutil.Process().nice() + NICENESS
 
 
 async def test_a_pull_goes_on_when_the_process_is_killed_within_a_range(
@@ -87,14 +103,13 @@ async def test_a_pull_goes_on_when_the_process_is_killed_within_a_range(
 ) -> None:
     async with a_sending_server(image, sender) as server:
         with await a_caller(server):
-            first = sender.pid
-            assert first is not None
+            first = sender.pids[Priority.IDLE]
 
             os.kill(first, signal.SIGKILL)
             path = await pulled(server, tmp_path)
 
         assert path.read_bytes() == image.view
-        assert sender.pid != first
+        assert sender.pids[Priority.IDLE] != first
         await until_writable(image)
 
 
@@ -113,8 +128,7 @@ async def test_a_process_that_stands_still_is_given_up(
     monkeypatch.setattr(sender_module, "RANGE_SECONDS", 0.5)
     async with a_sending_server(image, sender) as server:
         with await a_caller(server):
-            assert sender.pid is not None
-            os.kill(sender.pid, signal.SIGSTOP)
+            os.kill(sender.pids[Priority.IDLE], signal.SIGSTOP)
 
             path = await pulled(server, tmp_path)
 
@@ -125,8 +139,7 @@ async def test_a_process_that_stands_still_is_given_up(
 async def test_closing_the_server_ends_the_process_and_what_it_sends(image: WeightImage, sender: ProcessSender) -> None:
     async with a_sending_server(image, sender) as server:
         connection = await a_caller(server)
-        assert sender.pid is not None
-        process = psutil.Process(sender.pid)
+        process = psutil.Process(sender.pids[Priority.IDLE])
     with connection:
         await until(lambda: not process.is_running())
         await until_writable(image)
@@ -143,7 +156,7 @@ async def test_where_no_process_can_be_started_a_thread_sends(
         path = await pulled(server, tmp_path)
 
     assert path.read_bytes() == image.view
-    assert sender.pid is None
+    assert sender.pids == {}
 
 
 def test_the_process_ends_with_its_service() -> None:
@@ -157,7 +170,7 @@ def test_the_process_ends_with_its_service() -> None:
         "with tempfile.TemporaryDirectory() as folder, WeightImage.create(4096, directory=Path(folder)) as image:\n"
         "    with open(Path(folder) / 'copy', 'xb', buffering=0) as file:\n"
         "        sender.copy(file, image)\n"
-        "print(sender.pid, flush=True)\n"
+        "print(*sender.pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
     service = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

@@ -68,6 +68,16 @@ SIZES: dict[str, dict[str, int]] = {
         "intermediate_size": 1536,
         "vocab_size": 8192,
     },
+    # As that of benchmarks/trainer.py.
+    "36M": {
+        "hidden_size": 512,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 8192,
+    },
 }
 
 
@@ -149,7 +159,8 @@ class SglangServer:
 
     def __init__(self, directory: str, python: Path) -> None:
         self._runner = asyncio.Runner()
-        self._engine = SglangEngine(ServerSettings(Path(directory), python=python, slots=128, context_tokens=256))
+        settings = ServerSettings(Path(directory), python=python, slots=128, context_tokens=256, probe_seconds=3600)
+        self._engine = SglangEngine(settings)
         self._runner.run(self._engine.start())
 
     def answer(self, load: Load) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, weights
+from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, turns, weights
 from tests.fleet import tiny_model
 
 Main = Callable[[], int | None]
@@ -62,6 +62,16 @@ def test_engine(run: Callable[..., Any]) -> None:
 
     assert rows[-1]["concurrency"] == 1
     assert 0 < rows[-1]["engine"] < rows[-1]["roofline"], "nothing is faster than its matrix products alone"
+
+
+def test_turns(run: Callable[..., Any]) -> None:
+    row = run(turns.main, "--conversations", "2", "--turns", "2", "--rounds", "1")
+
+    # Of the second turn only the last sampled token and what was shown behind it.
+    shown = 1 + turns.SHOWN_TOKENS
+    assert row["prefilled_keeping"] == 2 * (turns.OPENING_TOKENS + shown)
+    assert row["prefilled_forgetting"] == 2 * (2 * turns.OPENING_TOKENS + turns.NEW_TOKENS + turns.SHOWN_TOKENS)
+    assert min(row["keeping"], row["forgetting"]) > 1
 
 
 def test_scale(run: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from tests.fleet import RunningFleet, make_experiment, running_fleet
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS = 12
+FORKED_STEP = 8
 TOLERANCE = 1e-5
 NAMED_SECONDS = 10.0
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "advantage/mean_square")
@@ -44,6 +45,11 @@ async def start(client: GatewayClient, spec: dict[str, Any]) -> str:
     view = await client.call("POST", "/v1/experiments", body=spec, deadline_seconds=60)
     await client.call("POST", f"/v1/experiments/{view['id']}/start", deadline_seconds=60)
     return str(view["id"])
+
+
+async def fork(client: GatewayClient, experiment_id: str, step: int, changes: dict[str, Any]) -> str:
+    path, body = f"/v1/experiments/{experiment_id}/fork", {"step": step, "changes": changes}
+    return str((await client.call("POST", path, body=body, deadline_seconds=60))["id"])
 
 
 async def curve_of(client: GatewayClient, experiment_id: str) -> dict[tuple[int, str], float]:
@@ -76,7 +82,7 @@ async def until_named(client: GatewayClient, cause: str) -> float:
         await asyncio.sleep(0.1)
 
 
-async def test_two_ranks_are_killed_and_learn_what_one_learns(tmp_path: Path) -> None:
+async def test_two_ranks_are_killed_and_learn_what_one_learns_and_one_goes_on(tmp_path: Path) -> None:
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:
             alone = await start(client, an_experiment(tmp_path))
@@ -92,11 +98,15 @@ async def test_two_ranks_are_killed_and_learn_what_one_learns(tmp_path: Path) ->
             await until_completed(client, several)
             found = await curve_of(client, several)
             await check_ledger(client, several, spec)
+            resharded = await fork(client, several, FORKED_STEP, {"parallelism": {"ranks": 1}})
+            await until_completed(client, resharded)
+            continued = await curve_of(client, resharded)
 
     assert found.keys() == expected.keys()
     assert len(found) == STEPS * len(COMPARED)
-    for key, value in expected.items():
-        assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+    assert {step for step, _ in continued} == set(range(FORKED_STEP + 1, STEPS + 1))
+    for key, value in (*found.items(), *continued.items()):
+        assert value == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key
 
 
 async def watch_causes(client: GatewayClient, cause: str, seen: list[float]) -> None:

@@ -29,7 +29,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,27 +193,25 @@ def per_step(part: str, mode: str, seed: int, runs: tuple[Run, Run | None], warm
     )
 
 
-def equal_work(seed: int, number: int, directory: Path, size: Size) -> list[dict[str, Any]]:
+def equal_work(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
     """Compare steps of equal work."""
     common = [f"optimisation.steps={size.steps}", "reward.filter_zero_spread=false"]
-    found = []
     for mode, overrides, per_generation in (("on_policy", SYNCHRONOUS, 1), ("behind", [], 2)):
         trial = hard(seed, *common, *overrides)
         trial = Trial(trial.spec, trial.rows, trial.reward, per_generation)
         runs = both(trial, f"equal_work {mode} seed {seed}", directory / mode, trl_first=bool(number % 2))
-        found.append(per_step("equal_work", mode, seed, runs, size.warmup))
-    return found
+        yield per_step("equal_work", mode, seed, runs, size.warmup)
 
 
-def real_size(seed: int, number: int, directory: Path, size: Size) -> list[dict[str, Any]]:
+def real_size(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
     """Compare steps of a model of real size."""
     directory.mkdir(parents=True)
     trial = of_real_size(seed, directory, size)
     runs = both(trial, f"real_size seed {seed}", directory / "runs", trl_first=bool(number % 2))
-    return [per_step("real_size", "default", seed, runs, size.real_warmup)]
+    yield per_step("real_size", "default", seed, runs, size.real_warmup)
 
 
-def accuracy(seed: int, number: int, directory: Path, size: Size) -> list[dict[str, Any]]:
+def accuracy(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
     """Compare the time to a held-out accuracy."""
     kept = [f"optimisation.steps={size.learning_steps}", f"checkpoint.every_steps={KEEP_EVERY}"]
     trial = hard(seed, *kept, f"checkpoint.keep={size.learning_steps}")
@@ -225,7 +223,7 @@ def accuracy(seed: int, number: int, directory: Path, size: Size) -> list[dict[s
         with saying(f"{what} {name}: judging", lambda text: print(f"  {text}", file=sys.stderr, flush=True)):
             curves.append({} if run is None else accuracies(run.kept, trial.spec, problems, size.held_out, ACCURACY))
     times = [seconds_to(run, curve) for run, curve in zip((ours, theirs), curves, strict=True)]
-    return [row("accuracy", "preset", seed, *times, curve=curves[0], trl_curve=curves[1])]
+    yield row("accuracy", "preset", seed, *times, curve=curves[0], trl_curve=curves[1])
 
 
 def seconds_to(run: Run | None, curve: Mapping[int, float]) -> float | None:
@@ -234,7 +232,7 @@ def seconds_to(run: Run | None, curve: Mapping[int, float]) -> float | None:
     return run.seconds_until(reached[0]) if run is not None and reached else None
 
 
-Part = Callable[[int, int, Path, Size], list[dict[str, Any]]]
+Part = Callable[[int, int, Path, Size], Iterator[dict[str, Any]]]
 PARTS: dict[str, Part] = {"equal_work": equal_work, "accuracy": accuracy, "real_size": real_size}
 
 

@@ -60,6 +60,7 @@ def make_micro_batches(
     num_ranks: int = 1,
     shares_prompts: bool = False,
     hidden_size: int = SMALL_HIDDEN_SIZE,
+    attends_apart: bool = False,
 ) -> list[MicroBatch]:
     """Cut some sequences of a batch into micro-batches; those without a sampled token need no forward pass.
 
@@ -72,6 +73,7 @@ def make_micro_batches(
         rank, num_ranks: whose share is wanted; every rank gets as many micro-batches, some of them empty.
         shares_prompts: whether a prompt that several sequences begin with may be computed once.
         hidden_size: of the model.
+        attends_apart: whether attention goes sequence by sequence in packed rows.
     """
     spans = batch.span_lengths
     chosen = [number for number in members if spans[number]]
@@ -83,8 +85,9 @@ def make_micro_batches(
         packing=packing,
         prompts=_prompts_of(batch, chosen) if shares_prompts else None,
         hidden_size=hidden_size,
+        attends_apart=attends_apart,
     )
-    made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device))
+    made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, attends_apart))
     return made + [_empty(device)] * (max(map(len, shares)) - len(made))
 
 
@@ -108,7 +111,9 @@ def _empty(device: torch.device) -> MicroBatch:
     return MicroBatch(layout, inputs.to(device), nothing, nothing, sequences, None, is_empty=True)
 
 
-def _filled(batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device) -> Iterator[MicroBatch]:
+def _filled(
+    batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device, attends_apart: bool
+) -> Iterator[MicroBatch]:
     offsets = np.concatenate([[0], np.cumsum(batch.span_lengths)])
     mask = batch.sequences.response_mask.cpu().numpy()
     shares = batch.sequences.shares
@@ -126,7 +131,7 @@ def _filled(batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.
         counted = None if shares is None else shares[numbers]
         yield MicroBatch(
             layout=layout,
-            inputs=build_input(layout, batch.token_ids, sampled).to(device),
+            inputs=build_input(layout, batch.token_ids, sampled, attends_apart=attends_apart).to(device),
             members=numbers,
             tokens=torch.from_numpy(tokens).to(device),
             sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members), counted),

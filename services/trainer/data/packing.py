@@ -5,6 +5,7 @@ and cut where that saves the most padding. *packed*: several sequences per row, 
 attention stays within a sequence. A row is not made longer than that for this alone: a dense attention mask pays for
 its zeros. Sequences of one row that answer the same prompt share it: the prompt stands there once, and each answer
 attends to it and to itself. For that rows may be longer, where computing a prompt once saves more than it costs.
+Where attention goes sequence by sequence (``places``) a row of any length costs the same.
 
 The gradient does not depend on any of this, since losses are divided by denominators of the whole mini-batch.
 """
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from services.trainer.data.places import SequencePlaces, places_of
 
 Packing = Literal["auto", "packed", "padded"]
 
@@ -124,6 +127,7 @@ def lay_out(
     packing: Packing,
     prompts: Sequence[Prompt] | None = None,
     hidden_size: int = SMALL_HIDDEN_SIZE,
+    attends_apart: bool = False,
 ) -> tuple[MicroLayout, ...]:
     """Cut sequences into micro-batches of at most ``max_tokens`` positions; a longer sequence makes one of its own.
 
@@ -133,6 +137,7 @@ def lay_out(
         packing: ``auto`` takes whichever costs least.
         prompts: how each begins; None where no prompt may be shared.
         hidden_size: of the model: what attention costs beside the linear layers.
+        attends_apart: whether attention goes sequence by sequence in packed rows.
     """
     if not lengths:
         return ()
@@ -145,16 +150,19 @@ def lay_out(
         units = units_of(lengths, prompts or (), width)
         if len(units) < len(lengths):
             candidates.append(_packed(units, width, max_tokens))
-    return min(candidates, key=lambda layouts: _cost(layouts, hidden_size))
+    longest = max(lengths) if attends_apart else None
+    return min(candidates, key=lambda layouts: _cost(layouts, hidden_size, longest))
 
 
-def _cost(layouts: Sequence[MicroLayout], hidden_size: int) -> float:
-    """Estimate the cost in positions of linear layers."""
+def _cost(layouts: Sequence[MicroLayout], hidden_size: int, longest: int | None) -> float:
+    """Estimate the cost in positions of linear layers; ``longest`` sequence where attention goes one by one."""
     cost = float(MICRO_BATCH_COST_TOKENS * len(layouts))
     for each in layouts:
-        attention = each.width / (LINEAR_OVER_ATTENTION * hidden_size)
+        has_mask = each.is_packed and longest is None
+        seen = each.width if has_mask or longest is None else min(each.width, longest)
+        attention = seen / (LINEAR_OVER_ATTENTION * hidden_size)
         linear = MASKED_POSITION_COST if each.is_packed else 1.0
-        cost += each.positions * (linear + attention * (1.0 if each.is_packed else CAUSAL_SHARE))
+        cost += each.positions * (linear + attention * (1.0 if has_mask else CAUSAL_SHARE))
     return cost
 
 
@@ -237,6 +245,7 @@ class ModelInput:
             which padding on the right does not disturb.
         predictors: [N] int64, flat positions whose hidden states predict the labels.
         labels: [N] int64, sampled tokens.
+        places: where the sequences are, for attention that goes one by one; there is no mask then.
     """
 
     token_ids: Tensor
@@ -244,6 +253,7 @@ class ModelInput:
     attention_mask: Tensor | None
     predictors: Tensor
     labels: Tensor
+    places: SequencePlaces | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         """Move the tensors."""
@@ -254,11 +264,16 @@ class ModelInput:
             mask,
             self.predictors.to(device),
             self.labels.to(device),
+            self.places,
         )
 
 
 def build_input(
-    layout: MicroLayout, token_ids: Sequence[npt.NDArray[np.int64]], sampled: Mapping[int, npt.NDArray[np.int64]]
+    layout: MicroLayout,
+    token_ids: Sequence[npt.NDArray[np.int64]],
+    sampled: Mapping[int, npt.NDArray[np.int64]],
+    *,
+    attends_apart: bool = False,
 ) -> ModelInput:
     """Fill the rows of a layout.
 
@@ -266,6 +281,7 @@ def build_input(
         layout: of a micro-batch.
         token_ids: per sequence of the whole batch, [L] tokens.
         sampled: by number of the sequence, positions of the tokens that the policy sampled, each at least 1.
+        attends_apart: whether packed rows get places for a mask.
 
     Returns:
         The input; predictors and labels run over the layout's members in order.
@@ -273,7 +289,7 @@ def build_input(
     shape = (len(layout.rows), layout.width)
     ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     owner, unit, lends = (np.full(shape, value, dtype=np.int64) for value in (-1, -1, -2))
-    predictors, labels = [], []
+    predictors, labels, sequences = [], [], []
     for row, members in enumerate(layout.rows):
         start = begin = 0
         leader = -1
@@ -290,11 +306,15 @@ def build_input(
             before = np.where(chosen > prefix, start - prefix, begin) + chosen - 1
             predictors.append(row * layout.width + before)
             labels.append(tokens[chosen])
+            own = np.arange(start, end), np.arange(begin, begin + prefix)
+            sequences.append(row * layout.width + np.concatenate(own[::-1]))
             start = end
-    mask = None
-    if layout.is_packed:
-        own = torch.from_numpy(owner)
-        mask = _block_causal(own, own)
+    mask = places = None
+    if layout.is_packed and attends_apart:
+        places = places_of(sequences, ids.size)
+    elif layout.is_packed:
+        owners = torch.from_numpy(owner)
+        mask = _block_causal(owners, owners)
         if layout.shared:
             mask |= _block_causal(torch.from_numpy(unit), torch.from_numpy(lends))
     return ModelInput(
@@ -303,6 +323,7 @@ def build_input(
         attention_mask=mask,
         predictors=torch.from_numpy(np.concatenate(predictors)),
         labels=torch.from_numpy(np.concatenate(labels)),
+        places=places,
     )
 
 

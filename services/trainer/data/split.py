@@ -14,6 +14,7 @@ def split_layouts(
     packing: Packing,
     prompts: Sequence[Prompt] | None = None,
     hidden_size: int = SMALL_HIDDEN_SIZE,
+    attends_apart: bool = False,
 ) -> list[list[MicroLayout]]:
     """Cut sequences into the micro-batches of each rank.
 
@@ -24,6 +25,7 @@ def split_layouts(
         packing: how rows are filled.
         prompts: how each begins; None where no prompt may be shared.
         hidden_size: of the model.
+        attends_apart: whether attention goes sequence by sequence in packed rows.
 
     Returns:
         Per rank its layouts, whose rows name positions in ``lengths``. Their numbers differ between ranks.
@@ -36,6 +38,7 @@ def split_layouts(
             packing=packing,
             prompts=None if prompts is None else [prompts[number] for number in own],
             hidden_size=hidden_size,
+            attends_apart=attends_apart,
         )
         found.append([renumbered(layout, own) for layout in layouts])
     return found

@@ -1,8 +1,7 @@
 """The computation of one step: from groups to updated weights. Everything here blocks and knows no service.
 
-A step's groups are split in order into K mini-batches, each of which makes one optimiser update, and that
-``epochs_per_step`` times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all
-groups of the step.
+A step's groups are split in order into K mini-batches, each of which makes one optimiser update, ``epochs_per_step``
+times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all groups of the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,6 +271,7 @@ class Learner:
             num_ranks=self.ranks.data_size,
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
+            attends_apart=all(each.attends_apart for each in (policy, self.policy, self.reference or policy)),
         )
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from services.trainer.models.host_memory import ParkedTensors
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.native.kernels import kernels_for
 from services.trainer.models.stored_weights import StoredWeights
-from services.trainer.models.traits import Traits, agree, arguments_of, probe_input, traits_of
+from services.trainer.models.traits import Traits, agree, arguments_of, attends_apart, probe_input, traits_of
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -72,6 +72,7 @@ class Policy:
             self._traits = self._said(traits_of(model, self.device))
         elif ranks.shares_computation:
             self._traits = self._said(_traits_of_twin(model, stored, ranks))
+        self.attends_apart = stored is None and self.can_share_prompts and attends_apart(model, self.device)
 
     @classmethod
     def of(cls, loaded: LoadedModel, temperature: float, ranks: Ranks, *, is_trained: bool = True) -> "Policy":
@@ -117,6 +118,7 @@ class Policy:
         Raises:
             ModelError: the model's heads cannot be divided.
         """
+        self.attends_apart = False
         split.install(self.base)
         self._split = split
 
@@ -134,6 +136,7 @@ class Policy:
         Raises:
             ModelError: the model's layers cannot be divided as the job says.
         """
+        self.attends_apart = False
         divide_layers(self.model, ranks)
         shard(self.model, ranks)
         if self._stored is not None:
@@ -205,10 +208,7 @@ class Policy:
         return found
 
     def _scores(self, inputs: ModelInput, positions: Tensor) -> Tensor:
-        arguments = {"input_ids": inputs.token_ids, "use_cache": False}
-        if inputs.attention_mask is not None:
-            arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
-        hidden = self.base(**arguments).last_hidden_state
+        hidden = self.base(**arguments_of(inputs)).last_hidden_state
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
         found: Tensor = self.model.score(chosen).squeeze(-1).float()
         return found

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.data.packing import MicroLayout, ModelInput, build_input
+from services.trainer.models.attention import attend_by_sequence
+from services.trainer.models.native.kernels import kernels_for
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,23 @@ def traits_of(model: Any, device: torch.device) -> Traits:
     finally:
         del model.probed
     return found
+
+
+@torch.no_grad()
+def attends_apart(model: Any, device: torch.device) -> bool:
+    """Let a whole model's attention go sequence by sequence, if it passes on to its layers where the sequences are."""
+    body = model.base_model
+    before = body.config._attn_implementation
+    if before != "sdpa" or kernels_for(next(model.parameters())) is None:
+        return False
+    attend_by_sequence(body)
+    try:
+        if _Probing(model, device).can_share_prompts(attends_apart=True):
+            return True
+    except (RuntimeError, ValueError, TypeError) as error:
+        log.info("model does not take places: its packed rows have a mask", extra={"error": repr(error)})
+    body.set_attn_implementation(before)
+    return False
 
 
 def probe(model: Any, seed: int, device: torch.device) -> Tensor:
@@ -124,7 +143,7 @@ class _Probing:
         apart = torch.cat([self.hidden(input_ids=first), self.hidden(input_ids=second)], dim=1)
         return agree(packed, apart, self._dtype)
 
-    def can_share_prompts(self) -> bool:
+    def can_share_prompts(self, *, attends_apart: bool = False) -> bool:
         """Ask whether two answers beside each other, after their prompt, are computed as each after the prompt alone.
 
         Not where a layer counts positions by their places in a row.
@@ -133,13 +152,13 @@ class _Probing:
         token_ids = [torch.cat([prompt, each], dim=1)[0].cpu().numpy() for each in (answer, other)]
         layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
         places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
-        inputs = build_input(layout, token_ids, {0: places, 1: places}).to(self._device)
+        inputs = build_input(layout, token_ids, {0: places, 1: places}, attends_apart=attends_apart).to(self._device)
         with_mask = {name: each for name, each in arguments_of(inputs).items() if name != "use_cache"}
         shared = self.hidden(**with_mask)
         apart = [self.hidden(input_ids=torch.from_numpy(ids)[None].to(self._device)) for ids in token_ids]
         return agree(shared, torch.cat([apart[0], apart[1][:, PROBE_TOKENS:]], dim=1), self._dtype)
 
-    def hidden(self, **arguments: Tensor) -> Tensor:
+    def hidden(self, **arguments: Any) -> Tensor:
         """Compute last hidden states."""
         hidden: Tensor = self._model.base_model(**arguments, use_cache=False).last_hidden_state.float()
         return hidden
@@ -153,4 +172,6 @@ def arguments_of(inputs: ModelInput) -> dict[str, Any]:
     arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
     if inputs.attention_mask is not None:
         arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+    if inputs.places is not None:
+        arguments |= {"places": inputs.places, "position_ids": inputs.position_ids}
     return arguments

@@ -18,6 +18,8 @@ _SIGNATURES = {
     "silu_mul": (*(_POINTER,) * 3, _SIZE, _INT),
     "silu_mul_backward": (*(_POINTER,) * 5, _SIZE, _INT),
     "rotate_halves": (*(_POINTER,) * 3, _INT, _POINTER, *(_SIZE,) * 3, _INT),
+    "take_rows": (*(_POINTER,) * 3, _SIZE, _SIZE, _INT),
+    "sum_rows": (*(_POINTER,) * 4, _SIZE, _SIZE, _INT),
     "token_statistics": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 4, _SIZE, _SIZE, _INT),
     "statistics_backward": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 4, _SIZE, _SIZE, _INT),
 }
@@ -75,6 +77,21 @@ class Kernels:
             *(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), is_gradient, out.data_ptr()),
             *(x.shape[0] * x.shape[1], x.shape[2], x.shape[3], torch.get_num_threads()),
         )
+        return out
+
+    def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Gather rows of x [.., N] by index [R] int64: [R, N]; 0 where the index is -1."""
+        out = x.new_empty((index.shape[0], x.shape[1]))
+        self._library.take_rows(
+            *(x.data_ptr(), index.data_ptr(), out.data_ptr(), *out.shape, torch.get_num_threads()),
+        )
+        return out
+
+    def sum_rows(self, x: Tensor, sources: Tensor, starts: Tensor) -> Tensor:
+        """Add up rows of x [.., N]: row r of the result those that ``sources[starts[r] : starts[r + 1]]`` names."""
+        out = x.new_empty((starts.shape[0] - 1, x.shape[1]))
+        pointers = (each.data_ptr() for each in (x, sources, starts, out))
+        self._library.sum_rows(*pointers, *out.shape, torch.get_num_threads())
         return out
 
     def token_statistics(

@@ -118,6 +118,38 @@ void rotate_halves(const float *x, const float *cosines, const float *sines, int
     }
 }
 
+/* out[r] = x[index[r]], and 0 where the index is negative. */
+void take_rows(const float *x, const int64_t *index, float *out, int64_t rows, int64_t size, int threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        if (index[row] < 0)
+            memset(out + row * size, 0, size * sizeof(float));
+        else
+            memcpy(out + row * size, x + index[row] * size, size * sizeof(float));
+    }
+}
+
+/* out[r] = the sum of x[sources[starts[r]]] to x[sources[starts[r + 1] - 1]]. */
+void sum_rows(const float *x, const int64_t *sources, const int64_t *starts, float *out, int64_t rows, int64_t size,
+              int threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        float *to = out + row * size;
+        if (starts[row] == starts[row + 1]) {
+            memset(to, 0, size * sizeof(float));
+            continue;
+        }
+        memcpy(to, x + sources[starts[row]] * size, size * sizeof(float));
+        for (int64_t at = starts[row] + 1; at < starts[row + 1]; at++) {
+            const float *from = x + sources[at] * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) to[i] += from[i];
+        }
+    }
+}
+
 /* Of logits [rows, size], divided by the temperature: log-probability of each row's label, log of its normaliser, entropy,
    and sum of squared probabilities; the last two where asked for. */
 void token_statistics(float *logits, const int64_t *labels, float temperature, float *log_probs, float *normalisers,

@@ -1,0 +1,129 @@
+"""Attention that goes sequence by sequence gives what a dense mask gives."""
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from services.trainer.data.packing import MicroLayout, ModelInput, Prompt, build_input, lay_out
+from services.trainer.data.places import places_of
+from services.trainer.models import attention
+from services.trainer.models.log_probs import Policy
+from services.trainer.models.traits import arguments_of
+from services.trainer.models.native.kernels import kernels_for
+from services.trainer.parallel.layers import recompute_activations
+
+pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48,
+}  # fmt: skip
+MODELS = [(Qwen3ForCausalLM, Qwen3Config), (LlamaForCausalLM, LlamaConfig)]
+LENGTHS, PROMPT = [30, 12, 25, 9, 28, 6], 5
+
+
+def make(kinds: tuple[type, type]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model, config = kinds
+    made: PreTrainedModel = model(config(**SHAPE)).eval()
+    return made
+
+
+def inputs(*, attends_apart: bool, width: int = 80) -> ModelInput:
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, 64, (2, PROMPT))
+    ids = [np.concatenate([prompts[n // 3], random.integers(0, 64, length)]) for n, length in enumerate(LENGTHS)]
+    layout = MicroLayout(((0, 1, 2), (3, 4, 5)), width, is_packed=True, shared={1: 5, 2: 5, 4: 5, 5: 5})
+    sampled = {number: np.arange(PROMPT, len(tokens)) for number, tokens in enumerate(ids)}
+    return build_input(layout, ids, sampled, attends_apart=attends_apart)
+
+
+def gradients(policy: Policy, made: ModelInput) -> list[Tensor]:
+    policy.model.zero_grad()
+    found = policy.statistics(made, with_entropy=True)
+    assert found.entropy is not None
+    weights = torch.linspace(-1, 1, len(made.labels))
+    torch.autograd.backward((found.log_probs * weights + found.entropy).sum())
+    return [found.log_probs, *(each.grad.clone() for each in policy.model.parameters())]
+
+
+@pytest.mark.parametrize("kinds", MODELS)
+def test_values_and_gradients_are_those_of_a_dense_mask(kinds: tuple[type, type]) -> None:
+    policy = Policy(make(kinds), temperature=1.0)
+
+    assert policy.attends_apart
+    apart, dense = inputs(attends_apart=True), inputs(attends_apart=False)
+    assert (apart.attention_mask, dense.places) == (None, None)
+    for found, expected in zip(gradients(policy, apart), gradients(policy, dense), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_torch_alone_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(make(MODELS[0]), temperature=1.0)
+    expected = gradients(policy, inputs(attends_apart=True))
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: None)
+
+    found = gradients(policy, inputs(attends_apart=True))
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_activations_that_are_computed_again_go_the_same_way() -> None:
+    policy = Policy(make(MODELS[0]), temperature=1.0)
+    expected = gradients(policy, inputs(attends_apart=True))
+    recompute_activations(policy.model)
+
+    found = gradients(policy, inputs(attends_apart=True))
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_sdpa_keeps_its_mask() -> None:
+    model = make(MODELS[0])
+    model.set_attn_implementation("eager")
+
+    assert not Policy(model, temperature=1.0).attends_apart
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_copy_and_a_saved_model_are_as_before(tmp_path: Path) -> None:
+    policy = Policy(make(MODELS[0]), temperature=1.0)
+    made = inputs(attends_apart=True)
+
+    other = copy.deepcopy(policy.base)
+    policy.model.save_pretrained(tmp_path)
+
+    torch.testing.assert_close(
+        other(**arguments_of(made)).last_hidden_state, policy.base(**arguments_of(made)).last_hidden_state
+    )
+    assert "flotilla" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_every_position_of_a_sequence_has_one_result() -> None:
+    sequences = [np.array([0, 1, 5, 6, 7]), np.array([0, 1, 2, 3, 4]), np.array([8])]
+
+    places = places_of(sequences, 10)
+
+    assert places.blocks == ((2, 5), (1, 1))
+    assert places.position_of.tolist() == [0, 1, 5, 6, 7, 0, 1, 2, 3, 4, 8]
+    assert places.slot_of.tolist() == [0, 1, 7, 8, 9, 2, 3, 4, 10, -1]
+    assert places.result_of.tolist() == [0, 1, 5, 6, 7, -1, -1, 2, 3, 4, 8]
+    held = [places.slots[start:end].tolist() for start, end in pairwise(places.starts.tolist())]
+    assert held == [[0, 5], [1, 6], [7], [8], [9], [2], [3], [4], [10], []]
+
+
+def test_rows_hold_whole_groups_where_their_length_costs_nothing() -> None:
+    lengths, prompts = [88] * 32, [Prompt(number // 8, 24) for number in range(32)]
+
+    layouts = lay_out(lengths, max_tokens=4096, packing="auto", prompts=prompts, hidden_size=512, attends_apart=True)
+
+    assert sum(layout.positions for layout in layouts) == 4 * (24 + 8 * 64)

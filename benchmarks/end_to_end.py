@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,10 @@ def lines_of(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the parts, seed by seed, and print."""
-    size, found = QUICK if arguments.quick else Size(), []
+    size: Size = QUICK if arguments.quick else Size()
+    if arguments.steps is not None:
+        size = replace(size, steps=arguments.steps, learning_steps=arguments.steps, real_steps=arguments.steps)
+    found = []
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
         for number, seed in enumerate(arguments.seeds):
             for part in arguments.part:
@@ -274,6 +277,7 @@ def main() -> int:
     )
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of each run (41, 70 and 8 by part)")
     parser.add_argument("--quick", action="store_true", help="a few steps of each: shows that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()

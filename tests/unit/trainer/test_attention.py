@@ -15,8 +15,8 @@ from services.trainer.data.packing import MicroLayout, ModelInput, Prompt, build
 from services.trainer.data.places import places_of
 from services.trainer.models import attention
 from services.trainer.models.log_probs import Policy
-from services.trainer.models.traits import arguments_of
 from services.trainer.models.native.kernels import kernels_for
+from services.trainer.models.traits import arguments_of
 from services.trainer.parallel.layers import recompute_activations
 
 pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")

@@ -46,9 +46,9 @@ def _attention(
     taken = [_taken(each, places) for each in flat]
     results, start = [], 0
     for count, width in places.blocks:
-        block = (each[start : start + count * width].view(count, width, -1, dims).transpose(1, 2) for each in taken)
+        block = [each[start : start + count * width].view(count, width, -1, dims).transpose(1, 2) for each in taken]
         attended = nn.functional.scaled_dot_product_attention(
-            *block, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
+            block[0], block[1], block[2], is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
         )
         results.append(attended.transpose(1, 2).reshape(count * width, heads * dims))
         start += count * width

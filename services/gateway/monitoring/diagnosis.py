@@ -16,12 +16,17 @@ JUST_WAIT_ANSWERS = "long answers take as long, just wait, or see `flotilla logs
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One service, as far as a diagnosis needs it."""
+    """One service, as far as a diagnosis needs it.
+
+    Attributes:
+        cause: why it cannot work for now, as it says itself.
+    """
 
     service_id: str
     kind: ServiceKind
     state: WorkState
     policy_version: int | None
+    cause: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,10 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
     for kind in (kind for kind, is_needed in needed.items() if is_needed):
         if not situation.of(kind):
             return kind.value, f"no live {kind} service"
+    for kind in (kind for kind, is_needed in needed.items() if is_needed):
+        unable = next((service for service in situation.of(kind) if service.cause is not None), None)
+        if unable is not None and all(service.state is not WorkState.RUNNING for service in situation.of(kind)):
+            return kind.value, f"{unable.service_id} is {unable.state}: {unable.cause}"
     if situation.state is ExperimentState.STARTING:
         return _not_started(situation)
     if situation.ledger is None:

@@ -126,7 +126,13 @@ class Watchdog:
                 Situation(
                     state=record.state,
                     services=[
-                        Observation(s.id, s.kind, s.observed.state, s.observed.policy_version)
+                        Observation(
+                            s.id,
+                            s.kind,
+                            s.observed.state,
+                            s.observed.policy_version,
+                            None if s.observed.failure is None else s.observed.failure.cause,
+                        )
                         for s in self._registry.of(experiment.id)
                     ],
                     ledger=train,

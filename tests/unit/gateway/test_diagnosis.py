@@ -90,6 +90,15 @@ def test_a_service_that_does_not_start_is_named() -> None:
     )
 
 
+def test_a_service_that_says_why_it_cannot_work_is_named_with_it_where_no_other_works() -> None:
+    unable = replace(SERVICES[1], state=WorkState.STARTING, cause="the server at http://x cannot be reached now")
+    waiting = replace(WELL, services=[SERVICES[0], unable, SERVICES[2]], ledger=Ledger(claimed=hops(tasks=5)))
+    another = replace(unable, service_id="rollout-2", state=WorkState.RUNNING, cause=None)
+
+    assert named(waiting) == ("rollout", "rollout-1 is starting: the server at http://x cannot be reached now")
+    assert "5 tasks are claimed" in named(replace(waiting, services=[*waiting.services, another]))[1]
+
+
 def test_an_open_publication_and_a_final_evaluation_are_named() -> None:
     assert named(replace(WELL, publication=PublicationPhase.PREPARING))[0] == "publication"
     assert named(replace(WELL, is_trained=True, evaluating_version=3))[0] == "evaluation"

@@ -28,7 +28,7 @@ RANGE_SECONDS = 600.0
 """Longer than any range takes, also to a caller that is slow: then the process is stuck, and is killed."""
 KILL_SECONDS = 5.0
 ALLOWED_SECONDS = 0.2
-SLOW_BYTES_PER_SECOND = 100e6
+SLOW_BYTES_PER_SECOND = 250e6
 """A range that takes longer found no idle core, or a slow network, where priority matters little."""
 CROWDED_SECONDS = 60.0
 """For so long no idle core is looked for again."""

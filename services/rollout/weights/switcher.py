@@ -234,6 +234,7 @@ class VersionSwitcher:
             log.info("image of this host is not used", extra={"version": version, "error": error.detail})
             return False
         await self._serve_staged(staged)
+        log.info("missed version was mapped, not pulled", extra={"version": version, "image": located.path.name})
         return True
 
     async def _serve_pulled(self, version: int) -> None:
@@ -243,6 +244,7 @@ class VersionSwitcher:
             raise NotFound(f"nobody serves version {version} now")
         path = await self._pulled(url, version, committed)
         # It is kept: others may pull it here, and the next version may come as a patch for it.
+        log.info("missed version was pulled", extra={"version": version})
         image = await self._images.adopt(path)
         with self._images.using(image):
             checksum = await asyncio.to_thread(image.checksum) if committed is None else committed

@@ -30,6 +30,7 @@ from shared.schemas.service import Capabilities, ObservedState, ServiceKind, Wor
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.image import WeightImage
+from shared.weights.locate import ImageLocator
 from shared.weights.pull import PublishedImages, weights_router
 from shared.weights.pull_client import WeightPuller
 from tests.unit.gateway.builders import a_gateway, a_registration, a_spec, add_experiment
@@ -112,6 +113,7 @@ class Rollout:
         app.include_router(weights_router(self._published, Credentials("token")))
         fleet.hosts[name] = httpx.ASGITransport(app=app)
         self._puller = WeightPuller(Credentials("token"), transport=ByHost(fleet.hosts))
+        locate = ImageLocator(Credentials("token"), transport=ByHost(fleet.hosts))
         self.receiver = WeightReceiver(
             self.engine,  # type: ignore[arg-type]
             self.gate,
@@ -121,6 +123,7 @@ class Rollout:
             self.news.set,
             lambda error: None,
             published=self._published,
+            locate=locate if fleet.config.may_map else None,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

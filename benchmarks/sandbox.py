@@ -5,8 +5,8 @@
 At each level and number of programs at a time, rounds of both alternate, so that whatever else the machine does weighs
 on both. bwrap is called with the same namespaces and the same interpreter and flags, without filter, Landlock, limits
 or control group. The ratio is the result; programs per second are this machine's. ``--floor`` measures in place of the
-sandbox what a run of level A or B cannot do without: a warm interpreter forks into the namespaces of a run, makes its
-file systems, and forks once more; there are no messages, limits, filters, control groups and programs.
+sandbox what a run of level A or B cannot do without: a warm interpreter forks into the namespaces of a run, and makes
+its file systems; there are no messages, limits, filters, control groups and programs.
 """
 
 import argparse
@@ -125,17 +125,16 @@ def wait_for(pid):
         sys.exit("a fork failed")
 
 namespaces.prepare()
+own = os.open("/proc/self/ns/pid", os.O_RDONLY)
 end, forks = time.monotonic() + float(sys.argv[1]), 0
 while time.monotonic() < end:
-    guard = namespaces.fork()
-    if guard == 0:
+    first, program = namespaces.fork(own, lambda: None)
+    if program == 0:
         namespaces.furnish(Limits())
-        program = os.fork()
-        if program == 0:
-            os._exit(0)
-        wait_for(program)
         os._exit(0)
-    wait_for(guard)
+    wait_for(program)
+    os.kill(first, 9)
+    os.waitpid(first, 0)
     forks += 1
 print(forks)
 """

@@ -13,10 +13,10 @@ from services.sandbox.guard.job import Job
 from services.sandbox.limits import Limits
 
 
-def write_files(job: Job) -> None:
-    """Write the files of a job into its directory, in which nobody works yet."""
+def write_files(job: Job, directory: str) -> None:
+    """Write the files of a job into a directory in which nobody works yet."""
     for path, content in job.files.items():
-        write_file(job.directory, path, binascii.a2b_base64(content))
+        write_file(directory, path, binascii.a2b_base64(content))
 
 
 def write_file(directory: str, path: str, content: bytes) -> None:

@@ -1,13 +1,14 @@
 """A warm interpreter that forks into a fresh sandbox per run, and never learns what runs there.
 
 It is ``python -s -B main.py``, held up where the interpreter imports ``sitecustomize``, which is ours: everything of
-the interpreter and of the guard is loaded, and nothing of any program. The server forks a guard into the namespaces or
-the uid of one run. The guard makes the place of the run, waits for one message with a stream of the service, reads the
-job from it, and forks the program; meanwhile the server forks the guard of the next run, which makes its place and
-waits. A Python program leaves this module: its interpreter is up already, and runs ``main.py``.
+the interpreter and of the guard is loaded, and nothing of any program. The server forks the guard of its slot once.
+For each run it forks a process into the namespaces of that run, which makes its place, waits for the guard's word, and
+becomes the program; with namespaces it does so while the run before goes on. A Python program leaves this module: its
+interpreter is up already, and runs ``main.py``.
 
 Nothing leads back from a run to the server: what a run changes is its own copy of the memory, its descriptors of the
-server are closed before the program begins, and the server is not in its process namespace, or has another uid.
+server are closed before the program begins, and the server is not in its process namespace, or has another uid. Jobs,
+outputs and files are the guard's, which forks nothing.
 What runs of one server do have in common is where things lie in memory and how strings hash, chosen at its start.
 """
 
@@ -15,15 +16,20 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from contextlib import suppress
+from typing import NamedTuple
 
-from services.sandbox.guard import kernel, landlock, main, namespaces, seccomp
-from services.sandbox.guard.job import DONE, JOINED, KILL_NAMESPACE, KILL_UID, READY, Orders
-from services.sandbox.guard.process import MACHINE, IsProgram
+from services.sandbox.guard import kernel, landlock, main, namespaces, program, seccomp
+from services.sandbox.guard.agent import open_pidfd
+from services.sandbox.guard.job import DONE, ENDED, FORKING, GONE, JOINED, KILL_NAMESPACE, READY, Orders
+from services.sandbox.guard.program import MACHINE, IsProgram
+from services.sandbox.guard.watch import POLL_SECONDS, descendants, read
 
 MESSAGE_BYTES = 65536
 MOST_GROUPS = 8
@@ -32,7 +38,7 @@ _LEFT: "list[IsProgram]" = []
 
 
 def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
-    """Fork one guard after the other until the service goes away; returns only in a child that is the program.
+    """Fork the guard, and processes for its runs until it is gone; returns only in a child that is the program.
 
     Args:
         paths: entries of the module path that programs must not see.
@@ -55,10 +61,10 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
                 namespaces.prepare()
             control.send(JOINED)
             _forget(set(paths), known)
-            _run_all(control, orders)
-    except IsProgram as program:
-        _LEFT.append(program)
-        return program.is_session
+            _Server(control, orders).serve()
+    except IsProgram as left:
+        _LEFT.append(left)
+        return left.is_session
     os._exit(0)
 
 
@@ -79,106 +85,139 @@ def _join(groups: "list[int]") -> None:
         os.close(group)
 
 
-def _run_all(control: socket.socket, orders: Orders) -> None:
-    """Fork the guards of all runs, each while the run before goes on; returns when the service is gone.
-
-    A program can keep the next guard from being forked or from making its place, by using up what both share. Such a
-    guard is forked again when the program is gone, so that nothing of it is left to the next one.
-
-    Raises:
-        IsProgram: in the child that is the program.
-    """
-    guard = _fork_guard(control, orders, is_ahead=False)
-    while True:
-        is_asked = bool(os.read(guard.asked, 1))
-        os.close(guard.asked)
-        following = _fork_ahead(control, orders) if is_asked else None
-        _, status = os.waitpid(guard.pid, 0)
-        if is_asked:
-            try:
-                control.send(DONE)
-            except ConnectionError:
-                return
-        elif status == 0 or not guard.is_ahead:
-            return
-        guard = following or _fork_guard(control, orders, is_ahead=False)
-
-
-class _Guard(NamedTuple):
-    """A guard that waits for its run, or attends to it.
+class _Run(NamedTuple):
+    """The processes of one run.
 
     Attributes:
-        asked: a descriptor on which it says that it has been asked; it ends with the guard.
-        is_ahead: whether another run went on when it was forked.
+        first: that of its process namespace; 0 if it has none.
+        program: the one that becomes the program, or is its agent.
+        stream: where the guard learns of the run's end.
+        ending: can be read when the program has ended; None on a kernel that has no such thing.
     """
 
-    pid: int
-    asked: int
-    is_ahead: bool
+    first: int
+    program: int
+    stream: socket.socket
+    ending: "int | None"
 
 
-def _fork_ahead(control: socket.socket, orders: Orders) -> "_Guard | None":
+class _Server:
+    """Makes a place for a run whenever the guard asks, and tells it when all of a run is gone."""
+
+    def __init__(self, control: socket.socket, orders: Orders) -> None:
+        self._control = control
+        self._orders = orders
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._runs: list[_Run] = []
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._guard = os.fork()
+        if self._guard == 0:
+            self._link.close()
+            main.guard(control, theirs, orders)
+        theirs.close()
+
+    def serve(self) -> None:
+        """Serve until the guard is gone; then end what it leaves.
+
+        Raises:
+            IsProgram: in the child that is the program.
+        """
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN)
+        while True:
+            is_blind = any(run.ending is None for run in self._runs)
+            events = poll.poll(1000 * POLL_SECONDS if is_blind else None)
+            for run in [run for run in self._runs if _has_ended(run.program)]:
+                self._runs.remove(run)
+                if run.ending is not None:
+                    poll.unregister(run.ending)
+                    os.close(run.ending)
+                self._end(run)
+            if any(descriptor == self._link.fileno() for descriptor, _ in events):
+                if not self._link.recv(1):
+                    break
+                made = self._fork()
+                if made is not None:
+                    self._runs.append(made)
+                    if made.ending is not None:
+                        poll.register(made.ending, select.POLLIN)
+        self._end_all(but=())
+        with suppress(ConnectionError):
+            self._control.send(DONE)  # a program may have ended the guard: that is its failure, not the server's
+
+    def _fork(self) -> "_Run | None":
+        """Fork the processes of a run, whose streams the guard has by then; None if the kernel refuses.
+
+        Raises:
+            IsProgram: in the child that is the program.
+        """
+        stream, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel, child_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def hand_over() -> None:
+            with stream, channel:
+                socket.send_fds(self._link, [FORKING], [stream.fileno(), channel.fileno()])
+
+        try:
+            if self._orders.confinement.kill_scope == KILL_NAMESPACE:
+                first, pid = namespaces.fork(self._own, hand_over)
+            else:
+                hand_over()
+                first, pid = 0, os.fork()
+        except OSError as error:
+            for ours in (stream, channel, told, child_channel):
+                ours.close()
+            self._link.send(f"{type(error).__name__}: {error}".encode())
+            return None
+        if pid == 0:
+            program.become(child_channel, self._orders)
+        child_channel.close()
+        self._link.send(b"%d %d" % (first or os.getpid(), pid))
+        return _Run(first, pid, told, open_pidfd(pid))
+
+    def _end(self, run: _Run) -> None:
+        """End what is left of a run whose program has ended, and tell the guard."""
+        try:
+            _, status = os.waitpid(run.program, 0)
+        except ChildProcessError:  # it was killed before it was a program: see ``kernel.clone_waiting``
+            status = signal.SIGKILL
+        told = struct.pack("=i", status)
+        with run.stream, suppress(ConnectionError):
+            if run.first:
+                with suppress(ProcessLookupError):
+                    os.kill(run.first, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(run.first, 0)
+            else:
+                run.stream.send(ENDED + told)  # the guard ends what has a uid of its own
+                self._end_all(but=(self._guard,))
+            run.stream.send(GONE + told)
+
+    @staticmethod
+    def _end_all(but: "tuple[int, ...]") -> None:
+        """End all processes below this one but some; who lost a parent is this one's child."""
+        while others := [pid for pid in _children() if pid not in but]:
+            for pid in others:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for _ in others:  # in whichever order: the first one of a namespace ends when all others are reaped
+                os.waitpid(-1, 0)
+
+
+def _children() -> "list[int]":
+    """List this process's children."""
+    own = os.getpid()
     try:
-        return _fork_guard(control, orders, is_ahead=True)
-    except OSError:
-        return None
+        return [int(pid) for pid in read(f"/proc/{own}/task/{own}/children").split()]
+    except OSError:  # a kernel without these lists
+        return [pid for pid, status in descendants(own).items() if status.parent == own]
 
 
-def _fork_guard(control: socket.socket, orders: Orders, *, is_ahead: bool) -> _Guard:
-    """Fork a guard.
-
-    Raises:
-        OSError: the kernel refused.
-        IsProgram: in the child that is the program.
-    """
-    asked, child_asked = os.pipe()
+def _has_ended(pid: int) -> bool:
     try:
-        pid = namespaces.fork() if orders.confinement.kill_scope == KILL_NAMESPACE else os.fork()
-    except OSError:
-        os.close(asked)
-        os.close(child_asked)
-        raise
-    if pid == 0:
-        os.close(asked)
-        _guard(control, orders, child_asked, is_ahead=is_ahead)
-    os.close(child_asked)
-    return _Guard(pid, asked, is_ahead)
-
-
-def _guard(control: socket.socket, orders: Orders, asked: int, *, is_ahead: bool) -> NoReturn:
-    """Be the guard of one run, then end.
-
-    Raises:
-        IsProgram: in the child that is the program.
-    """
-    try:
-        place: int | Exception = 0
-        # Where a run is ended by its uid, a guard that had the uid already would be ended with the run before.
-        has_place = orders.confinement.kill_scope != KILL_UID
-        if has_place:
-            place = _place(orders)
-            if is_ahead and isinstance(place, Exception):
-                os._exit(1)
-        message, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-        if not message:
-            os._exit(0)  # the service is gone
-        control.close()
-        os.write(asked, b"a")
-        os.close(asked)
-        caller = int.from_bytes(ancillary[0][2], sys.byteorder)
-        main.attend(caller, place if has_place else _place(orders), orders)
-    except IsProgram:
-        raise
-    except BaseException:  # this is a copy of the server and must not go on as one
-        os._exit(1)
-    os._exit(0)
-
-
-def _place(orders: Orders) -> "int | Exception":
-    try:
-        return main.furnish(orders)
-    except Exception as error:  # the service learns it when it asks
-        return error
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _warm_up() -> None:

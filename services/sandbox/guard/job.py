@@ -17,6 +17,11 @@ JOINED = b"joined"
 DONE = b"done"
 """What it says when all of a run is gone."""
 
+FORKING = b"f"
+"""What it says to the guard before it forks; until then no program may run."""
+ENDED, GONE = b"e", b"g"
+"""What it says of a run to the guard, both with the wait status: the program has ended, and nothing is left of it."""
+
 PHASE_OVER = b" "
 """What the guard writes before the answer for each command that is over and is ended now with all it has left, unless
 that has ended by itself within a moment."""
@@ -34,7 +39,7 @@ STARVED = "starved"
 Made = TypeVar("Made")
 
 
-def _made(kind: type[Made], fields: Mapping[str, Any]) -> Made:
+def made(kind: type[Made], fields: Mapping[str, Any]) -> Made:
     """Make an object of checked fields, all of them: in a fork every function that runs costs pages of memory."""
     made = object.__new__(kind)
     vars(made).update(fields)
@@ -70,7 +75,7 @@ class Confinement:
         fields = dict(wire)
         for name in ("readable", "writable"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
-        return _made(cls, fields)
+        return made(cls, fields)
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,10 @@ class Job:
             phase["argv"] = tuple(phase["argv"])
         limits = wire["limits"]
         wire["orders"] = orders
-        wire["phases"] = tuple([_made(Phase, phase) for phase in phases])
+        wire["phases"] = tuple([made(Phase, phase) for phase in phases])
         wire["fetch"] = tuple(wire["fetch"])
-        wire["limits"] = orders.limits if limits is None else _made(Limits, limits)
-        return _made(cls, wire)
+        wire["limits"] = orders.limits if limits is None else made(Limits, limits)
+        return made(cls, wire)
 
     @property
     def directory(self) -> str:

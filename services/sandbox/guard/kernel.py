@@ -2,15 +2,27 @@
 
 import ctypes
 import os
+import signal
 
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
 LAST_CAPABILITY = 63
 CAPABILITY_VERSION_3 = 0x20080522
 
+SHARING_MEMORY, SHARING_FILES = 0x100, 0x400
+SIG_BLOCK, SIG_SETMASK = 0, 2
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 131_072
+
 _LIBRARY = ctypes.PyDLL(None, use_errno=True)
+_ALL_SIGNALS = ctypes.create_string_buffer(b"\xff" * 128, 128)
+_SIGNALS_BEFORE = ctypes.create_string_buffer(128)
+_PAUSE = ctypes.cast(_LIBRARY.pause, ctypes.c_void_p)
+_STACK = ctypes.create_string_buffer(16384)
+"""Of processes that wait: several use the same few words, and alike."""
+_STACK_TOP = ctypes.c_void_p((ctypes.addressof(_STACK) + len(_STACK)) & ~15)
 
 
 def system_call(number: int, *arguments: object) -> int:
@@ -77,31 +89,56 @@ def drop_capabilities() -> None:
     for capability in range(LAST_CAPABILITY + 1):
         if call(PR_CAPBSET_DROP, capability, nothing, nothing, nothing):
             break  # the first number that the kernel does not know
+    set_no_capabilities()
+
+
+def set_no_capabilities() -> None:
+    """Give up every capability; executing a file could bring some back.
+
+    Raises:
+        OSError: the kernel refused.
+    """
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     if _LIBRARY.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise _error("capset")
 
 
-def fork(clone_number: int, namespaces: int) -> int:
-    """Fork into new namespaces.
+def clone_waiting() -> int:
+    """Start a process that shares this one's memory and descriptors and only waits, deaf to what does not kill it.
+
+    It ignores the end of its children, which the kernel therefore reaps at once. Meanwhile this process does so too.
 
     Returns:
-        As ``os.fork``: 0 in the child.
+        Its number.
 
     Raises:
         OSError: the kernel refused.
     """
-    child_signal = 17  # SIGCHLD
-    ctypes.pythonapi.PyOS_BeforeFork()
-    pid = int(_LIBRARY.syscall(ctypes.c_long(clone_number), ctypes.c_ulong(namespaces | child_signal), 0, 0, 0, 0))
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-        return 0
+    _LIBRARY.sigprocmask(SIG_BLOCK, _ALL_SIGNALS, _SIGNALS_BEFORE)  # handlers would run in our memory
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    pid = int(_LIBRARY.clone(_PAUSE, _STACK_TOP, SHARING_MEMORY | SHARING_FILES | signal.SIGCHLD, None))
     number = ctypes.get_errno()
-    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _LIBRARY.sigprocmask(SIG_SETMASK, _SIGNALS_BEFORE, None)
     if pid < 0:
-        raise OSError(number, f"clone into namespaces {namespaces:#x}: {os.strerror(number)}")
+        raise OSError(number, f"clone: {os.strerror(number)}")
     return pid
+
+
+def set_namespace(descriptor: int, kind: int) -> None:
+    """Move this process to another namespace; of processes those that it forks.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    if _LIBRARY.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)) != 0:
+        raise _error("setns")
+
+
+def give_memory_back() -> None:
+    """Have the C library give large pieces of memory back as soon as they are free, and not keep them for the next."""
+    if hasattr(_LIBRARY, "mallopt"):  # the GNU one's, which otherwise learns to keep them
+        _LIBRARY.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def _error(what: str) -> OSError:

@@ -1,12 +1,22 @@
-"""The guard's one pass, in a fork of its own: read a job, make its place, run it, answer."""
+"""The guard of a slot: it reads jobs, has them run one after the other, watches them and answers.
+
+It lives beside the fork server and not below any run, so whatever it holds of a program is in the memory of no other.
+"""
 
 import json
 import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import NoReturn
 
-from services.sandbox.guard import kernel, namespaces, session
+from services.sandbox.guard import kernel, place, session
+from services.sandbox.guard.agent import check_kill_scope
 from services.sandbox.guard.files import fetch, write_files
 from services.sandbox.guard.job import (
     ANSWER_END,
+    DONE,
     EXITED,
     KILL_NAMESPACE,
     KILL_UID,
@@ -17,21 +27,87 @@ from services.sandbox.guard.job import (
     Orders,
 )
 from services.sandbox.guard.messages import read_message, write_all
-from services.sandbox.guard.process import Surroundings, run_phase
+from services.sandbox.guard.place import Place
+from services.sandbox.guard.process import run_phase
+from services.sandbox.guard.program import take_uid
 
 _DECODER = json.JSONDecoder()
 
 
-def attend(caller: int, place: "int | Exception", orders: Orders) -> None:
-    """Run one job from a stream of the service and write its result there.
+def guard(control: socket.socket, link: socket.socket, orders: Orders) -> NoReturn:
+    """Be the guard of a slot until the service goes away.
 
     Args:
-        caller: the stream.
-        place: what ``furnish`` returned, or raised.
+        control: of the service; a message of it carries a stream with one job.
+        link: of the fork server.
         orders: those of the fork server.
+    """
+    try:
+        _give_up_privileges(orders.confinement)
+        kernel.give_memory_back()  # what it holds counts at level A
+        requested = place.request(link)
+        while True:
+            message, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            if not message:
+                os._exit(0)
+            caller = int.from_bytes(ancillary[0][2], sys.byteorder)
+            requested = _run_one(caller, link, requested, orders)
+            os.close(caller)
+            control.send(DONE)
+    except BaseException:  # this is a copy of the server and must not go on as one
+        os._exit(1)
+
+
+def _give_up_privileges(confinement: Confinement) -> None:
+    """Keep what ends and watches programs.
 
     Raises:
-        IsProgram: in the child that is the program.
+        OSError: the kernel refused, or a signal to everything would reach further than a program.
+    """
+    if confinement.kill_scope == KILL_NAMESPACE:
+        kernel.drop_capabilities()
+    if confinement.kill_scope == KILL_UID:
+        assert confinement.uid is not None
+        take_uid(confinement.uid)
+        check_kill_scope(confinement)
+    # Programs may have our uid: they must not read our memory nor our descriptors.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # without the server nothing can be run
+
+
+def _run_one(
+    caller: int, link: socket.socket, requested: "place.Request | Exception", orders: Orders
+) -> "place.Request | Exception":
+    """Run one job from a stream of the service and write its result there; all of it is gone then.
+
+    The place of the next run, which is returned, is made meanwhile. A program can keep it from being made, by using up
+    what both share: it is made again when the program is gone, so that nothing of it is left to the next one.
+    """
+    where: Place | Exception
+    try:
+        where = place.take(link, requested, orders)
+    except OSError:
+        try:
+            where = place.take(link, place.request(link), orders)
+        except OSError as error:  # the service learns it
+            where = error
+    # Without a namespace orphans are the fork server's children, as is the process of a place.
+    is_made_meanwhile = orders.confinement.kill_scope == KILL_NAMESPACE
+    if is_made_meanwhile:
+        requested = place.request(link)
+    with suppress(ConnectionError):  # the service went away, or wants no answer any more
+        _attend(caller, where, orders)
+    if isinstance(where, Place):
+        where.end()
+        where.close()
+    return requested if is_made_meanwhile else place.request(link)
+
+
+def _attend(caller: int, where: "Place | Exception", orders: Orders) -> None:
+    """Read a job, run it and answer.
+
+    Raises:
+        ConnectionError: nobody reads the answer.
     """
     text = read_message(caller)
     if not text:
@@ -40,13 +116,15 @@ def attend(caller: int, place: "int | Exception", orders: Orders) -> None:
     try:
         job = Job.from_wire(_DECODER.raw_decode(text.decode())[0], orders)
         is_session = job.is_session
-        if isinstance(place, Exception):
-            raise place
+        if isinstance(where, Exception):
+            raise where
+        write_files(job, where.directory)
         if is_session:
-            write_files(job)
-            session.serve(job, Surroundings(caller, place))
+            session.serve(job, caller, where)
             return
-        result = run_job(job, Surroundings(caller, place))
+        result = run_job(job, caller, where)
+    except ConnectionError:
+        raise
     except Exception as error:  # whatever went wrong in here is the sandbox's fault and must be told
         result = JobResult(error=f"{type(error).__name__}: {error}"[:1000])
     if is_session:
@@ -55,52 +133,14 @@ def attend(caller: int, place: "int | Exception", orders: Orders) -> None:
         write_all(caller, json.dumps(result.to_wire()).encode() + ANSWER_END)
 
 
-def run_job(job: Job, surroundings: Surroundings) -> JobResult:
-    """Write the files, run the phases until one fails, collect the files."""
-    write_files(job)
+def run_job(job: Job, caller: int, where: Place) -> JobResult:
+    """Run the phases until one fails, collect the files."""
     phases = []
-    for phase in job.phases:
-        phases.append(run_phase(phase, job, surroundings))
+    for number, phase in enumerate(job.phases, start=1):
+        phases.append(run_phase(phase, job, where, caller, is_last=number == len(job.phases)))
         if phases[-1].outcome != EXITED or phases[-1].return_code != 0:
             break
-    files, notes = fetch(job.directory, job.fetch, job.limits) if job.fetch else ({}, [])
+    if len(phases) < len(job.phases):
+        where.end()
+    files, notes = fetch(where.directory, job.fetch, job.limits) if job.fetch else ({}, [])
     return JobResult(phases=tuple(phases), files=files, notes=tuple(notes))
-
-
-def furnish(orders: Orders) -> int:
-    """Make the place of a run and give up every privilege that this took.
-
-    Returns:
-        See ``Surroundings.hardness``.
-
-    Raises:
-        OSError: the kernel refused, or a signal to everything would reach further than the program.
-    """
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise this process's own files in /proc are root's
-    scope, uid = orders.confinement.kill_scope, orders.confinement.uid
-    if scope == KILL_NAMESPACE:
-        check_kill_scope(orders.confinement)
-        hardness = namespaces.furnish(orders.limits)
-    else:
-        hardness = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        check_kill_scope(orders.confinement)
-    # The program may have our uid: it must not read our memory nor our descriptors.
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    return hardness
-
-
-def check_kill_scope(confinement: Confinement) -> None:
-    """Make sure that a signal to everything reaches only the program, before one is ever sent.
-
-    Raises:
-        PermissionError: it would reach further.
-    """
-    if confinement.kill_scope == KILL_NAMESPACE and os.getpid() != 1:
-        raise PermissionError("the guard is not in a process namespace of its own")
-    if confinement.kill_scope == KILL_UID and (os.getuid() != confinement.uid or os.getuid() == 0):
-        raise PermissionError(f"the guard has uid {os.getuid()}, not its own uid {confinement.uid}")

@@ -6,14 +6,15 @@ capability means nothing any more.
 """
 
 import os
+import signal
+from collections.abc import Callable
 
 from services.sandbox.guard import kernel
-from services.sandbox.guard.seccomp import ARCHITECTURES, CLONE
 from services.sandbox.limits import MEBIBYTE, Limits
 
 NEW_MOUNTS, NEW_UTS, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
-OF_A_RUN = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
+OF_A_RUN = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NETWORK
 
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_EXECUTION = 1, 2, 4, 8
 RECURSIVE, PRIVATE = 1 << 14, 1 << 18
@@ -37,17 +38,44 @@ def prepare() -> None:
         kernel.unmount(seen, DETACH)
 
 
-def fork() -> int:
-    """Fork into the namespaces of a run; returns as ``os.fork``.
+def fork(own: int, first_made: "Callable[[], object]") -> "tuple[int, int]":
+    """Fork into the process namespace of a run.
+
+    The first process there only waits: with it the kernel ends all others, and those that have no other parent are
+    reaped at once. The second one is the copy of this one, and moves to the other namespaces itself: to make them may
+    take long on a busy machine.
+
+    Args:
+        own: this process's own process namespace.
+        first_made: is called between both; until then no child may end whose status is wanted.
+
+    Returns:
+        The numbers of both, that of the second as ``os.fork`` does.
 
     Raises:
         OSError: the kernel refused.
     """
-    return kernel.fork(CLONE[list(ARCHITECTURES).index(os.uname().machine)], OF_A_RUN)
+    first = 0
+    try:
+        kernel.unshare(NEW_PIDS)
+        first = kernel.clone_waiting()
+        first_made()
+        second = os.fork()
+    except OSError:
+        if first:
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+        kernel.set_namespace(own, NEW_PIDS)
+        raise
+    if second:
+        kernel.set_namespace(own, NEW_PIDS)
+    return first, second
 
 
 def furnish(limits: Limits) -> int:
-    """Make what a program finds: an empty working directory, empty shared memory, its own processes; no privilege.
+    """Make what a program finds, in namespaces of its own, and give up every privilege.
+
+    It finds an empty working directory, empty shared memory, and its own processes.
 
     Returns:
         A descriptor through which this process sets how soon the kernel ends it when memory runs out.
@@ -55,6 +83,7 @@ def furnish(limits: Limits) -> int:
     Raises:
         OSError: the kernel refused.
     """
+    kernel.unshare(OF_A_RUN)
     inodes = 2 * limits.files + 64  # beyond what the guard reports by name
     memory = f"nr_inodes={inodes},mode=0700"
     # A little more than the quota that the guard reports by name.

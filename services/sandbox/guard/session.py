@@ -24,23 +24,13 @@ from services.sandbox.guard.job import (
     PhaseResult,
 )
 from services.sandbox.guard.messages import framed, read_message, write_all
-from services.sandbox.guard.process import (
-    Command,
-    Drain,
-    Surroundings,
-    end_all,
-    feed,
-    has_ended,
-    signal_all,
-    start,
-    why_ended,
-)
+from services.sandbox.guard.place import Command, Place
+from services.sandbox.guard.process import Drain, feed, why_ended
 from services.sandbox.guard.session_main import FAILED, FINE
 from services.sandbox.guard.watch import (
     POLL_SECONDS,
     Baseline,
     cpu_seconds,
-    descendants,
     find_excess,
     next_look,
     time_verdict,
@@ -78,35 +68,40 @@ class Interpreter:
 
     job: Job
     caller: int
+    place: Place
     command: Command
     cells: int
     ends: int
     closed: "set[int]" = field(default_factory=set)
 
 
-def serve(job: Job, surroundings: Surroundings) -> None:
+def serve(job: Job, caller: int, place: Place) -> None:
     """Start the interpreter and give it the caller's cells until the caller goes away or the interpreter ends.
 
-    Raises:
-        IsProgram: in the child that is the interpreter.
+    Args:
+        job: of the session.
+        caller: stream of the service.
+        place: where the interpreter runs.
     """
     child_cells, cells = os.pipe()
     ends, child_ends = os.pipe()
-    command = start(job.phases[0], job, surroundings, (child_cells, child_ends))
+    command = place.start(job.phases[0], job, (child_cells, child_ends))
     os.close(command.stdin)  # its input is at an end
     for descriptor in (cells, ends):
         os.set_blocking(descriptor, False)
-    interpreter = Interpreter(job, surroundings.caller, command, cells, ends)
+    interpreter = Interpreter(job, caller, place, command, cells, ends)
     try:
         with suppress(ConnectionError):
-            tell(surroundings.caller, CellResult(JobResult(error=command.reason), not command.reason))
-            while not command.reason and (message := read_message(surroundings.caller)):
+            tell(caller, CellResult(JobResult(error=command.reason), not command.reason))
+            while not command.reason and (message := read_message(caller)):
                 result = _run_cell(interpreter, Cell.from_wire(json.loads(message)))
-                tell(surroundings.caller, result)
+                tell(caller, result)
                 if not result.is_alive:
                     return
     finally:
-        end_all(command.pid, job.confinement)
+        place.end()
+        for descriptor in (cells, ends, *command.outputs):
+            os.close(descriptor)
 
 
 def tell(caller: int, result: CellResult) -> None:
@@ -122,10 +117,10 @@ def _run_cell(interpreter: Interpreter, cell: Cell) -> CellResult:
     """Let the session run until a cell has ended; then stop all of it."""
     job, began = interpreter.job, time.monotonic()
     drains = [Drain(descriptor, job.limits.output_bytes) for descriptor in interpreter.command.outputs]
-    before = Baseline.of(descendants(os.getpid()))
-    signal_all(job.confinement, signal.SIGCONT)
+    before = Baseline.of(interpreter.place.tree())
+    interpreter.place.signal(signal.SIGCONT)
     ended = _attend(interpreter, cell, drains, before)
-    signal_all(job.confinement, signal.SIGSTOP if ended.is_alive else signal.SIGKILL)
+    interpreter.place.signal(signal.SIGSTOP if ended.is_alive else signal.SIGKILL)
     for drain in drains:
         drain.read_present()
     phase = PhaseResult(
@@ -137,7 +132,7 @@ def _run_cell(interpreter: Interpreter, cell: Cell) -> CellResult:
         drains[1].text(),
         ended.detail,
     )
-    files, notes = fetch(job.directory, cell.fetch, job.limits) if cell.fetch else ({}, [])
+    files, notes = fetch(interpreter.place.directory, cell.fetch, job.limits) if cell.fetch else ({}, [])
     return CellResult(JobResult((phase,), files, tuple(notes)), ended.is_alive)
 
 
@@ -176,7 +171,7 @@ class _Watch:
 
     def __init__(self, interpreter: Interpreter, cell: Cell, before: Baseline) -> None:
         self._job = interpreter.job
-        self._pid = interpreter.command.pid
+        self._place = interpreter.place
         self._limit_seconds = cell.timeout_seconds
         self._before = before
         self._began = time.monotonic()
@@ -196,8 +191,7 @@ class _Watch:
 
     def look(self) -> "Ended | None":
         """Look, if it is time to; None if the cell may go on."""
-        _reap_orphans(self._pid)
-        if has_ended(self._pid):
+        if self._place.has_ended():
             return self._of_interpreter()
         now = time.monotonic()
         if self._last is not None and now >= self._last:
@@ -205,17 +199,18 @@ class _Watch:
         if now < self._next:
             return None
         work = time.process_time()
-        root, job = os.getpid(), self._job
-        tree = descendants(root)
+        job = self._job
+        self._place.reap()
+        tree = self._place.tree()
         verdict = time_verdict(tree, now - self._began, self._limit_seconds, self._before)
         if self._last is None and verdict is not None:
             self._verdict = verdict
             self._last = now + INTERRUPT_SECONDS
-            os.kill(self._pid, signal.SIGINT)
+            self._place.interrupt()
         allowed = job.phases[0].timeout_seconds
-        if cpu_seconds(tree) + _reaped_seconds() > allowed:
+        if cpu_seconds(tree) + self._place.reaped_seconds > allowed:
             return Ended(OVER_LIMIT, None, f"the session's processor time is used up: {allowed:g} s")
-        excess = find_excess(root, job.directory, job.limits, counts_held=job.confinement.counts_held)
+        excess = find_excess(tree, self._place.directory, job.limits, counts_held=job.confinement.counts_held)
         if excess is not None:
             return Ended(OVER_LIMIT, None, excess)
         self._next = next_look(work)
@@ -225,20 +220,7 @@ class _Watch:
         return why_ended(self._verdict, self._limit_seconds)
 
     def _of_interpreter(self) -> Ended:
-        _, status = os.waitpid(self._pid, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status)
+        assert self._place.status is not None
+        code = os.waitstatus_to_exitcode(self._place.status)
         how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
         return Ended(EXITED, code, f"the interpreter ended {how}")
-
-
-def _reap_orphans(interpreter: int) -> None:
-    """Reap what has ended but for the interpreter: orphans are the guard's children."""
-    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-        if found.si_pid == interpreter:
-            return
-        os.waitpid(found.si_pid, 0)
-
-
-def _reaped_seconds() -> float:
-    times = os.times()
-    return times.children_user + times.children_system

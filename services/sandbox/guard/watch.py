@@ -98,8 +98,9 @@ def _living_thread(pid: int) -> "tuple[int, list[bytes]] | None":
     return None
 
 
-def descendants(root: int) -> dict[int, ProcessStatus]:
-    """List all processes below ``root``. Orphans are among them as long as ``root`` is their reaper."""
+def descendants(*roots: int) -> dict[int, ProcessStatus]:
+    """List all processes below some, and all of these but the first. Orphans are among them as long as one is their
+    reaper."""
     statuses = {}
     with os.scandir("/proc") as entries:
         pids = [int(entry.name) for entry in entries if entry.name.isdigit()]
@@ -110,7 +111,7 @@ def descendants(root: int) -> dict[int, ProcessStatus]:
     for pid, status in statuses.items():
         children.setdefault(status.parent, []).append(pid)
     found: dict[int, ProcessStatus] = {}
-    waiting = list(children.get(root, ()))
+    waiting = [*children.get(roots[0], ()), *(pid for pid in roots[1:] if pid in statuses)]
     while waiting:
         pid = waiting.pop()
         if pid not in found:
@@ -321,20 +322,19 @@ def directory_usage(directory: str, limits: Limits) -> "tuple[int, int]":
     return total, number
 
 
-def find_excess(root: int, directory: str, limits: Limits, *, counts_held: bool) -> "str | None":
+def find_excess(tree: "dict[int, ProcessStatus]", directory: str, limits: Limits, *, counts_held: bool) -> "str | None":
     """Look once.
 
     Args:
-        root: of the process tree.
+        tree: the processes.
         directory: where it works.
         limits: what it may use.
         counts_held: look also at what the kernel holds for the tree, where no control group counts that.
 
     Returns:
-        Which limit the processes below ``root`` exceed, as a sentence; None if they exceed none.
+        Which limit they exceed, as a sentence; None if they exceed none.
     """
-    tree = descendants(root)
-    kept = held(tree, os.lstat(directory).st_dev) if counts_held else Held(0, 0)
+    kept = held(tree, os.stat(directory).st_dev) if counts_held else Held(0, 0)  # noqa: PTH116
     used = memory_bytes(tree, limits.memory_bytes - kept.kernel_bytes) + kept.kernel_bytes
     if used > limits.memory_bytes:
         return f"memory limit exceeded: {used} bytes in {len(tree)} processes, allowed {limits.memory_bytes}"
@@ -344,7 +344,8 @@ def find_excess(root: int, directory: str, limits: Limits, *, counts_held: bool)
     try:
         disk, files = directory_usage(directory, limits)
     except PermissionError as error:
-        return f"the directory {error.filename!r} was made unreadable, so its files cannot be counted"
+        name = str(error.filename)[len(directory) + 1 :]
+        return f"the directory {name!r} was made unreadable, so its files cannot be counted"
     except OSError as error:
         # The program made it so: if that were our failure, it could choose not to be graded.
         return f"what the directory contains cannot be counted: {error.strerror or error}"

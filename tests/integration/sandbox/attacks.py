@@ -194,7 +194,8 @@ def attempt(name, number, *arguments):
         print("BREACH", name)
     else:
         print("stopped", name, ctypes.get_errno())
-attempt("ptrace", 101, 16, os.getppid(), 0, 0)
+parent = os.getppid() or 1  # in a process namespace of its own it may have none
+attempt("ptrace", 101, 16, parent, 0, 0)
 attempt("unshare user", 272, 0x10000000)
 attempt("clone user", 56, 0x10000000 | 17, 0, 0, 0, 0)
 attempt("clone3", 435, ctypes.create_string_buffer(88), 88)
@@ -206,9 +207,9 @@ attempt("userfaultfd", 323, 0)
 attempt("keyctl", 250, 0, 0, 0)
 attempt("shmget", 29, 0, 4096, 0o1600)
 attempt("x32", 0x40000000 | 39)
-attempt("prlimit of the parent", 302, os.getppid(), 7, 0, ctypes.create_string_buffer(16))
+attempt("prlimit of the parent", 302, parent, 7, 0, ctypes.create_string_buffer(16))
 attempt("not dumpable", 157, 4, 0, 0, 0, 0)
-attempt("read the guard", 310, os.getppid(), 0, 0, 0, 0, 0)
+attempt("read the guard", 310, parent, 0, 0, 0, 0, 0)
 """
 
 SETUID = """

@@ -163,7 +163,7 @@ async def test_time_that_others_take_does_not_count() -> None:
     code = "import time\nwhile time.process_time() < 0.6: pass\nprint('done')"
     try:
         async with a_sandbox("C", concurrency=1) as state:
-            answer = await run(state, code, run_timeout=0.9)
+            answer = await run(state, code, run_timeout=2.0)
     finally:
         for hog in hogs:
             hog.kill()
@@ -259,12 +259,13 @@ async def test_foreign_processes_cannot_be_signalled(state: SandboxState) -> Non
 
 async def test_an_endless_loop_ends_at_its_time(state: SandboxState) -> None:
     started = time.monotonic()
-    answer = await run(state, attacks.ENDLESS, run_timeout=0.5)
+    # Less than after which a program takes long: a busy machine gives it that much at once.
+    answer = await run(state, attacks.ENDLESS, run_timeout=0.2)
 
     assert answer.run_result is not None
     assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
     assert answer.status is RunStatus.FAILED
-    assert 0.5 <= answer.run_result.execution_time <= 20
+    assert 0.2 <= answer.run_result.execution_time <= 20
     assert time.monotonic() - started < 30
 
 
@@ -406,8 +407,8 @@ async def survivors_of(state: SandboxState) -> list[int]:
     while True:
         idle = {pid for server in state.executor.servers() for pid in _tree(server.process.pid)}
         found = [pid for uid in uids for pid in living_processes_of(uid) if pid not in idle]
-        # Of each server: bwrap twice, the server, and the guard of the next run.
-        if (not found and len(idle) <= 4 * len(state.executor.servers())) or time.monotonic() > end:
+        # Of each server: bwrap twice, the server, its guard, and two processes of the next run.
+        if (not found and len(idle) <= 6 * len(state.executor.servers())) or time.monotonic() > end:
             return found
         await asyncio.sleep(0.05)
 

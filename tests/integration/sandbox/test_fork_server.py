@@ -15,7 +15,7 @@ from services.sandbox import fork_servers
 from services.sandbox.languages import find_python, python_command
 from services.sandbox.routes.run_code import make_program
 from services.sandbox.state import SandboxState
-from shared.schemas.sandbox import RunCodeRequest, RunStatus
+from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunStatus
 from tests.integration.sandbox.poison import CHECK, POISONS
 from tests.integration.sandbox.running import a_sandbox, run
 
@@ -60,8 +60,28 @@ LIKE_PYTHON = {
     "recursion": "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError: print('deep')",
     "exec in main": "exec('y = 2'); print(y, eval('y'))",
     "data classes": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nprint(P(1))",
+    "another program": "import os; os.execv('/bin/sh', ['sh', '-c', 'echo from a shell; exit 7'])",
+    "another program that is killed": "import os; os.execv('/bin/sh', ['sh', '-c', 'kill -9 $$'])",
     "pickles": "import pickle\nclass P: pass\nprint(type(pickle.loads(pickle.dumps(P()))).__name__)",
 }
+SEARCH = """
+first, second = b"a needle from an", b" earlier program"
+kept = [first + second] if input() == "control" else []
+found = 0
+for line in open("/proc/self/maps"):
+    place, rights = line.split()[:2]
+    start, end = (int(number, 16) for number in place.split("-"))
+    if rights.startswith("r") and end < 1 << 47:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            try:
+                memory.seek(start)
+                for piece in memory.read(end - start).split(first)[1:]:
+                    found += piece.startswith(second)
+            except (OSError, ValueError):
+                continue
+print(found)
+"""
+"""Looks for both pieces beside each other in all memory of its process."""
 GIVEN = {"helper.py": "TiA9IDIK", "json.py": "TiA9IDMK"}
 INPUT = "first\nsecond\n"
 
@@ -132,6 +152,31 @@ def _by_python(code: str, work: str) -> tuple[int, str, str, str | None]:
             subprocess.run(["base64", "-w0", str(left)], capture_output=True).stdout.decode() if left.exists() else None
         )
         return done.returncode, streams[0], streams[1], content
+
+
+async def test_nothing_of_a_program_is_in_the_memory_of_the_next(one_slot: SandboxState) -> None:
+    if one_slot.executor.isolation.level is IsolationLevel.C:
+        pytest.skip("there is no /proc by which a program could read all of its memory")
+    needle = "a needle from an earlier program"
+    earlier = f"import sys; print(sys.stdin.read()); open('left', 'w').write('{needle}' * 9); sys.exit('{needle}')"
+    for _ in range(3):
+        await run(one_slot, earlier, stdin=needle * 1000, files={"x": "YSBuZWVkbGU="}, fetch_files=("left",))
+
+    after, control = [await run(one_slot, SEARCH, stdin=given) for given in ("nothing", "control")]
+
+    assert after.run_result is not None and control.run_result is not None
+    assert after.run_result.stdout == "0\n", after
+    assert int(control.run_result.stdout or "") > 0
+
+
+@pytest.mark.parametrize("level", ["A", "B"])
+async def test_orphans_that_end_do_not_count_as_processes(level: str) -> None:
+    orphan = "    if os.fork() == 0:\n        os.fork()\n        os._exit(0)\n    os.wait()\n"
+
+    async with a_sandbox(level, concurrency=1) as state:
+        answer = await run(state, f"import os\nfor _ in range(150):\n{orphan}print(1)")
+
+    assert answer.status is RunStatus.SUCCESS, answer
 
 
 async def test_an_answer_does_not_wait_until_all_of_its_program_is_gone(

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from services.reward.verifiers import code
 from services.sandbox import limits
 from services.sandbox.guard import watch
+from services.sandbox.guard.agent import check_kill_scope
 from services.sandbox.guard.files import read_plainly
 from services.sandbox.guard.job import STARVED, TIMED_OUT, Confinement, Job, JobResult, Orders, Phase, PhaseResult
-from services.sandbox.guard.main import check_kill_scope
 from services.sandbox.guard.process import Drain
 from services.sandbox.guard.watch import ProcessStatus, directory_usage
 from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out

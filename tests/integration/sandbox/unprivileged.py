@@ -15,7 +15,7 @@ from shared.schemas.sandbox import RunCodeRequest
 
 async def main(level: str) -> None:
     settings = SandboxSettings.model_validate({"token": "x" * 32, "level": level, "concurrency": 1})
-    victim = subprocess.Popen(["sleep", "60"])
+    victim = subprocess.Popen(["sleep", "600"])  # longer than all programs on a busy machine
     try:
         async with open_state(settings) as state:
             answers = []

@@ -45,7 +45,7 @@ ESCAPE = {
 INFORMATION = {
     "the host's processes": (
         "pids = [p for p in (os.listdir('/proc') if os.getpid() < 100 else ()) if p.isdigit()]\n"
-        "print('BREACH' if len(pids) > 2 else 'stopped', pids)"
+        "print('BREACH' if any(int(p) > 3 for p in pids) else 'stopped', pids)"
     ),
     "the host's memory and load": (
         "for name in ('meminfo', 'loadavg', 'stat', 'cmdline', 'version', 'net/unix', 'locks', 'keys', 'sys/kernel/ostype'):\n"

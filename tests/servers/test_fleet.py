@@ -140,7 +140,7 @@ def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) ->
         assert rollout is not None
         descendants = [keeper, *psutil.Process(server).children(recursive=True)]
         places = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{rollout.pid}-*"))
-        until(lambda: shared_memory_of(server) or kind != "sglang", 30, "its shared memory to be noted")
+        until(lambda: shared_memory_of(server) or kind != "sglang", START_SECONDS, "its shared memory to be noted")
         left = shared_memory_of(server)
         rollout.kill()
         until(lambda: not psutil.pid_exists(server), 30, "its server to end")

@@ -164,8 +164,10 @@ async def test_a_source_that_dies_is_left_and_what_it_sent_is_kept(
         path = await pulled(tmp_path, image, trainer, peer)
 
     assert path.read_bytes() == image.view
-    half = peer.spans[0].start + len(peer.spans[0]) // 2
-    assert half in [span.start for source in (trainer, peer) for span in source.spans]
+    # All of it, unless the end of the connection overtook some of what was sent.
+    first = peer.spans[0]
+    kept = range(first.start + 1, first.start + len(first) // 2 + 1)
+    assert any(span.start in kept for source in (trainer, peer) for span in source.spans)
 
 
 async def test_a_source_with_another_image_under_the_number_gives_nothing(

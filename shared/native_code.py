@@ -18,20 +18,27 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+ON_THREADS, ON_ONE_THREAD = "-fopenmp", "-fopenmp-simd"
 """OpenMP is torch's own pool of threads: its library is loaded already, under the same name."""
 BUILD_SECONDS = 60.0
 
 
 @functools.cache
-def load_library(source: Path) -> ctypes.CDLL | None:
-    """Load a C file as a library, built before or now; None where it cannot be built, which is logged once."""
+def load_library(source: Path, *, uses_threads: bool = True) -> ctypes.CDLL | None:
+    """Load a C file as a library, built before or now; None where it cannot be built, which is logged once.
+
+    Args:
+        source: the file; headers beside it belong to it.
+        uses_threads: whether it computes on torch's threads, or on its caller's alone.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         log.info("no C compiler, so the CPU computes by torch's operators alone", extra={"source": source.name})
         return None
     try:
-        return ctypes.CDLL(str(_built(source, compiler, _cache_directory())))
+        flags = (*FLAGS, ON_THREADS if uses_threads else ON_ONE_THREAD)
+        return ctypes.CDLL(str(_built(source, compiler, flags, _cache_directory())))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or b""
         facts = {"cause": repr(error), "compiler_output": output[-400:].decode(errors="replace")}
@@ -39,12 +46,12 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _built(source: Path, compiler: str, directory: Path) -> Path:
-    library = directory / f"{source.stem}-{_digest(source, compiler)}.so"
+def _built(source: Path, compiler: str, flags: tuple[str, ...], directory: Path) -> Path:
+    library = directory / f"{source.stem}-{_digest(source, compiler, flags)}.so"
     if not _is_ours(library):
         with tempfile.TemporaryDirectory(dir=directory) as building:
             made = Path(building) / library.name
-            command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+            command = [compiler, *flags, str(source), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
             made.replace(library)
     return library
@@ -83,11 +90,11 @@ def _own_directory() -> Path:
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def _digest(source: Path, compiler: str) -> str:
+def _digest(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     told = hashlib.sha256()
     for file in (source, *sorted(source.parent.glob("*.h"))):
         told.update(file.read_bytes())
-    for fact in (compiler, str(Path(compiler).stat().st_mtime_ns), *FLAGS, platform.machine(), _processor()):
+    for fact in (compiler, str(Path(compiler).stat().st_mtime_ns), *flags, platform.machine(), _processor()):
         told.update(fact.encode() + b"\0")
     return told.hexdigest()[:20]
 

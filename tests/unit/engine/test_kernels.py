@@ -1,6 +1,5 @@
-"""The native kernels compute what torch's operators compute, and are built once, privately."""
+"""The native kernels compute what torch's operators compute."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.nn import functional
 from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.fused import FusedDecoder
 from services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
-from services.rollout.engines.decoders.native import building, kernels
+from services.rollout.engines.decoders.native import kernels
 from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from services.rollout.engines.embedded.sampling import RowSampling, sample
 
@@ -187,37 +186,3 @@ def test_a_packed_matrix_multiplies_as_a_plain_one(width: int, has_bias: bool) -
     assert (matrix.plain is None) == (weight.numel() >= PACKED_ELEMENTS)
     torch.testing.assert_close(matrix(hidden), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(total, expected_total, atol=1e-4, rtol=1e-4)
-
-
-@needs_compiler
-def test_a_library_that_others_may_write_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "FLAGS", ("-shared", "-fPIC"))
-    monkeypatch.setattr(building, "SOURCE", tmp_path / "small.c")
-    (tmp_path / "small.c").write_text("int answer(void) { return 42; }\n", encoding="ascii")
-    library = building.load_library.__wrapped__()
-    assert library is not None and library.answer() == 42
-    (built,) = (tmp_path / "flotilla").glob("*.so")
-    mine = built.stat().st_ino
-    building.load_library.__wrapped__()
-    assert built.stat().st_ino == mine, "built twice"
-    os.chmod(built, 0o777)
-
-    building.load_library.__wrapped__()
-
-    assert built.stat().st_ino != mine
-    assert built.stat().st_mode & 0o022 == 0
-
-
-def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-
-    assert building.load_library.__wrapped__() is None
-
-
-def test_a_source_that_does_not_compile_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "SOURCE", tmp_path / "broken.c")
-    (tmp_path / "broken.c").write_text("#error no\n", encoding="ascii")
-
-    assert building.load_library.__wrapped__() is None

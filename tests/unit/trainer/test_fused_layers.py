@@ -15,7 +15,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from services.trainer.models.fused_layers import fuse_layers
 from services.trainer.models.native.kernels import kernels_for
-from shared import native_code
 
 pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")
 
@@ -120,32 +119,6 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 
     for other in found[1:]:
         assert all(torch.equal(one, each) for one, each in zip(found[0], other, strict=True))
-
-
-def test_a_library_that_others_may_write_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = tmp_path / "small.c"
-    source.write_text("int answer(void) { return 42; }\n", encoding="ascii")
-    load = native_code.load_library.__wrapped__
-    library = load(source)
-    assert library is not None and library.answer() == 42
-    (built,) = (tmp_path / "flotilla").glob("*.so")
-    mine = built.stat().st_ino
-    load(source)
-    assert built.stat().st_ino == mine, "built twice"
-    built.chmod(0o777)
-
-    load(source)
-
-    assert built.stat().st_ino != mine
-    assert built.stat().st_mode & 0o022 == 0
-
-
-def test_a_source_that_does_not_compile_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "broken.c").write_text("#error no\n", encoding="ascii")
-
-    assert native_code.load_library.__wrapped__(tmp_path / "broken.c") is None
 
 
 def test_heads_are_turned_as_transformers_turns_them() -> None:

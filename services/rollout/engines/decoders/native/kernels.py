@@ -7,12 +7,14 @@ call, whose products end in what follows them (residual, activation) while their
 
 import ctypes
 import functools
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.rollout.engines.decoders.native.building import load_library
+from shared.native_code import load_library
 
+SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SUMMED = 64
 _SIGNATURES = {
@@ -121,7 +123,7 @@ class Kernels:
 
 @functools.cache
 def _kernels() -> Kernels | None:
-    library = load_library()
+    library = load_library(SOURCE, uses_threads=False)
     return None if library is None else Kernels(library)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, turns, weights
+from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, trainer, turns, weights
 from tests.fleet import tiny_model
 
 Main = Callable[[], int | None]
@@ -53,6 +53,15 @@ def test_algorithms(run: Callable[..., Any]) -> None:
     for figures in found["algorithms"].values():
         assert figures["share_of_forward"] == pytest.approx(figures["seconds"] / found["forward_seconds"])
         assert figures["seconds"] > 0
+
+
+def test_trainer(run: Callable[..., Any]) -> None:
+    few = ("--model", "tiny", "--samples", "8", "--tokens", "4", "--rounds", "1")
+
+    (row,) = run(trainer.main, "--part", "long_tailed", "--beside", "plain", *few)
+
+    assert (row["part"], row["rounds"], row["trl"], row["earlier"]) == ("long_tailed", 1, None, None)
+    assert min(row["flotilla"], row["plain"]) > 1
 
 
 def test_engine(run: Callable[..., Any]) -> None:

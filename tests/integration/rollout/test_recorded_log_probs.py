@@ -84,7 +84,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 @pytest.fixture
-async def engine(weights: Weights) -> AsyncIterator[Engine]:
+async def engine(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    # A turn outlasts the message that changes the weights under it, however late this process is to send it.
+    monkeypatch.setenv("FLOTILLA_FAULTS", "engine.step slow in=engine seconds=0.004")
     path = weights.images[0].parent / "model"
     made = ProcessEngine(EngineSettings(str(path), slots=8, context_tokens=CONTEXT))
     await made.start()

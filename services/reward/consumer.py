@@ -18,7 +18,7 @@ from services.reward.tally import GradingTally
 from services.reward.teacher.teachers import Teachers
 from services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from shared.config.reward import RewardConfig
-from shared.errors import ClaimLost, FlotillaError
+from shared.errors import ClaimLost, EpisodeFailed, FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.retry import DATA_PLANE, retry
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 CLAIM_WAIT_SECONDS = 1.0
 HAND_BACK_SECONDS = 5.0
+GRADING_ERROR = "grading_error"
 MOST_NAMES = 32
 """Components, and metrics, that are kept of a grade: they travel with the sample."""
 
@@ -121,6 +122,12 @@ def ungraded(trajectory: Trajectory) -> Grade:
     if trajectory.status is GradeStatus.ERROR:
         return Grade.error(trajectory.reason or "the episode failed")
     return Grade.abstained("the completion was aborted")
+
+
+def why_failed(sampled: Group) -> str:
+    """Return the reason for which a group fails none of whose samples has a grade: what came first."""
+    is_left = any(is_gradable(trajectory) for trajectory in sampled.trajectories)
+    return GRADING_ERROR if is_left else EpisodeFailed.code
 
 
 def used_names(config: RewardConfig) -> frozenset[str]:
@@ -266,7 +273,7 @@ class RewardConsumer:
             # However long the data plane is absent: what was graded is not graded again. Only its answer tells whether
             # the claim is still held.
             async with lane.hop.renewing(claim):
-                await self._send_on(lane, claim, group)
+                await self._send_on(lane, claim, group, why_failed(sampled))
         except ClaimLost as error:
             log.info("claim was lost, its grading was ended", extra={"error": error.detail})
         except FlotillaError as error:
@@ -308,7 +315,7 @@ class RewardConsumer:
                 self.graded_samples += 1
         return with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
 
-    async def _send_on(self, lane: RewardLane, claim: Claim, group: Group) -> None:
+    async def _send_on(self, lane: RewardLane, claim: Claim, group: Group, failure: str) -> None:
         if not lane.is_filtered:
             await self._forward(lane.hop, claim, group)
             return
@@ -319,7 +326,7 @@ class RewardConsumer:
             if GradeStatus.ERROR in statuses:
                 self.failures_in_a_row += 1
                 log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
-                await self._end(lane.hop, claim, group, Resolution.FAILED, "grading_error")
+                await self._end(lane.hop, claim, group, Resolution.FAILED, failure)
             else:
                 await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_abstained")
             return

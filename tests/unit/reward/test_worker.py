@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,17 @@ async def test_a_group_of_another_schema_fails_and_the_next_is_graded(monkeypatc
         ledger = await world.until(lambda ledger: ledger.waiting.scored == 1)
 
     assert ledger.failed == {"unreadable": 1}
+
+
+async def test_a_group_whose_episodes_all_failed_is_no_failure_of_a_grader() -> None:
+    failed = [a_trajectory().graded(GradeStatus.ERROR, None, reason="the environment was killed")] * 2
+    async with a_world(by_index) as world:
+        await world.generate(replace(a_group(0), trajectories=tuple(failed)))
+        await world.generate(replace(a_group(1), trajectories=(failed[0], a_trajectory())))
+        ledger = await world.until(lambda ledger: sum(ledger.failed.values()) + ledger.waiting.scored == 2)
+
+    assert ledger.failed == {"episode_failed": 1}
+    assert [sample.id for sample in world.verifier.seen] == ["1/1"]
 
 
 async def test_rewards_are_written_onto_their_trajectories() -> None:

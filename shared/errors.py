@@ -25,6 +25,7 @@
     ├── GradingFailed                502  grading_failed
     ├── WeightTransferFailed         502  weight_transfer_failed
     └── WorkerDied                   500  worker_died
+        └── ServerUnreachable        500  server_unreachable
 
 A server sends one as ``application/problem+json`` (RFC 9457); ``shared/client.py`` raises the same class on the
 other side. ``code`` is stable, ``detail`` is for people.
@@ -199,6 +200,12 @@ class WorkerDied(FlotillaError):
     """A worker process ended; the detail carries exit code and last lines."""
 
     code, title, status = "worker_died", "A worker process ended", 500
+
+
+class ServerUnreachable(WorkerDied):
+    """A server that was reached before, and is somebody else's to start, cannot be reached now; it may come back."""
+
+    code, title, status = "server_unreachable", "A server cannot be reached", 500
 
 
 def _tree(root: type[FlotillaError]) -> dict[str, type[FlotillaError]]:

@@ -11,7 +11,7 @@ engine at once. The task may come back to this very process, so a request is nam
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +36,9 @@ CLAIM_WAIT_SECONDS = 1.0
 HAND_BACK_SECONDS = 5.0
 VERSION_WAIT_SECONDS = 60.0
 OTHER_VERSION_PAUSE_SECONDS = 0.2
+UNAVAILABLE_PAUSE_SECONDS = 1.0
+"""So long a task is held that waits for another version, or for an engine or a tool that is unavailable: handed back
+at once, it would come straight back here."""
 
 UNREADABLE = "unreadable"
 ROLLOUT_TIMEOUT = "rollout_timeout"
@@ -231,8 +234,7 @@ class RolloutConsumer:
                 return None
             version = await self._right_version(task, claim.header.newest_version)
             if version is None:
-                # Held for a moment first: handed back at once, it would come straight back here.
-                await asyncio.sleep(0 if self._is_interrupted.is_set() else OTHER_VERSION_PAUSE_SECONDS)
+                await self._hold(OTHER_VERSION_PAUSE_SECONDS)
                 await hop.hand_back(claim)
                 return None
             sampling = asyncio.timeout(config.task_seconds)
@@ -241,6 +243,10 @@ class RolloutConsumer:
                 with self.busy.sampling():
                     async with sampling, self._while_young(config, oldest):
                         return await self._episodes.run(task, partials, version, delivery=claim.token)
+            except FlotillaError as error:
+                if error.retryable:
+                    await self._hold(UNAVAILABLE_PAUSE_SECONDS)
+                raise
             except _TooOld:
                 log.info("group is ended, others were finished first", extra={"entry_id": claim.entry_id})
                 await retry(partial(hop.resolve, claim, Resolution.DROPPED, REDUNDANT), waiting_for=DATA_PLANE)
@@ -251,6 +257,12 @@ class RolloutConsumer:
                 log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
                 await self._fail(hop, claim, ROLLOUT_TIMEOUT, f"not sampled within {config.task_seconds:g} s")
                 return None
+
+    async def _hold(self, seconds: float) -> None:
+        """Keep a claim that is to be handed back for some seconds, or until the worker is interrupted."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_interrupted.wait()
 
     @asynccontextmanager
     async def _while_young(self, config: LaneConfig, oldest: int) -> AsyncIterator[None]:

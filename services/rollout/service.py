@@ -25,7 +25,7 @@ from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.version import VersionGate
 from shared import reconciling
 from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
+from shared.errors import FlotillaError, ServerUnreachable, WeightTransferFailed, WorkerDied
 from shared.reconciling import STARTABLE, STOP_SECONDS, SessionFollower
 from shared.restarts import Restarts
 from shared.schemas.service import Assignment, DesiredState, DeviceReport, Failure, ObservedState, WorkState
@@ -247,7 +247,8 @@ class RolloutService(SessionFollower[Session]):
     async def _after_engine_death(self, error: WorkerDied) -> None:
         if self._session is not None and self._session.worker.answered:
             self._restarts.forget()
-        pause = self._restarts.died()
+        # A server that somebody else starts is away for as long as he wants: the next start waits for it.
+        pause = FIRST_PAUSE_SECONDS if isinstance(error, ServerUnreachable) else self._restarts.died()
         log.error("the engine's process ended", extra={"cause": error.detail, "again_after_seconds": pause})
         await self._end_session(keep_assignment=True)
         # Whatever was told of it until now is this one death.

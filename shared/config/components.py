@@ -39,7 +39,12 @@ class ComponentConfig(Config):
     """Grade only samples of these data sources and abstain from others. Null: grade all."""
 
 
-def _is_url(text: str) -> str:
+def well_formed_url(text: str) -> str:
+    """Check that a text is the URL of a server.
+
+    Raises:
+        ValueError: it is not.
+    """
     import httpx  # a tenth of a second of each process that reads a section, of which most are given no URL
 
     try:
@@ -54,4 +59,4 @@ def _is_url(text: str) -> str:
     return text
 
 
-GraderUrl = Annotated[str, AfterValidator(_is_url)]
+GraderUrl = Annotated[str, AfterValidator(well_formed_url)]

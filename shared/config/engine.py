@@ -6,11 +6,13 @@ Each class names what its engine promises, and which of the spec's wishes need a
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from shared.config.base import Config, DeviceChoice, Threads
+from shared.config.components import well_formed_url
 from shared.schemas.engine import EngineCapability
 
+ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/]+$"), AfterValidator(well_formed_url)]
 OptionValue = bool | int | float | str | None
 Options = Mapping[str, OptionValue | tuple[OptionValue, ...]]
 OWNED_OPTIONS: Mapping[str, str] = {
@@ -155,7 +157,7 @@ class ServerEngineConfig(Config):
     tensor_parallel_size or gpu_memory_utilization: names as the server has them, with or without dashes; true for a
     switch, a list for several values. Those that follow from the spec are refused here, those that the server does not
     know by the server."""
-    url: str | None = Field(None, pattern=r"^https?://[^/]+$")
+    url: ServerUrl | None = None
     """Use the server at this address, which serves model.path, instead of starting one; no other rollout may use it.
     127.0.0.1 is one server for each machine that has a rollout service."""
     start_seconds: float = Field(600.0, gt=0)

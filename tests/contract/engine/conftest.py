@@ -50,12 +50,9 @@ def overlap_load() -> bool:
     return False
 
 
+HERE = ["scripted", "in-process", "process", "recorded-sglang", "recorded-vllm"]
 ENGINES = [
-    "scripted",
-    "in-process",
-    "process",
-    "recorded-sglang",
-    "recorded-vllm",
+    *HERE,
     pytest.param("sglang", marks=pytest.mark.sglang),
     pytest.param("vllm", marks=pytest.mark.vllm),
 ]
@@ -63,6 +60,11 @@ ENGINES = [
 
 @pytest.fixture(scope="module", params=ENGINES)
 def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: bool) -> Callable[[], Engine]:
+    return maker_of(request.param, model_path, overlap_load)
+
+
+def maker_of(kind: str, model_path: Path, overlap_load: bool) -> Callable[[], Engine]:
+    """Return what makes an engine of ``ENGINES``, at version 3."""
     settings = EngineSettings(
         str(model_path), version=3, slots=SLOTS, context_tokens=CONTEXT, overlap_load=overlap_load
     )
@@ -75,7 +77,7 @@ def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: 
         "sglang": lambda: SglangEngine(server_settings(model_path, "sglang", sleeps=True)),
         "vllm": lambda: VllmEngine(server_settings(model_path, "vllm", sleeps=True)),
     }
-    return makers[request.param]
+    return makers[kind]
 
 
 def server_settings(model_path: Path, kind: str, **changes: Any) -> ServerSettings:

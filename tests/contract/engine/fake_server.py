@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
         self.is_dead = False
         self.drops_connections = 0
         self.calls: list[tuple[str, Body | None]] = []
+        self.weights = weights_in(model)
         self._shapes = {name: header.shape for name, header in read_headers([model / "model.safetensors"]).items()}
         self._slots = asyncio.Semaphore(slots)
         self._samples: dict[str, Sample] = {}
@@ -119,21 +121,21 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
                     sample.labels[-1] = self.label
             if self.is_dead or sample.is_aborted:
                 return "abort"
-            version = int(self.label) if self.label.isdecimal() else 0
-            sample.tokens.append(2 + rolling_token(sample.prompt, seed, len(sample.tokens), version) % 94)
+            sample.tokens.append(token_of(sample.prompt, seed, len(sample.tokens), self.weights))
             sample.labels.append(self.label)
             if sample.tokens[-1] in sample.stops:
                 return "stop"
         return "length"
 
     def _misfit(self, directory: Path) -> str | None:
-        """Look at the weights in a directory; say why they cannot be read, if they cannot."""
+        """Load the weights in a directory; say why they cannot be read, if they cannot."""
         try:
             headers = read_headers([directory / "model.safetensors"])
         except WeightTransferFailed as error:
             return error.detail
         if {name: header.shape for name, header in headers.items()} != self._shapes:
             return self._on_wrong_shapes()
+        self.weights = weights_in(directory)
         return None
 
     @abstractmethod
@@ -144,6 +146,16 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
         """End as a killed server does."""
         self.is_dead = True
         self._goes_on.set()
+
+
+def weights_in(directory: Path) -> int:
+    """Make a number of the weights in a directory."""
+    return zlib.crc32((directory / "model.safetensors").read_bytes())
+
+
+def token_of(prompt: Sequence[int], seed: int, position: int, weights: int) -> int:
+    """Sample a token: it depends on the weights themselves, not on what they are called; greedily the seed is 0."""
+    return 2 + rolling_token(prompt, seed, position, weights) % 94
 
 
 def unknown_fields(body: Body | None, known: Mapping[str, list[str]]) -> list[str]:

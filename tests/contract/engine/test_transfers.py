@@ -12,7 +12,7 @@ from services.rollout.engines.scripted import ScriptedEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import WorkerDied
 from shared.schemas.engine import EngineCapability
-from tests.contract.engine.conftest import LONG, until_running
+from tests.contract.engine.conftest import HERE, LONG, maker_of, until_running
 from tests.contract.engine.requests import a_request
 
 PIECES = 5
@@ -21,6 +21,12 @@ PIECES = 5
 @pytest.fixture(scope="module")
 def overlap_load() -> bool:
     return True
+
+
+@pytest.fixture(scope="module", params=HERE)
+def make_engine(request: pytest.FixtureRequest, model_path: Path, overlap_load: bool) -> Callable[[], Engine]:
+    """Real servers read images whole, as those in memory do: they have nothing to add."""
+    return maker_of(request.param, model_path, overlap_load)
 
 
 @pytest.fixture

@@ -50,6 +50,8 @@ def test_options_of_sglang_survive_the_way_over_the_wire() -> None:
         ({"kind": "sglang", "url": "http://a:1", "options": {"tp_size": 2}}, "", "have no effect with"),
         ({"kind": "sglang", "url": "http://a:1", "update_weights_from": "tensor"}, "", "leave rollout.engine.url or"),
         ({"kind": "sglang", "url": "ftp://a"}, "url", "pattern"),
+        ({"kind": "vllm", "url": "http://localhost:abc"}, "url", "not a URL"),
+        ({"kind": "vllm", "url": "http://localhost:99999"}, "url", "port 99999"),
         ({"kind": "sglang", "threads": 2}, "threads", ""),
         ({"kind": "vllm", "options": {"max_num_seqs": 4}}, "options", "it is set by rollout.engine.slots"),
         ({"kind": "vllm", "options": {"no-enable-scale-out": True}}, "options", "how it is asked"),

@@ -38,16 +38,18 @@ def test_a_staged_directory_holds_the_image_itself_and_the_models_configuration(
     save_model("qwen3", tmp_path / "model")
     image = save_image(make_model("qwen3", seed=1), tmp_path / "image.safetensors")
 
-    for _ in range(2):
-        place = stage_directory(tmp_path / "place", tmp_path / "model", image)
+    (tmp_path / "place").mkdir()
+    places = {stage_directory(tmp_path / "place", tmp_path / "model", image) for _ in range(2)}
 
-    assert (place / "model.safetensors").resolve() == image.resolve()
-    assert (place / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
-    assert sorted(each.name for each in place.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    assert len(places) == 2
+    for place in places:
+        assert (place / "model.safetensors").resolve() == image.resolve()
+        assert (place / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
+        assert sorted(each.name for each in place.iterdir()) == [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+        ]
 
 
 def test_directories_of_dead_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

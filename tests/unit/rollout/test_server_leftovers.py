@@ -91,6 +91,15 @@ async def test_a_server_that_ends_by_itself_leaves_nothing_either(tmp_path: Path
     assert not list(directory.iterdir())
 
 
+async def test_a_server_is_ended_though_nothing_can_be_noted(tmp_path: Path, directory: Path) -> None:
+    server = await started(tmp_path / "place", directory, "made_up_loads_1")
+    (tmp_path / "place" / leftovers.NOTES).mkdir()  # as on a full disk: it cannot be written
+
+    await server.close(1.0)
+
+    assert server.process_id is None
+
+
 async def test_the_next_start_removes_what_is_left_where_the_rollout_was_killed(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ def test_the_same_request_is_made_today_and_its_recorded_reply_is_read(kind: Kin
         token_ids, log_probs, spans, reason = kind.sampled(record["reply"])
 
         assert kind.dialect.body(request, 0, None, request_id, int(body["cache_salt"])) == body
-        completion = completion_of(kind.dialect.sampled, record["reply"], request, 0, None)
+        completion = completion_of(kind.dialect.sampled, record["reply"], request, 0, None, int)
 
         assert completion.token_ids.tolist() == token_ids
         np.testing.assert_array_equal(completion.log_probs, np.array(log_probs, np.float32))

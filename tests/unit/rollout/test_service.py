@@ -19,7 +19,14 @@ from services.rollout.shutdown import HAND_OVER_SECONDS
 from services.rollout.weights.version import VersionGate
 from shared import start_backoff
 from shared.config.spec import ExperimentSpec
-from shared.errors import DeadlineExceeded, ModelError, Unavailable, WeightTransferFailed, WorkerDied
+from shared.errors import (
+    DeadlineExceeded,
+    ModelError,
+    ServerUnreachable,
+    Unavailable,
+    WeightTransferFailed,
+    WorkerDied,
+)
 from shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
 
 SPEC = {
@@ -321,6 +328,18 @@ async def test_an_engine_that_keeps_dying_without_an_answer_is_fatal() -> None:
         failure = world.service.observe().failure
         assert failure is not None
         assert (failure.fatal, failure.cause) == (True, "out of memory")
+
+
+async def test_somebody_elses_server_may_be_away_as_often_as_he_likes() -> None:
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING)
+        for number in range(1, 2 * MAX_DEATHS):
+            await world.until(lambda n=number: len(world.sessions) == n and world.is_in(WorkState.RUNNING))
+            assert world.on_death is not None
+            world.on_death(ServerUnreachable("it cannot be reached"))
+
+        await world.until(lambda: len(world.sessions) == 2 * MAX_DEATHS and world.is_in(WorkState.RUNNING))
+        assert world.service.observe().failure is None
 
 
 async def test_a_death_that_is_told_by_many_is_one_death() -> None:

@@ -15,7 +15,7 @@ def settings(**fields: Any) -> ServerSettings:
 
 
 def words(**fields: Any) -> list[str]:
-    return command_line(settings(**fields), port=7, key_file="/k")
+    return command_line(settings(**fields), port=7, key_file="/k", label="3-mark")
 
 
 def value_of(name: str, arguments: list[str]) -> str:
@@ -28,7 +28,7 @@ def test_what_follows_from_the_spec_is_said_to_the_server() -> None:
     assert arguments[:2] == ["-m", "sglang.launch_server"]
     assert value_of("--max-running-requests", arguments) == "5"
     assert value_of("--context-length", arguments) == "108"
-    assert value_of("--weight-version", arguments) == "3"
+    assert value_of("--weight-version", arguments) == "3-mark"
     assert (value_of("--device", arguments), value_of("--base-gpu-id", arguments)) == ("cuda", "2")
     assert value_of("--dtype", arguments) == "bfloat16"
     assert "--skip-tokenizer-init" in arguments
@@ -96,7 +96,7 @@ def test_sockets_have_short_paths() -> None:
 
 def test_a_key_is_no_argument_for_the_server_to_misread() -> None:
     # Its file is read as if it were a command line, where a leading dash begins another argument.
-    launches = [SglangDialect().launch(settings(), Path("/place"), 100) for _ in range(20)]
+    launches = [SglangDialect().launch(settings(), Path("/place"), 100, "3-mark") for _ in range(20)]
 
     assert all(launch.key is not None and launch.key.isalnum() for launch in launches)
     assert all(launch.files == {"server.yaml": f'api-key: "{launch.key}"\n'} for launch in launches)

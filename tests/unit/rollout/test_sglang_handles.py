@@ -94,7 +94,8 @@ async def test_each_rank_gets_a_handle_of_each_piece_and_the_last_says_the_versi
         [f"{span} 0", f"{span} 1"] for span in buckets.held
     ]
     assert [body["flush_cache"] for body in bodies] == [*(len(bodies) - 1) * [False], flushes]
-    assert [body.get("weight_version") for body in bodies] == [*(len(bodies) - 1) * [None], "4"]
+    *others, last = [body.get("weight_version") for body in bodies]
+    assert others == (len(bodies) - 1) * [None] and last.startswith("4-")
     assert not buckets.is_holding
     [completion] = await engine.generate(a_request(max_new_tokens=2))
     assert completion.versions == ((0, 4),)

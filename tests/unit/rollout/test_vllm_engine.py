@@ -49,14 +49,15 @@ async def engine(server: FakeVllm, settings: ServerSettings) -> AsyncIterator[Vl
     ("mode", "clears"),
     [(OnWeightUpdate.INTERRUPT, "true"), (OnWeightUpdate.DRAIN, "true"), (OnWeightUpdate.CONTINUE, "false")],
 )
-async def test_an_update_is_pause_load_label_resume(
+async def test_an_update_is_pause_label_load_look_resume(
     engine: VllmEngine, server: FakeVllm, model: Path, mode: OnWeightUpdate, clears: str
 ) -> None:
     await engine.load_weights(model / "model.safetensors", 4, mode)
 
-    assert [path for path, _ in server.calls] == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
+    asked = [path for path, _ in server.calls]
+    assert asked == ["/pause", "/update_weight_version", "/collective_rpc", "/weight_info", "/resume"]
     assert server.paused_with == {"mode": "keep", "clear_cache": clears}
-    assert server.label == "4"
+    assert server.label.startswith("4-")
     [completion] = await engine.generate(a_request(max_new_tokens=1))
     assert completion.versions == ((0, 4),)
     assert server.calls[-1][1] is not None
@@ -84,8 +85,9 @@ async def test_it_sleeps_without_weights_and_wakes_with_those_it_is_given(
     await engine.load_weights(model / "model.safetensors", 4, OnWeightUpdate.INTERRUPT)
 
     asked = [path for path, _ in server.calls]
-    assert asked == ["/sleep", "/wake_up", "/collective_rpc", "/update_weight_version", "/wake_up"]
-    assert (server.asleep, server.label) == (set(), "4")
+    loads = ["/update_weight_version", "/collective_rpc", "/weight_info"]
+    assert asked == ["/sleep", "/wake_up", *loads, "/wake_up"]
+    assert (server.asleep, server.label.partition("-")[0]) == (set(), "4")
 
 
 async def test_a_server_that_was_left_asleep_is_woken(
@@ -130,7 +132,7 @@ async def test_a_sleeping_server_is_not_asked_for_its_health(
 
 
 async def test_a_running_server_gets_the_initial_weights_and_their_label(engine: VllmEngine, server: FakeVllm) -> None:
-    assert server.label == "3"
+    assert server.label.startswith("3-")
 
 
 async def test_tokens_that_others_had_are_not_counted(server: FakeVllm, settings: ServerSettings) -> None:
@@ -177,7 +179,7 @@ def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> No
         rollout = {"engine": {"kind": "vllm"}, "sampling": sampling}
         engine = make_engine(a_spec(rollout=rollout), {"vllm": tmp_path / "python"})
         assert isinstance(engine, VllmEngine)
-        arguments = engine._dialect.launch(engine._settings, Path("/place"), 100).arguments
+        arguments = engine._dialect.launch(engine._settings, Path("/place"), 100, "3-mark").arguments
         return arguments[arguments.index("--logprobs-mode") + 1]
 
     assert mode_of(temperature=0.7) == "processed_logprobs"

@@ -93,13 +93,15 @@ def test_it_sees_the_devices_from_the_first_on(visible: str | None, options: dic
 def test_a_directory_whose_socket_could_not_be_reached_is_refused() -> None:
     dialect = VllmDialect(cuts=False)
 
-    assert dialect.launch(settings(), Path("/tmp/place"), 100).socket == "server.sock"
+    assert dialect.launch(settings(), Path("/tmp/place"), 100, "3-mark").socket == "server.sock"
     with pytest.raises(InvalidSpec, match="set TMPDIR"):
-        dialect.launch(settings(), Path("/" + "long" * 30), 100)
+        dialect.launch(settings(), Path("/" + "long" * 30), 100, "3-mark")
 
 
 def test_the_log_probs_are_before_all_cuts() -> None:
-    uncut, cut = (VllmDialect(cuts=cuts).launch(settings(), Path("/p"), 100).arguments for cuts in (False, True))
+    uncut, cut = (
+        VllmDialect(cuts=cuts).launch(settings(), Path("/p"), 100, "3-mark").arguments for cuts in (False, True)
+    )
 
     assert value_of("--logprobs-mode", list(uncut)) == "processed_logprobs"
     assert value_of("--logprobs-mode", list(cut)) == "raw_logprobs"
@@ -127,7 +129,7 @@ def test_greedy_is_temperature_zero_over_all_tokens() -> None:
 def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
 
-    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN)
+    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN, int)
 
     assert completion.token_ids.tolist() == [8, 9, 5, 6, 7]
     np.testing.assert_allclose(completion.log_probs, [-0.5, -0.25, -0.5, -0.6, -0.7], atol=1e-6)
@@ -137,8 +139,8 @@ def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
 def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> None:
     reply = a_reply((), "abort", weight_versions=[])
 
-    assert completion_of(sampled_of, reply, a_request(), 0, None).token_ids.size == 0
-    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN)
+    assert completion_of(sampled_of, reply, a_request(), 0, None, int).token_ids.size == 0
+    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN, int)
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([8, 9], FinishReason.ABORTED)
 
 
@@ -149,13 +151,18 @@ def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> N
         a_reply(logprobs=None),
         a_reply(logprobs={"content": [{"token_id": token, "logprob": -9999.0} for token in (5, 6, 7)]}),
         a_reply(weight_versions=None),
+        a_reply(weight_versions=[{"version": "3", "end": 3}]),
+        a_reply(weight_versions=[{"version": "3", "start": 0, "end": None}]),
+        a_reply(weight_versions=["3"]),
+        {"choices": [None]},
+        a_reply(logprobs=[0.1]),
         a_reply(weight_versions=[{"version": "default", "start": 0, "end": 3}]),
         a_reply(finish_reason="error"),
     ],
 )
 def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|unpack"):
-        completion_of(sampled_of, reply, a_request(), 0, None)
+        completion_of(sampled_of, reply, a_request(), 0, None, int)
 
 
 def test_a_metric_is_added_up_over_its_labels() -> None:

@@ -10,7 +10,7 @@ import pytest
 from services.rollout.consumer import LaneConfig, RolloutConsumer
 from services.rollout.failed_samples import FailedSamples
 from services.rollout.weights.version import VersionGate
-from shared.errors import InvalidRequest, PromptTooLong, WorkerDied
+from shared.errors import InvalidRequest, PromptTooLong, Unavailable, WorkerDied
 from shared.samples.kinds import SampleKind
 from shared.schemas.task import Message, Task
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group
@@ -106,6 +106,23 @@ async def test_no_more_than_the_lanes_groups_are_in_work() -> None:
 
         assert len(episodes.asked) == 4
         assert ledger.waiting.tasks == 6
+
+
+async def test_a_task_whose_engine_is_unavailable_is_held_for_a_moment_and_then_handed_back() -> None:
+    def answer(task: Task) -> Group:
+        raise Unavailable("the server answers with 503")
+
+    episodes = ScriptedEpisodes(answer)
+    world = World(episodes)
+    async with world.running():
+        await world.issue(a_task(0))
+        await world.until(lambda ledger: ledger.claimed.tasks == 1 and bool(episodes.asked))
+        await asyncio.sleep(0.05)
+
+        assert len(episodes.asked) == 1, "it is not asked again in a loop"
+
+    ledger = await world.plane.ledger()
+    assert (ledger.waiting.tasks, ledger.failed) == (1, {})
 
 
 async def test_a_paused_worker_claims_nothing_and_finishes_what_it_has() -> None:

@@ -14,6 +14,7 @@ from shared.errors import DeadlineExceeded, FlotillaError
 
 Body = Mapping[str, Any]
 MAX_DETAIL = 400
+PASSING = frozenset({408, 425, 429})
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
 """Servers close idle connections after five seconds: a request on one that it is just closing would fail."""
 
@@ -32,6 +33,11 @@ class Refused(FlotillaError):
     def __init__(self, detail: str, answered: int) -> None:
         super().__init__(detail)
         self.answered = answered
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same call may be answered later: the server is busy, loads, or a proxy does not reach it."""
+        return self.answered >= 500 or self.answered in PASSING
 
 
 class ServerClient:
@@ -80,9 +86,9 @@ class ServerClient:
             reply = await self._http.request(method, path, json=body, timeout=timeout)
         except httpx.TimeoutException:
             raise DeadlineExceeded(f"the {self._name} server did not answer {path} within {seconds} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unreachable(f"{path}: {type(error).__name__} {error}".rstrip()) from error
-        if reply.status_code >= 400:
+        if not reply.is_success:
             why = reason_of(reply.text)
             raise Refused(f"the {self._name} server answers {path} with {reply.status_code}: {why}", reply.status_code)
         try:

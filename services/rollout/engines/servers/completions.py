@@ -41,6 +41,7 @@ def completion_of(
     request: GenerationRequest,
     index: int,
     prefix: Prefix | None,
+    version_of: Callable[[Any], int],
 ) -> Completion:
     """Check what a server sampled and put it behind what was kept.
 
@@ -50,18 +51,20 @@ def completion_of(
         request: what was asked of the engine.
         index: of the completion in it.
         prefix: what was kept of the one that came with it.
+        version_of: reads the label of a version, and raises for one that is none.
 
     Raises:
-        ValueError: the reply lacks something, contradicts itself, or names a version that is no number.
+        ValueError: the reply lacks something, or contradicts itself.
     """
     try:
         sampled = read(reply)
-    except (KeyError, TypeError) as error:
+        runs = _runs(sampled.spans, len(sampled.token_ids), version_of)
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not as expected: {error!r}") from error
     token_ids, reason = sampled.token_ids, sampled.reason
     if [token for token, _ in sampled.scores] != list(token_ids):
         raise ValueError(f"{len(token_ids)} tokens and {len(sampled.scores)} log-probabilities do not belong together")
-    runs, log_probs = _runs(sampled.spans, len(token_ids)), [value for _, value in sampled.scores]
+    log_probs = [value for _, value in sampled.scores]
     if not np.isfinite(log_probs).all():
         raise ValueError("a log-probability is not finite")
     sampling = request.sampling
@@ -76,7 +79,9 @@ def _first_stop(token_ids: Sequence[int], stops: Sequence[int]) -> int | None:
     return next((place + 1 for place, token in enumerate(token_ids) if token in stops), None)
 
 
-def _runs(spans: Sequence[Mapping[str, Any]], num: int) -> tuple[tuple[int, int], ...]:
+def _runs(
+    spans: Sequence[Mapping[str, Any]], num: int, version_of: Callable[[Any], int]
+) -> tuple[tuple[int, int], ...]:
     """Make run-length versions of half-open spans over all tokens."""
     runs: list[tuple[int, int]] = []
     end = 0
@@ -84,7 +89,7 @@ def _runs(spans: Sequence[Mapping[str, Any]], num: int) -> tuple[tuple[int, int]
         if span["start"] != end or span["end"] < end:
             raise ValueError(f"version spans do not follow each other: {spans}")
         if span["end"] > end:
-            runs.append((end, int(span["version"])))
+            runs.append((end, version_of(span["version"])))
         end = span["end"]
     if end != num:
         raise ValueError(f"version spans cover {end} of {num} tokens")

@@ -2,6 +2,9 @@
 
 A server that is ours is dead when its process ends. One that lives and does not work is found by its health check;
 while it is paused it may be unable to answer that, so it is not asked then. A lost connection alone is no death.
+
+A server that somebody else starts may also be restarted, and then it lives with other weights: their label tells. It is
+looked at with its health, and after each lost connection.
 """
 
 import asyncio
@@ -15,10 +18,11 @@ import httpx
 
 from services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
 from services.rollout.engines.servers.dialect import Body, Dialect
+from services.rollout.engines.servers.labels import VersionLost, label_in
 from services.rollout.engines.servers.process import ServerProcess
 from services.rollout.engines.servers.settings import ServerSettings
 from shared.checked_transport import CheckedAddresses, checked_address
-from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
+from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, ServerUnreachable, Unavailable, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +42,9 @@ class Connection:
         dialect: what kind of server it is.
         place: directory for files of a server that is ours.
         context_tokens: that a server of ours is started with.
+        label: of the weights that a server of ours is started with.
         on_death: called once when the server is found dead; every later call raises why.
-        is_paused: whether the server is paused now.
+        serving: the label of what the server samples with; None while it is paused or not yet ready.
         transport: another one than sockets, for tests.
     """
 
@@ -49,20 +54,22 @@ class Connection:
         dialect: Dialect,
         place: Path,
         context_tokens: int,
+        label: str,
         *,
         on_death: Callable[[], None],
-        is_paused: Callable[[], bool],
+        serving: Callable[[], str | None],
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._settings = settings
         self._dialect = dialect
         self._on_death = on_death
-        self._is_paused = is_paused
+        self._serving = serving
         self.server: ServerProcess | None = None
+        self._at = f" at {settings.url}" if settings.url is not None else ""
         url, key = settings.url, None
         if url is None:
             assert settings.python is not None
-            launch = dialect.launch(settings, place, context_tokens)
+            launch = dialect.launch(settings, place, context_tokens, label)
             self.server = ServerProcess(settings.python, launch, place, name=dialect.name, variable=dialect.variable)
             url, key = launch.url, launch.key
             if transport is None and launch.socket is not None:
@@ -93,6 +100,7 @@ class Connection:
                 up.cancel()
             if ended.done():
                 raise ended.result()
+            up.result()
             ended.add_done_callback(lambda task: None if task.cancelled() else self.die(task.result()))
         self.spawn(self._watch(), "server health")
 
@@ -117,7 +125,14 @@ class Connection:
 
     async def generate(self, body: Body) -> Any:
         """Ask for a completion, which takes as long as it takes; errors as of ``post``."""
-        return await self._answered(self._client.post(self._dialect.generate_path, body, seconds=None))
+        try:
+            return await self._answered(self._client.post(self._dialect.generate_path, body, seconds=None))
+        except Refused:
+            # One that was restarted with other arguments refuses what it took before.
+            with suppress(*NO_ANSWER):
+                await self._check_label()
+            self.check()
+            raise
 
     async def post(self, path: str, body: Body | None, *, seconds: float | None = None) -> Any:
         """Call an endpoint within some seconds, by default ``call_seconds``.
@@ -134,6 +149,19 @@ class Connection:
         """Read an endpoint; deadline and errors as of ``post``."""
         return await self._answered(self._client.get(path, seconds=seconds or self._settings.call_seconds))
 
+    def death_by(self, cause: str) -> WorkerDied:
+        """Make the error of a server that no longer answers: one that is not ours may come back."""
+        return WorkerDied(cause) if self.server is not None else ServerUnreachable(cause)
+
+    def has_lost(self, lost: VersionLost) -> None:
+        """Give the server up, since its weights are not what it was given last."""
+        self.die(
+            WorkerDied(
+                f"the {self._dialect.name} server{self._at} does not serve the version that it was given, {lost}: it "
+                "was restarted, or somebody else uses it, though each rollout needs a server of its own"
+            )
+        )
+
     def die(self, death: FlotillaError) -> None:
         """Give the server up, once: it is dead, or nobody knows what it serves."""
         if self.death is None:
@@ -142,6 +170,11 @@ class Connection:
             self._on_death()
             if self.server is not None:
                 self.spawn(self.server.close(self._settings.close_seconds), "server end")
+
+    @property
+    def last_lines(self) -> str:
+        """What a server that is ours wrote last."""
+        return self.server.last_lines if self.server is not None else ""
 
     def check(self) -> None:
         """Raise the server's death, if it is dead."""
@@ -169,9 +202,10 @@ class Connection:
                 return self.death
             with suppress(*NO_ANSWER):
                 await self._client.get(self._dialect.alive_path, seconds=self._settings.call_seconds)
-                return Unavailable(f"the {self._dialect.name} server dropped a connection: {error}")
+                await self._check_label()
+                return self.death or Unavailable(f"the {self._dialect.name} server dropped a connection: {error}")
             await asyncio.sleep(POLL_SECONDS)
-        self.die(WorkerDied(f"the {self._dialect.name} server cannot be reached: {error}"))
+        self.die(self.death_by(f"the {self._dialect.name} server{self._at} cannot be reached: {error}"))
         assert self.death is not None
         return self.death
 
@@ -193,13 +227,22 @@ class Connection:
         while failed < MAX_FAILED_PROBES:
             await asyncio.sleep(self._settings.probe_seconds)
             await self._note_leftovers()
-            if self._is_paused():
+            if self._serving() is None:
                 continue
             try:
                 await self._client.get(self._dialect.health_path, seconds=HEALTH_SECONDS)
+                await self._check_label()
                 failed = 0
             except NO_ANSWER as error:
                 # A pause may have begun while it was asked.
-                failed += not self._is_paused()
+                failed += self._serving() is not None
                 log.warning("the engine does not answer", extra={"error": str(error), "times": failed})
-        self.die(WorkerDied(f"the {self._dialect.name} server failed {failed} health checks in a row"))
+        self.die(self.death_by(f"the {self._dialect.name} server{self._at} failed {failed} health checks in a row"))
+
+    async def _check_label(self) -> None:
+        """Give the server up if it does not serve what it was given last; errors as of ``ServerClient.get``."""
+        label = self._serving()
+        found = label_in(await self._client.get(self._dialect.label_path, seconds=HEALTH_SECONDS))
+        # Other weights may have been loaded while it was asked.
+        if label is not None and label == self._serving() and found != label:
+            self.has_lost(VersionLost(found))

@@ -89,7 +89,7 @@ class Sleeper(Protocol):
     async def sleep(self, caller: Caller, *, seconds: float) -> None:
         """Free weights and KV cache of a server that samples nothing; returns when they are gone."""
 
-    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+    async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
         """Take the memory again and load a directory that fits the model. After a failure nobody knows its weights."""
 
 
@@ -108,18 +108,21 @@ class Dialect(Protocol):
     """Answered at once while it lives, paused or not."""
     health_path: str
     """Answered while it works; not asked while it is paused."""
+    label_path: str
+    """Its answer has the label of the weights that it serves, as ``weight_version``."""
     asks_when_idle: bool
     """Whether ``load`` wants to be called while nothing is sampled as well."""
     sleeper: Sleeper | None
     """How it lends its memory; None if it cannot. ``SLEEP`` is among its capabilities if it can."""
 
-    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
         """Say how it is started.
 
         Args:
             settings: of the engine.
             place: directory of its own, in which it is started.
             context_tokens: prompt and completion together, at most what the model can.
+            label: of its first weights, if it can be told before it runs; see ``greet``.
 
         Raises:
             InvalidSpec: it cannot be started so.
@@ -130,10 +133,12 @@ class Dialect(Protocol):
 
         Raises:
             ModelError: it was not started as the fleet needs it.
+            Refused: it says no, for another reason.
+            LookupError, TypeError, ValueError, AttributeError: it is something else.
         """
 
-    async def greet(self, caller: Caller, version: int) -> None:
-        """Prepare a server that has just started, or was just found: its weights are of this version."""
+    async def greet(self, caller: Caller, label: str) -> None:
+        """Prepare a server that has just started, or was just found: its weights have this label from now on."""
 
     def body(
         self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
@@ -152,16 +157,16 @@ class Dialect(Protocol):
         """Read the reply to such a body.
 
         Raises:
-            KeyError, TypeError, ValueError: it lacks something, or is something else.
+            LookupError, TypeError, ValueError, AttributeError: it lacks something, or is something else.
         """
 
     async def abort(self, caller: Caller, request_id: str) -> None:
         """End a completion; its call returns what it has."""
 
     async def switch(
-        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
     ) -> None:
-        """Pause, load a directory that fits the model, go on. After a failure nobody knows its weights."""
+        """Pause, load a directory that fits under a label, go on. After a failure nobody knows the server's weights."""
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
         """Ask how many completions run, and how many tokens those have that have not ended."""

@@ -7,7 +7,7 @@ the initial weights.
 
 import asyncio
 import shutil
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,13 @@ import httpx
 
 from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
 from services.rollout.engines.requests import check_request, unstarted_completion
+from services.rollout.engines.servers.attaching import UNREADABLE, check_served, failed_start
 from services.rollout.engines.servers.client import Refused
 from services.rollout.engines.servers.completions import completion_of, new_request_id
 from services.rollout.engines.servers.connection import Connection
 from services.rollout.engines.servers.dialect import Dialect, Known, Sleeper
 from services.rollout.engines.servers.gate import UpdateGate
+from services.rollout.engines.servers.labels import VersionLabels, VersionLost
 from services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
 from services.rollout.engines.servers.settings import ServerSettings
 from shared.config.asynchrony import OnWeightUpdate
@@ -28,7 +30,6 @@ from shared.errors import (
     DeadlineExceeded,
     FlotillaError,
     InvalidRequest,
-    ModelError,
     RequestInFlight,
     Unavailable,
     WorkerDied,
@@ -86,10 +87,13 @@ class ServerEngine:
         self._transport = transport
         self._place = make_place()
         self._gate = UpdateGate()
+        self._labels = VersionLabels()
         self._connection: Connection | None = None
         self._model: ServedModel | None = None
         self._context_tokens = settings.context_tokens
         self._version = settings.version
+        self._staged: Path | None = None
+        """The directory that was loaded last; servers go on naming it as their model's."""
         self._active: dict[str, _Active] = {}
         self._is_closing = False
         self._is_asleep = self._is_falling_asleep = False
@@ -112,11 +116,10 @@ class ServerEngine:
         """Start the server, or find it; see ``Engine.start``.
 
         Raises:
-            ModelError: the directory is no model, or the server at ``url`` is for another one.
+            ModelError: the directory is no model, or the server at ``url`` is for another one, or no such server.
             InvalidSpec: the server refuses its arguments.
-            DeadlineExceeded: ``start_seconds`` went by.
-            WorkerDied: the server ended while it loaded.
-            Unavailable: the one at ``url`` cannot be reached now.
+            WorkerDied: the server ended while it loaded, or did not load within ``start_seconds``.
+            Unavailable: the one at ``url`` cannot be reached now, or is not ready.
         """
         settings = self._settings
         try:
@@ -130,29 +133,20 @@ class ServerEngine:
                     self._dialect,
                     self._place,
                     self._context_tokens,
+                    self._labels.of(settings.version),
                     on_death=self._on_death,
-                    is_paused=lambda: self._gate.is_switching or self._is_asleep,
+                    serving=self._serving,
                     transport=self._transport,
                 )
-                await self._connection.start()
-                if settings.url is not None:
-                    await self._check_served(settings.url, self._model, self._connection)
-                await self._dialect.greet(self._connection, settings.version)
-                if settings.url is not None:
-                    # Whoever used it before may have left other weights there.
-                    await self._switch(self._connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
-        except TimeoutError:
-            await self._free()
-            raise DeadlineExceeded(
-                f"the {self._dialect.name} server did not load {settings.model_path} within {settings.start_seconds} s"
-            ) from None
+                # Until it has its first weights it is not asked for its health, nor for their label.
+                async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
+                    await self._connection.start()
+                    await self._prepare(self._connection, self._model)
         except BaseException as error:
+            last_lines = self._connection.last_lines if self._connection is not None else ""
             await self._free()
-            if isinstance(error, WorkerDied) and settings.url is not None:
-                raise Unavailable(
-                    f"the {self._dialect.name} server at {settings.url} cannot be reached now: start it, and this goes "
-                    f"on by itself ({error.detail})"
-                ) from error
+            if (cause := failed_start(error, settings, self._dialect.name, last_lines)) is not None:
+                raise cause from error
             raise
 
     async def close(self) -> None:
@@ -212,7 +206,10 @@ class ServerEngine:
         num_sleeps = self._num_sleeps
         async with self._gate.updating(on_update):
             await asyncio.to_thread(model.check_fits, image)
-            source = await asyncio.to_thread(stage_directory, self._place / "weights", self._settings.model_path, image)
+            source = await asyncio.to_thread(stage_directory, self._place, self._settings.model_path, image)
+            before, self._staged = self._staged, source
+            if before is not None:
+                await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
             async with self._gate.switching():
                 if num_sleeps != self._num_sleeps:
                     raise Unavailable("the engine was put to sleep")
@@ -266,21 +263,15 @@ class ServerEngine:
             prefilled_tokens=self._prefilled_tokens,
         )
 
-    async def _check_served(self, url: str, model: ServedModel, connection: Connection) -> None:
-        """Check that a server that runs already is for this model, and has room for its context."""
-        name, margin = self._dialect.name, self._dialect.margin_tokens
-        found = await self._dialect.describe(connection, self._settings)
-        length, needed = found.context_tokens, self._context_tokens + margin
-        if length is not None and length < needed:
-            raise ModelError(
-                f"the {name} server at {url} has a context of {length} tokens: start it with {found.context_flag} "
-                f"{needed}, or lower rollout.engine.context_tokens to {length - margin}"
-            )
-        wanted = self._settings.model_path
-        if (await asyncio.to_thread(_shapes_of, found.model_path)) not in (None, model.shapes):
-            raise ModelError(
-                f"the {name} server at {url} runs {found.model_path}, which is another model than {wanted}"
-            )
+    async def _prepare(self, connection: Connection, model: ServedModel) -> None:
+        """Check a server that runs already, and have it begin with the initial weights."""
+        settings, is_found = self._settings, self._settings.url is not None
+        if is_found:
+            await check_served(self._dialect, connection, settings, model, self._context_tokens)
+        await self._dialect.greet(connection, self._labels.of(settings.version))
+        if is_found:
+            # Whoever used it before may have left other weights there.
+            await self._switch(connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
 
     async def _sampled(self, active: _Active, connection: Connection) -> list[Completion]:
         request = active.request
@@ -308,9 +299,12 @@ class ServerEngine:
         body = self._dialect.body(request, index, prefix, active.ids[index], self._version)
         try:
             reply = await connection.generate(body)
-            completion = completion_of(self._dialect.sampled, reply, request, index, prefix)
+            completion = completion_of(self._dialect.sampled, reply, request, index, prefix, self._labels.version)
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
+        except VersionLost as error:
+            connection.has_lost(error)
+            raise connection.death or error from error
         except ValueError as error:
             connection.die(WorkerDied(f"the {self._dialect.name} server's reply cannot be used: {error}"))
             raise connection.death or error from error
@@ -337,11 +331,12 @@ class ServerEngine:
         seconds, sleeper = self._settings.load_seconds, self._dialect.sleeper
         try:
             if self._is_asleep and sleeper is not None:
-                await sleeper.wake(connection, source, version, load_seconds=seconds)
+                await sleeper.wake(connection, source, self._labels.of(version), load_seconds=seconds)
             else:
-                await self._dialect.switch(connection, source, version, mode, load_seconds=seconds)
+                await self._dialect.switch(connection, source, self._labels.of(version), mode, load_seconds=seconds)
         except FlotillaError as error:
-            connection.die(WorkerDied(f"version {version} could not be loaded: {error.detail}"))
+            cause = f"version {version} could not be loaded: {error.detail}"
+            connection.die(connection.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))
             raise connection.death or error from error
         self._version, self._is_asleep = version, False
 
@@ -363,9 +358,13 @@ class ServerEngine:
     async def _at_server(self, connection: Connection) -> tuple[int, int]:
         """Ask how many completions run, and how many tokens they have."""
         prompts = sum(len(active.request.prompt_ids) for active in self._active.values())
-        with suppress(Refused, DeadlineExceeded, Unavailable):
+        with suppress(Refused, DeadlineExceeded, Unavailable, *UNREADABLE):
             return await self._dialect.load(connection, Known(prompts, self._generated_tokens))
         return 0, 0
+
+    def _serving(self) -> str | None:
+        """Return the label of what it samples with; None while it is paused, or has not started."""
+        return None if self._gate.is_switching or self._is_asleep else self._labels.of(self._version)
 
     def _on_death(self) -> None:
         """Wake everybody who waits for the server."""
@@ -388,11 +387,3 @@ class ServerEngine:
             raise WorkerDied("the engine does not run")
         self._connection.check()
         return self._connection, self._model
-
-
-def _shapes_of(directory: Path) -> Mapping[str, tuple[int, ...]] | None:
-    """Read a model's shapes, if it can be read from here."""
-    try:
-        return read_served_model(directory).shapes
-    except ModelError:
-        return None

@@ -93,16 +93,16 @@ def sweep_places() -> list[Path]:
 def stage_directory(place: Path, model: Path, image: Path) -> Path:
     """Make a directory that the server loads an image from: the model's small files, and a link to the image.
 
+    Each call makes another one: what an abandoned call still does must not reach what the next one loads.
+
     Args:
-        place: where it is made; what an earlier call made there is replaced.
+        place: where it is made.
         model: directory of the model that the server runs.
         image: a safetensors file.
     """
-    if place.exists():
-        shutil.rmtree(place)
-    place.mkdir(parents=True)
+    made = Path(tempfile.mkdtemp(prefix="weights-", dir=place))
     for file in model.iterdir():
         if file.is_file() and file.suffix == ".json" and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, place / file.name)
-    (place / "model.safetensors").symlink_to(image.resolve())
-    return place
+            shutil.copyfile(file, made / file.name)
+    (made / "model.safetensors").symlink_to(image.resolve())
+    return made

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -28,6 +29,7 @@ CHUNK_BYTES = 1 << 16
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
 KEEPER = Path(keeper.__file__)
+MISSING = re.compile(r"No module named '?([\w.]+)")
 CHILDREN_SECONDS = 3.0
 """What its children have to tidy up when its first process has ended by itself."""
 
@@ -58,6 +60,11 @@ class ServerProcess:
     def process_id(self) -> int | None:
         """Of its keeper, while that runs: the server is its first child."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def last_lines(self) -> str:
+        """What it wrote last."""
+        return " | ".join(self._last_lines) or "no output"
 
     async def start(self) -> None:
         """Start it; it is not up yet when this returns."""
@@ -93,9 +100,15 @@ class ServerProcess:
             # Its children may hold the pipe open for a moment.
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._reading)
-        last = " | ".join(self._last_lines) or "no output"
+        last = self.last_lines
         if code == keeper.CANNOT_START:
             return WorkerDied(f"{self._variable} {self._python} cannot be started: {last}")
+        if self._last_lines and (missing := MISSING.search(self._last_lines[-1])):
+            return InvalidSpec(
+                f"{self._variable} {self._python} cannot run {self._name}, it has no module {missing[1]}: set it to "
+                f"the interpreter of an environment in which {self._name} is installed (docs/engines.md), or set "
+                "rollout.engine.url to the address of a server"
+            )
         if code == USAGE_EXIT_CODE:
             why = next((line for line in reversed(self._last_lines) if "error" in line.lower()), last)
             return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
@@ -106,7 +119,9 @@ class ServerProcess:
         """Note what it would leave behind if it were killed, or we; see ``servers.leftovers``."""
         if self._process is not None:
             facts = (self._place, self._process.pid, self._launch.shared_memory)
-            await asyncio.to_thread(leftovers.note, *facts)
+            # Where the disk is full nothing is noted; the server is watched and ended all the same.
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(leftovers.note, *facts)
 
     async def close(self, seconds: float) -> None:
         """End it and its children, by force after some seconds, and remove what they left behind."""

@@ -26,13 +26,14 @@ ON_CPU: Mapping[str, OptionValue] = {
 """What the server needs where it has no GPU, unless options say otherwise."""
 
 
-def command_line(settings: ServerSettings, *, port: int, key_file: str) -> list[str]:
+def command_line(settings: ServerSettings, *, port: int, key_file: str, label: str) -> list[str]:
     """Make the arguments behind the interpreter.
 
     Args:
         settings: of the engine.
         port: that the server listens on.
         key_file: YAML file with the server's key, which a command line would show to everybody on the machine.
+        label: of its weights.
     """
     defaults: dict[str, OptionValue] = {"log_level_http": "warning", "skip_server_warmup": True}
     if settings.device == "cpu":
@@ -46,7 +47,7 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str) -> list[
         "device": settings.device.partition(":")[0],
         "max_running_requests": settings.slots,
         "context_length": settings.context_tokens + MARGIN_TOKENS,
-        "weight_version": str(settings.version),
+        "weight_version": label,
         "skip_tokenizer_init": not settings.decodes,
     }
     if settings.sleeps and settings.device != "cpu":

@@ -38,9 +38,9 @@ class SglangSleeper:
         await caller.post("/pause_generation", {"mode": "retract"})
         await caller.post("/release_memory_occupation", {}, seconds=seconds)
 
-    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+    async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
         """Take memory for the weights, load them, then take the rest, and go on."""
-        body = {"model_path": str(source), "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": str(source), "weight_version": label, "flush_cache": True}
         await caller.post("/resume_memory_occupation", {"tags": ["weights"]}, seconds=load_seconds)
         await caller.post("/update_weights_from_disk", body, seconds=load_seconds)
         await caller.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, seconds=load_seconds)
@@ -61,17 +61,18 @@ class SglangDialect:
     generate_path = "/generate"
     alive_path = "/model_info"
     health_path = "/health"
+    label_path = "/model_info"
     asks_when_idle = False
     sleeper: Sleeper | None = SglangSleeper()
 
     def __init__(self, handles: LoadingByHandles | None = None) -> None:
         self._handles = handles
 
-    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
         """Start it on a free port, with a key in a file."""
         port, key = free_port(), secrets.token_hex(24)
         return Launch(
-            arguments=tuple(command_line(settings, port=port, key_file=str(place / KEY_FILE))),
+            arguments=tuple(command_line(settings, port=port, key_file=str(place / KEY_FILE), label=label)),
             environment=environment(settings, os.environ, place),
             url=f"http://{HOST}:{port}",
             key=key,
@@ -82,10 +83,10 @@ class SglangDialect:
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
         """Read ``/server_info``."""
         facts = await caller.get("/server_info")
-        return ServedHere(Path(facts.get("model_path") or ""), facts.get("context_length"), "--context-length")
+        return ServedHere(Path(facts["model_path"]), facts.get("context_length"), "--context-length")
 
-    async def greet(self, caller: Caller, version: int) -> None:
-        """Do nothing: the version was said on the command line, or is said when weights are loaded."""
+    async def greet(self, caller: Caller, label: str) -> None:
+        """Do nothing: the label was said on the command line, or is said when weights are loaded."""
 
     def body(
         self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
@@ -102,10 +103,10 @@ class SglangDialect:
         await caller.post("/abort_request", {"rid": request_id})
 
     async def switch(
-        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
     ) -> None:
         """Pause, load, go on; running samples are retracted, or keep their cache where the mode says so."""
-        done = {"weight_version": str(version), "flush_cache": mode is not OnWeightUpdate.CONTINUE}
+        done = {"weight_version": label, "flush_cache": mode is not OnWeightUpdate.CONTINUE}
         prepared = await self._handles.prepare(caller, source) if self._handles is not None else None
         await caller.post("/pause_generation", {"mode": PAUSES[mode]})
         if self._handles is not None and prepared is not None:

@@ -11,12 +11,13 @@ from services.rollout.engines.servers.client import Refused
 from services.rollout.engines.servers.completions import Sampled
 from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
 from services.rollout.engines.servers.engine import ServerEngine
+from services.rollout.engines.servers.labels import label_in
 from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.vllm.arguments import MAX_SOCKET_PATH, SOCKET, command_line, environment
 from services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
 from shared.config.asynchrony import OnWeightUpdate
 from shared.config.engine import VllmEngineConfig
-from shared.errors import InvalidSpec, ModelError
+from shared.errors import InvalidSpec, ModelError, Unavailable
 from shared.settings import ENGINE_PYTHONS
 
 ID_PREFIX = "generate-tokens-"
@@ -32,10 +33,10 @@ class VllmSleeper:
         """Throw weights and KV cache away: the next weights come with the waking."""
         await caller.post("/sleep?level=2", None, seconds=seconds)
 
-    async def wake(self, caller: Caller, source: Path, version: int, *, load_seconds: float) -> None:
+    async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
         """Take memory for the weights, load and label them, then take that of the KV cache, and go on."""
         await caller.post("/wake_up?tags=weights", None, seconds=load_seconds)
-        await _reload(caller, source, version, load_seconds)
+        await _reload(caller, source, label, load_seconds)
         await caller.post("/wake_up?tags=kv_cache", None, seconds=load_seconds)
 
 
@@ -58,6 +59,7 @@ class VllmDialect:
     alive_path = "/version"
     health_path = "/weight_info"
     """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
+    label_path = "/weight_info"
     asks_when_idle = True
     sleeper: Sleeper | None = VllmSleeper()
 
@@ -65,7 +67,7 @@ class VllmDialect:
         self._logprobs_mode = "raw_logprobs" if cuts else "processed_logprobs"
         self._generated_before = 0
 
-    def launch(self, settings: ServerSettings, place: Path, context_tokens: int) -> Launch:
+    def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
         """Start it on a Unix socket in our directory: keys guard a part of its endpoints only."""
         path = place / SOCKET
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
@@ -88,6 +90,8 @@ class VllmDialect:
             facts = await caller.get("/server_info?config_format=json", seconds=settings.start_seconds)
             await caller.post("/inference/v1/abort_requests", {"request_ids": []})
         except Refused as error:
+            if error.passes:
+                raise
             raise ModelError(
                 f"the vLLM server at {settings.url} lacks what the fleet needs: start it with VLLM_SERVER_DEV_MODE=1 "
                 f"in its environment and --enable-scale-out, without a key ({error.detail})"
@@ -108,9 +112,9 @@ class VllmDialect:
             await caller.post("/wake_up", None, seconds=settings.load_seconds)
         return ServedHere(Path(model["model"]), model["max_model_len"], "--max-model-len")
 
-    async def greet(self, caller: Caller, version: int) -> None:
+    async def greet(self, caller: Caller, label: str) -> None:
         """Label its weights, and note what it has generated for others."""
-        await caller.post("/update_weight_version", {"new_version": str(version)})
+        await caller.post("/update_weight_version", {"new_version": label})
         self._generated_before = metric_of(await caller.get("/metrics"), GENERATED)
 
     def body(
@@ -128,15 +132,15 @@ class VllmDialect:
         await caller.post("/inference/v1/abort_requests", {"request_ids": [f"{ID_PREFIX}{request_id}"]})
 
     async def switch(
-        self, caller: Caller, source: Path, version: int, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
     ) -> None:
-        """Pause between two steps, load, label, go on.
+        """Pause between two steps, label, load, go on.
 
         Clearing the cache puts running requests back into the queue: they compute their prefix again when it goes on.
         """
         clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
         await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)
-        await _reload(caller, source, version, load_seconds)
+        await _reload(caller, source, label, load_seconds)
         await caller.post("/resume", None)
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
@@ -148,10 +152,20 @@ class VllmDialect:
         return running, max(0, generated - self._generated_before - known.generated_tokens)
 
 
-async def _reload(caller: Caller, source: Path, version: int, load_seconds: float) -> None:
+async def _reload(caller: Caller, source: Path, label: str, load_seconds: float) -> None:
+    """Label the weights, load them, and look at the label: a server that was restarted between has lost it.
+
+    The other way round its old weights could get the new label.
+
+    Raises:
+        Unavailable: the server was restarted.
+    """
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
+    await caller.post("/update_weight_version", {"new_version": label})
     await caller.post("/collective_rpc", load, seconds=load_seconds)
-    await caller.post("/update_weight_version", {"new_version": str(version)})
+    found = label_in(await caller.get("/weight_info"))
+    if found != label:
+        raise Unavailable(f"the vLLM server was restarted while it loaded weights: they are labelled {found!r}")
 
 
 class VllmEngine(ServerEngine):

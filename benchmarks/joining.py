@@ -5,9 +5,15 @@
 Several ways take turns within each round, over loopback, in processes of their own: a plain copy (one connection, from
 the image in shared memory into a new file there: what any transfer must do); a pull from the trainer, from the trainer
 and a rollout at once, from the trainer and a directory; and the mapping that a rollout on the trainer's own host makes
-instead. Each counts until the image is whole, checked, and read once, as an engine loads it. Meanwhile another process
-computes steps on one core; how much they grow is against the second just before. Without steps, a pull over one
-connection and the plain copy are held against a memory copy between private buffers.
+instead. Each counts until the image is whole, checked, and read once, as an engine loads it.
+
+Meanwhile another process, the trainer, computes steps on one core; how much they grow is against the second just
+before. They are computed one right after the other, or each is followed by a wait as long, as a trainer has whose GPU
+computes or whose turn it is not. The trainer's host is the joining one as well here: it pays for both ends.
+
+Without steps, a pull over one connection until its image is whole and checked, and the plain copy, are held against two
+memory copies of as many bytes by one thread: between private buffers that were used before, which is the fastest that
+the machine knows, and into new shared memory, which each pull needs.
 """
 
 import argparse
@@ -41,18 +47,40 @@ from shared.weights.sender import InlineSender
 STEP_ELEMENTS = 1024
 """Side of the matrices of a step, which takes some 20 ms on one core."""
 IDLE_SECONDS = 2.0
+NUM_CALIBRATING = 10
+SITUATIONS = {"steps without a pause": False, "steps that wait half their time": True}
+CONNECTIONS = pull_client.CONNECTIONS
 MODULE = "benchmarks.joining"
 
 Figures = dict[str, float]
-"""Seconds by way; those of ``growth of`` a way are by which factor steps grew meanwhile."""
+"""Seconds by way; those of ``growth of`` a way are by which share steps grew meanwhile."""
 
 
 class JoiningActions(Actions):
     """What the processes can do."""
 
-    async def steps(self, until_file: str) -> list[tuple[float, float]]:
+    async def steps(self, until_file: str, waits: bool) -> list[tuple[float, float]]:
         """Compute until a file is gone; gives when each step ended and how long it took."""
-        return await asyncio.to_thread(_steps, Path(until_file))
+        return await asyncio.to_thread(_steps, Path(until_file), waits)
+
+    async def copy_into_new(self, image_bytes: int) -> float:
+        """Copy so many bytes of a private buffer into new shared memory; gives the seconds, without the removal."""
+        started = time.perf_counter()
+        with WeightImage.create(image_bytes, is_reserved=False) as image, image.view as view:
+            for start in range(0, image_bytes, COPY_BYTES):
+                piece = np.frombuffer(view[start : start + COPY_BYTES], np.uint8)
+                np.copyto(piece, self._buffers[0][: len(piece)])
+                del piece
+            return time.perf_counter() - started
+
+    async def pull_alone(self, url: str, token: str, checksum: str, connections: int) -> float:
+        """Pull until the image is whole and checked; gives the seconds of that, without the removal."""
+        pull_client.CONNECTIONS = connections
+        started = time.perf_counter()
+        path = await WeightPuller(Credentials(token))(url, 1, None, DEADLINE_SECONDS, checksum=checksum)
+        seconds = time.perf_counter() - started
+        path.unlink()
+        return seconds
 
     async def copy_over_loopback(self, port: int, image_bytes: int) -> None:
         await asyncio.to_thread(_receive, port, image_bytes)
@@ -64,9 +92,8 @@ class JoiningActions(Actions):
         checksum: str,
         peers: list[str],
         kept_in: str | None = None,
-        connections: int = pull_client.CONNECTIONS,
     ) -> None:
-        pull_client.CONNECTIONS = connections
+        pull_client.CONNECTIONS = CONNECTIONS
         pull, kept = WeightPuller(Credentials(token)), None if kept_in is None else Path(kept_in)
         path = await pull(url, 1, None, DEADLINE_SECONDS, checksum=checksum, peers=peers, kept_in=kept)
         try:
@@ -92,15 +119,21 @@ class JoiningActions(Actions):
         return await serve(self._stack, images, token)
 
 
-def _steps(until_file: Path) -> list[tuple[float, float]]:
+def _steps(until_file: Path, waits: bool) -> list[tuple[float, float]]:
     rng = np.random.default_rng(0)
     left, right = (rng.random((STEP_ELEMENTS, STEP_ELEMENTS), dtype=np.float32) for _ in range(2))
-    found = []
+    found: list[tuple[float, float]] = []
+    wait_seconds = 0.0
     while until_file.exists():
         started = time.perf_counter()
         left @ right
+        if wait_seconds:
+            time.sleep(wait_seconds)
         ended = time.perf_counter()
         found.append((ended, ended - started))
+        if waits and len(found) == NUM_CALIBRATING:
+            # Fixed from here on: a device takes as long whatever the host's cores are slowed by.
+            wait_seconds = statistics.median(seconds for _, seconds in found)
     return found
 
 
@@ -164,30 +197,33 @@ async def measure(image_bytes: int, num_rounds: int) -> list[Figures]:
         }
         alone = {
             "memory copy": lambda: joiner.do("copy", num_bytes=layout.image_bytes),
+            "memory copy into new shared memory": lambda: joiner.do("copy_into_new", image_bytes=layout.image_bytes),
             "copy, alone": lambda: joiner.do("copy_over_loopback", **copy),
-            "pull over one connection, alone": lambda: joiner.do("join", peers=[], connections=1, **pull),
-            "pull, alone": lambda: joiner.do("join", peers=[], **pull),
+            "pull over one connection, alone": lambda: joiner.do("pull_alone", connections=1, **pull),
+            "pull, alone": lambda: joiner.do("pull_alone", connections=CONNECTIONS, **pull),
         }
         rounds = []
         for number in range(num_rounds + 1):
             found: Figures = {}
             for name, way in alone.items():
                 started = time.perf_counter()
-                await way()
-                found[name] = time.perf_counter() - started
-            for name, way in beside.items():
-                found[name], found[f"growth of {name}"] = await beside_steps(trainer, way)
+                seconds = await way()
+                found[name] = seconds or time.perf_counter() - started
+            for situation, waits in SITUATIONS.items():
+                for name, way in beside.items():
+                    key = f"{name}, beside {situation}"
+                    found[key], found[f"growth of {key}"] = await beside_steps(trainer, way, waits=waits)
             if number:
                 rounds.append(found)
                 print(json.dumps({name: round(value, 3) for name, value in found.items()}), flush=True)
         return rounds
 
 
-async def beside_steps(trainer: Worker, way: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-    """Have a process act while another computes; gives the seconds, and by which factor its steps grew."""
+async def beside_steps(trainer: Worker, way: Callable[[], Awaitable[None]], *, waits: bool) -> tuple[float, float]:
+    """Have a process act while another computes; gives the seconds, and by which share its steps grew."""
     flag = Path(tempfile.gettempdir()) / f"flotilla-joining-{secrets.token_hex(4)}"
     await asyncio.to_thread(flag.touch)
-    computing = asyncio.create_task(trainer.do("steps", until_file=str(flag)))
+    computing = asyncio.create_task(trainer.do("steps", until_file=str(flag), waits=waits))
     try:
         await asyncio.sleep(IDLE_SECONDS)
         started = time.perf_counter()
@@ -198,7 +234,7 @@ async def beside_steps(trainer: Worker, way: Callable[[], Awaitable[None]]) -> t
     steps = await computing
     before = [seconds for end, seconds in steps if started - IDLE_SECONDS / 2 < end <= started]
     during = [seconds for end, seconds in steps if started < end <= ended]
-    return ended - started, statistics.mean(during) / statistics.mean(before)
+    return ended - started, statistics.mean(during) / statistics.mean(before) - 1
 
 
 def main() -> None:
@@ -221,16 +257,20 @@ def main() -> None:
 
 
 def _report(rounds: list[Figures], megabytes: float) -> None:
+    def median_ratio(of: str, to: str) -> float:
+        return statistics.median(each[of] / each[to] for each in rounds)
+
     for name in (each for each in rounds[0] if not each.startswith("growth of")):
         seconds = statistics.median(each[name] for each in rounds)
-        told = f"{name:>32}: {seconds:.2f} s, {megabytes / seconds:.0f} MB/s"
-        if f"growth of {name}" in rounds[0]:
-            ratio = statistics.median(each[name] / each["copy"] for each in rounds)
-            grown = statistics.median(each[f"growth of {name}"] for each in rounds) - 1
-            told += f", {ratio:.2f} of the copy's time, steps grew by {grown:.1%}"
+        told = f"{name}: {seconds:.2f} s, {megabytes / seconds:.0f} MB/s"
+        _, beside, situation = name.partition(", beside ")
+        if beside:
+            grown = [each[f"growth of {name}"] for each in rounds]
+            told += f", {median_ratio(name, f'copy, beside {situation}'):.2f} of the copy's time"
+            told += f", steps grew by {statistics.median(grown):.1%} ({min(grown):.1%} to {max(grown):.1%})"
         else:
-            ratio = statistics.median(each["memory copy"] / each[name] for each in rounds)
-            told += f", {ratio:.2f} of the memory copy's rate"
+            told += f", {median_ratio('memory copy', name):.2f} of the memory copy's rate"
+            told += f", {median_ratio('memory copy into new shared memory', name):.2f} of that into new memory"
         print(told)
 
 

@@ -1,4 +1,4 @@
-"""Ranges of images over plain connections: the kernel copies them from the file to the socket, off the event loop.
+"""Ranges of images over plain connections: the kernel moves them from file to socket to file, off the event loop.
 
 HTTP decides who gets what: a route that has let a caller in gives it a ticket, good for one range of one image, once
 and soon. The caller shows it on a connection of its own, and gets the bytes. So neither a token nor an image's name is
@@ -6,8 +6,11 @@ ever seen here, and the loop that keeps a service's lease does not touch a byte 
 """
 
 import contextlib
+import fcntl
 import logging
+import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -28,6 +31,8 @@ SILENCE_SECONDS = 60.0
 MAX_CONNECTIONS = 64
 WAKE_BYTES = 256 << 10
 """Who receives is woken for so many bytes: for each packet of 64 KiB it costs twice the time of a core."""
+PIPE_BYTES = 1 << 20
+"""As much as a process may ask for without privileges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +164,12 @@ class DirectReceiver:
         self.num_received = 0
         """How many bytes are there; any thread may look."""
 
-    def receive(self, ticket: bytes, target: memoryview) -> None:
-        """Show the ticket and fill ``target``; blocks.
+    def receive(self, ticket: bytes, image: WeightImage, span: range) -> None:
+        """Show the ticket and write what comes to a range of an image; blocks.
 
         Raises:
             OSError: the server cannot be reached, broke off, or ``stop`` was called.
+            WeightTransferFailed: there is no room for it.
         """
         with socket.create_connection(self._address, self._connect_seconds) as connection, self._owned(connection):
             self.is_connected = True
@@ -171,14 +177,26 @@ class DirectReceiver:
             if is_loopback(connection):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             connection.sendall(ticket)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(WAKE_BYTES, len(target)))
-            while (num_missing := len(target) - self.num_received) > 0:
-                if num_missing < WAKE_BYTES:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_missing)
-                num = connection.recv_into(target[self.num_received :])
-                if num == 0:
-                    raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
-                self.num_received += num
+            connection.setblocking(False)
+            with _pipe() as (leaving, entering):
+                self._move(connection, leaving, entering, image, span)
+
+    def _move(self, connection: socket.socket, leaving: int, entering: int, image: WeightImage, span: range) -> None:
+        """Move what comes through a pipe: pages of the socket become pages of the file, copied once at most."""
+        readable = select.poll()
+        readable.register(connection, select.POLLIN)
+        while (num_missing := len(span) - self.num_received) > 0:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(WAKE_BYTES, num_missing))
+            if not readable.poll(self._silence_seconds * 1000):
+                raise TimeoutError(f"nothing came for {self._silence_seconds} s")
+            try:
+                num = os.splice(connection.fileno(), entering, min(PIPE_BYTES, num_missing), flags=os.SPLICE_F_MOVE)
+            except BlockingIOError:
+                continue
+            if num == 0:
+                raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
+            image.splice_at(span.start + self.num_received, leaving, num)
+            self.num_received += num
 
     def stop(self) -> None:
         """Make ``receive`` fail now."""
@@ -199,3 +217,16 @@ class DirectReceiver:
         finally:
             with self._lock:
                 self._connection = None
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Open a pipe, as wide as allowed: (where bytes leave it, where they enter)."""
+    leaving, entering = os.pipe()
+    try:
+        with contextlib.suppress(OSError):  # so many are open that a new one stays small
+            fcntl.fcntl(entering, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        yield leaving, entering
+    finally:
+        os.close(leaving)
+        os.close(entering)

@@ -87,8 +87,7 @@ class HttpSource:
         span = arrival.span
 
         def receive() -> None:
-            with image.view[span.start : span.stop] as target:
-                receiver.receive(bytes.fromhex(ticket), target)
+            receiver.receive(bytes.fromhex(ticket), image, span)
 
         receiving = on_daemon_thread(receive, "direct weights")
         try:
@@ -117,7 +116,7 @@ class HttpSource:
                     start = span.start + body.num_received
                     if start + len(chunk) > span.stop:
                         raise WeightTransferFailed(f"{self.url} sent more than the {len(span)} bytes of the range")
-                    image.view[start : start + len(chunk)] = chunk
+                    image.write_at(start, memoryview(chunk))
                     body.num_received += len(chunk)
         except TimeoutError:
             raise Unavailable(f"{self.url} sends next to nothing") from None

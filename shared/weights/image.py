@@ -23,7 +23,7 @@ from shared.schemas.publication import Manifest
 from shared.weights.image_files import SUFFIX, choose_directory, lock_shared, new_name, open_shared
 from shared.weights.layout import ImageLayout
 from shared.weights.loopback import is_loopback, send_on_loopback
-from shared.weights.pages import populate, reserve_range
+from shared.weights.pages import populate, reserve_range, splice_range, write_range
 
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
@@ -52,7 +52,7 @@ class WeightImage:
             image_bytes: its size, header included.
             directory: where the file goes; None chooses shared memory where there is room.
             is_partial: whether it has another name until :meth:`hand_over`.
-            is_reserved: False leaves it to :meth:`reserve`, range by range.
+            is_reserved: False leaves it to :meth:`write_at`, piece by piece.
 
         Raises:
             WeightTransferFailed: no directory has room for it.
@@ -117,14 +117,18 @@ class WeightImage:
             file.close()
             raise
 
-    def reserve(self, span: range) -> None:
-        """Take the room of a range now, where :meth:`create` did not.
+    def write_at(self, position: int, data: memoryview) -> None:
+        """Write a piece into the file. New pages are filled with it at once, not first with zeros as by a mapping.
 
         Raises:
-            WeightTransferFailed: there is none.
+            WeightTransferFailed: there is no room for it.
+            ValueError: the image is closed.
         """
-        reserve_range(self._file, self.path, span)
-        populate(self._open(), span)
+        write_range(self._file, self.path, position, data)
+
+    def splice_at(self, position: int, pipe: int, num_bytes: int) -> None:
+        """Move a piece that is in a pipe into the file; as :meth:`write_at`."""
+        splice_range(self._file, self.path, position, pipe, num_bytes)
 
     @property
     def image_bytes(self) -> int:

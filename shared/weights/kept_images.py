@@ -142,7 +142,7 @@ class FileReader:
             if self.is_stopped or self._file is None:
                 raise ConnectionAbortedError("stopped before it began")
             self._is_reading, file = True, self._file
-        with file, image.view[span.start : span.stop] as target:
+        with file:
             piece = memoryview(bytearray(min(CHUNK_BYTES, len(span))))
             while self.num_received < len(span):
                 wanted = piece[: len(span) - self.num_received]
@@ -152,7 +152,7 @@ class FileReader:
                 with self._lock:
                     if self.is_stopped:
                         raise ConnectionAbortedError("stopped")
-                    target[self.num_received : self.num_received + num] = wanted[:num]
+                    image.write_at(span.start + self.num_received, wanted[:num])
                     self.num_received += num
 
     def stop(self) -> None:

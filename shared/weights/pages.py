@@ -1,10 +1,11 @@
-"""The pages of shared memory that an image lies in: reserved, and made known to a process, before they are used."""
+"""The pages of shared memory that an image lies in: reserved or written, and made known to a process, ahead of use."""
 
 import contextlib
 import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -12,38 +13,53 @@ from shared.errors import WeightTransferFailed
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_READ = 22
 """Of Linux since 5.14."""
 
 
-def populate(mapped: mmap.mmap, span: range | None = None) -> None:
+def populate(mapped: mmap.mmap) -> None:
     """Make the process know all pages at once, which is cheaper than one fault after the other.
-
-    Args:
-        mapped: the mapping.
-        span: bytes that are to be written; None for all, to be read.
 
     Not by MAP_POPULATE: CPython keeps its lock while it maps, up to 0.7 s per GiB, and no other thread gets on.
     """
-    advice = _MADV_POPULATE_READ if span is None else _MADV_POPULATE_WRITE
-    span = range(len(mapped)) if span is None else span
-    first = span.start // mmap.PAGESIZE * mmap.PAGESIZE
     start = ctypes.c_char.from_buffer(mapped)
     # Where the system does not know the advice, pages are found one by one. ``mmap.madvise`` would keep the lock too.
     with contextlib.suppress(AttributeError):
         advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(ctypes.addressof(start) + first), ctypes.c_size_t(span.stop - first), advice)
+        advise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), _MADV_POPULATE_READ)
 
 
 def reserve_range(file: FileIO, path: Path, span: range) -> None:
     """Take the room now: a page that is missing later would be a bus error in the middle of a copy."""
-    try:
-        if (faults := armed()) is not None:
-            faults.hit(Site.WEIGHTS_IMAGE)
+    with _having_room(path, span):
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), span.start, len(span))
         else:
             file.truncate(max(span.stop, os.fstat(file.fileno()).st_size))
+
+
+def write_range(file: FileIO, path: Path, position: int, data: memoryview) -> None:
+    """Write all of it, taking the room that is missing."""
+    num_written = 0
+    with _having_room(path, range(position, position + len(data))):
+        while num_written < len(data):
+            num_written += os.pwrite(file.fileno(), data[num_written:], position + num_written)
+
+
+def splice_range(file: FileIO, path: Path, position: int, pipe: int, num_bytes: int) -> None:
+    """Move so many bytes that are in a pipe to the file, inside the kernel, taking the room that is missing."""
+    end = position + num_bytes
+    with _having_room(path, range(position, end)):
+        while position < end:
+            position += os.splice(pipe, file.fileno(), end - position, offset_dst=position)
+
+
+@contextlib.contextmanager
+def _having_room(path: Path, span: range) -> Iterator[None]:
+    try:
+        if (faults := armed()) is not None:
+            faults.hit(Site.WEIGHTS_IMAGE)
+        yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

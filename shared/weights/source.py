@@ -12,7 +12,6 @@ from shared.weights.image import WeightImage
 from shared.weights.missing import MissingRanges
 from shared.weights.off_loop import close_images, create_image
 from shared.weights.prefix_checksum import PrefixChecksum
-from shared.weights.reserving import Reserving
 
 SILENCE_SECONDS = 10.0
 """A source that sends nothing for so long is given up."""
@@ -92,7 +91,6 @@ class ArrivingImage:
         self._changed = asyncio.Event()
         self._arrivals: list[Arrival] = []
         self._digest = PrefixChecksum()
-        self._reserving: Reserving | None = None
         self.missing = MissingRanges()
         self.image: WeightImage | None = None
         self.num_received = 0
@@ -182,7 +180,6 @@ class ArrivingImage:
                 raise WeightTransferFailed(f"{arrival.source.url} says that the image has no byte")
             if self.image is None:
                 self.image = await create_image(size, directory=self._directory, is_partial=True, is_reserved=False)
-                self._reserving = Reserving(self.image)
                 self.missing.learn(size)
                 self.notify()
         wanted = range(arrival.span.start, min(arrival.span.stop, self.image.image_bytes))
@@ -195,16 +192,12 @@ class ArrivingImage:
             raise WeightTransferFailed(
                 f"{arrival.source.url} sends bytes {sent.start} to {sent.stop} of {size}, not {wanted}"
             )
-        arrival.span, image = wanted, self.image
-        assert self._reserving is not None
-        await self._reserving.reach(wanted.stop)
-        return image
+        arrival.span = wanted
+        return self.image
 
     async def close(self) -> None:
         """Give the image up."""
         self._digest.abandon()
-        if self._reserving is not None:
-            self._reserving.stop()
         if self.image is not None:
             await close_images(self.image)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -114,6 +116,31 @@ async def test_wrong_bytes_are_refused(image: WeightImage, tmp_path: Path, monke
             await pulled(server, tmp_path)
 
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_pull_that_finds_no_room_midway_says_so_and_leaves_none_taken(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move, positions = os.splice, []
+
+    def until_full(source: int, target: int, count: int, *, offset_dst: int | None = None, flags: int = 0) -> int:
+        if offset_dst is None:
+            return move(source, target, count, flags=flags)
+        positions.append(offset_dst)
+        if offset_dst >= 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return move(source, target, count, offset_dst=offset_dst)
+
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        monkeypatch.setattr(os, "splice", until_full)
+
+        with pytest.raises(WeightTransferFailed, match="ran out of room"):
+            await pulled(server, tmp_path)
+
+    assert positions[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    await until_writable(image)
 
 
 async def test_a_port_that_cannot_be_reached_is_done_without(

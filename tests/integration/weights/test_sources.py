@@ -83,6 +83,18 @@ def slowly(image: WeightImage, connection: socket.socket, span: range) -> None:
     connection.sendall(image.view[span.start : span.stop])
 
 
+def once_asked(other: Source) -> Send:
+    """Send nothing before another source was asked, too."""
+
+    def send(image: WeightImage, connection: socket.socket, span: range) -> None:
+        ends_at = time.monotonic() + DEADLINE / 2
+        while not other.spans and time.monotonic() < ends_at:
+            time.sleep(0.005)
+        slowly(image, connection, span)
+
+    return send
+
+
 def in_silence(image: WeightImage, connection: socket.socket, span: range) -> None:
     connection.sendall(image.view[span.start : span.start + 1000])
     connection.recv(1)  # until the other side ends
@@ -137,7 +149,7 @@ async def test_a_source_that_does_wrong_is_left_for_another(
 ) -> None:
     async with sources(monkeypatch, image, image) as (trainer, peer):
         bad, good = (trainer, peer) if is_trainer else (peer, trainer)
-        bad.send, good.send = wrong, slowly
+        bad.send, good.send = wrong, once_asked(bad)
 
         started = time.monotonic()
         path = await pulled(tmp_path, image, trainer, peer)

@@ -1,5 +1,6 @@
 """A weight image: written once, read by many, never half."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -162,6 +163,27 @@ def test_a_missing_room_is_said_before_anything_is_written(tmp_path: Path) -> No
         WeightImage.create(free_bytes * 2, directory=tmp_path)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pieces_are_written_whole_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, sizes = os.pwrite, iter([3, 4000, 1])
+    monkeypatch.setattr(os, "pwrite", lambda file, data, position: write(file, data[: next(sizes, None)], position))
+    with WeightImage.create(3 * 4096 + 5, directory=tmp_path, is_reserved=False) as image:
+        image.write_at(4096, memoryview(b"b" * 4097))
+        image.write_at(0, memoryview(b"a" * 4096))
+
+        assert bytes(image.view) == b"a" * 4096 + b"b" * 4097 + bytes(4100)
+
+
+def test_room_that_runs_out_while_pieces_are_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with WeightImage.create(100, directory=tmp_path, is_reserved=False) as image:
+        monkeypatch.setattr(os, "pwrite", full)
+
+        with pytest.raises(WeightTransferFailed, match="ran out of room for a weight image, at bytes 10 to 14"):
+            image.write_at(10, memoryview(b"full"))
 
 
 def test_images_go_to_the_temporary_directory_without_shared_memory(

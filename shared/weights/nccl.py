@@ -39,18 +39,23 @@ class CollectiveGroup(Protocol):
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work:
         """Broadcast from the root rank."""
 
+    def abort(self) -> None:
+        """End what is under way on the device (``ncclCommAbort``); the group is of no use afterwards."""
+
 
 @dataclass(frozen=True)
 class SliceUnderWay:
     """One slice on its way; ``wait`` returns when it is where it should be.
 
     Attributes:
+        group: of the collective; aborted where it does not end well.
         work: the collective.
         piece: the slice in host memory.
         buffer: the same on the device.
         end: on the clock ``now``, when to give up.
     """
 
+    group: CollectiveGroup
     work: Work
     piece: Tensor
     buffer: Tensor
@@ -63,14 +68,19 @@ class SliceUnderWay:
         """Wait for the device, then copy what was received into host memory.
 
         Raises:
-            DeadlineExceeded: a member stalled; the member's process has to be ended.
+            DeadlineExceeded: a member stalled.
             RuntimeError: the collective failed.
         """
-        while not self.work.is_completed():
-            if self.now() >= self.end:
-                raise DeadlineExceeded("the broadcast did not finish within its deadline")
-            self.pause(POLL_SECONDS)
-        self.work.wait()
+        try:
+            while not self.work.is_completed():
+                if self.now() >= self.end:
+                    raise DeadlineExceeded("the broadcast did not finish within its deadline")
+                self.pause(POLL_SECONDS)
+            self.work.wait()
+        except (DeadlineExceeded, RuntimeError):
+            # A kernel that waits for a silent peer spins on the device until it is told to stop.
+            self.group.abort()
+            raise
         if not self.is_sender:
             self.piece.copy_(self.buffer)
 
@@ -117,7 +127,7 @@ class NcclBroadcast:
         options.rootTensor = 0
         options.timeout = timedelta(seconds=max(end - self._now(), POLL_SECONDS))
         work = self._group.broadcast([buffer], options)
-        return SliceUnderWay(work, piece, buffer, self._is_sender, end, self._now, self._pause)
+        return SliceUnderWay(self._group, work, piece, buffer, self._is_sender, end, self._now, self._pause)
 
 
 def form_nccl_group(

@@ -19,7 +19,6 @@ from shared.config.device_rules import DeviceFacts, decide
 from shared.config.load import with_changes
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidRequest
-from shared.schemas.engine import EngineOffer
 from shared.schemas.service import Capabilities, GpuDevice
 
 log = logging.getLogger(__name__)
@@ -122,9 +121,7 @@ def torch_uses_cuda() -> bool:
     return CUDA_BUILD.search(text) is not None
 
 
-def host_capabilities(
-    *, engines: tuple[EngineOffer, ...] = (), transports: tuple[str, ...] = (), shared_memory: str | None = None
-) -> Capabilities:
+def host_capabilities(*, transports: tuple[str, ...] = (), shared_memory: str | None = None) -> Capabilities:
     """Describe what this process has to compute with.
 
     Raises:
@@ -135,7 +132,6 @@ def host_capabilities(
         device="cuda" if devices and torch_uses_cuda() else "cpu",
         devices=devices,
         machine=machine_identity(),
-        engines=engines,
         cores=os.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
         transports=transports,

@@ -69,17 +69,16 @@ async def open_state(
             ),
         )
         service = RolloutService(opener)
+        found = await asyncio.to_thread(
+            host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
+        )
+        engines = offers(settings.engine_pythons, has_gpus=bool(found.devices))
         registration = Registration(
             kind=ServiceKind.ROLLOUT,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=await asyncio.to_thread(
-                host_capabilities,
-                engines=offers(settings.engine_pythons),
-                transports=("gloo", "nccl", "pull"),
-                shared_memory=shared_memory_identity(),
-            ),
+            capabilities=found.model_copy(update={"engines": engines}),
             incarnation=incarnation,
         )
         membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)

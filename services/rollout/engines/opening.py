@@ -107,13 +107,19 @@ def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:
     return {**engine.options, TENSOR_PARALLEL[engine.kind]: count}
 
 
-def offers(pythons: Mapping[str, Path]) -> tuple[EngineOffer, ...]:
-    """List the engines that a service can use, and what each promises."""
+def offers(pythons: Mapping[str, Path], *, has_gpus: bool) -> tuple[EngineOffer, ...]:
+    """List the engines that a service can use, and what each promises there.
+
+    Args:
+        pythons: interpreters that have an engine, by its kind.
+        has_gpus: whether there is a GPU: servers free memory there alone.
+    """
+    kept = frozenset(EngineCapability) - (frozenset() if has_gpus else {EngineCapability.SLEEP})
     servers: Mapping[str, type[ServerEngineConfig]] = {"sglang": SglangEngineConfig, "vllm": VllmEngineConfig}
     return (
         EngineOffer(kind="torch", capabilities=_in_order(TorchEngineConfig.CAPABILITIES)),
         *(
-            EngineOffer(kind=kind, can_start=kind in pythons, capabilities=_in_order(config.CAPABILITIES))
+            EngineOffer(kind=kind, can_start=kind in pythons, capabilities=_in_order(config.CAPABILITIES & kept))
             for kind, config in servers.items()
         ),
     )

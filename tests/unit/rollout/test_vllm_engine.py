@@ -13,6 +13,7 @@ from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.vllm.engine import VllmEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, ModelError, WorkerDied
+from shared.schemas.engine import EngineCapability
 from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import save_model
 from tests.contract.engine.requests import a_request
@@ -186,8 +187,17 @@ def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> No
     assert (mode_of(top_k=5), mode_of(top_p=0.9)) == ("raw_logprobs", "raw_logprobs")
 
 
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_servers_lend_memory_where_there_is_a_gpu_alone(has_gpus: bool) -> None:
+    pythons = {kind: Path("/python") for kind in ("sglang", "vllm")}
+
+    offered = {offer.kind: EngineCapability.SLEEP in offer.capabilities for offer in offers(pythons, has_gpus=has_gpus)}
+
+    assert offered == {"torch": True, "sglang": has_gpus, "vllm": has_gpus}
+
+
 def test_a_service_says_which_engines_it_can_start() -> None:
-    offered = {offer.kind: offer.can_start for offer in offers({"vllm": Path("/python")})}
+    offered = {offer.kind: offer.can_start for offer in offers({"vllm": Path("/python")}, has_gpus=True)}
 
     assert offered == {"torch": True, "sglang": False, "vllm": True}
     with pytest.raises(InvalidSpec, match="needs FLOTILLA_SGLANG_PYTHON"):

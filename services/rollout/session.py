@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from services.rollout.agents.episodes import AgentEpisodes
 from services.rollout.agents.template import ChatTemplate
 from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, GroupMember
 from services.rollout.engines.opening import make_engine
 from services.rollout.episodes.rendering import ChatRenderer
 from services.rollout.episodes.special_tokens import SamplingTally
@@ -121,12 +121,13 @@ class SessionOpener:
         """
         check_episodes(spec.rollout.episodes, self.places)
         directory = str(await fetched(spec.model))
-        engine = make_engine(spec, self.engine_pythons, self.places.networks)
+        engine = make_engine(spec, self.engine_pythons, self.places.networks, self.host)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
+        member = engine if isinstance(engine, GroupMember) else None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(engine.start())
-                if spec.asynchrony.publication.may_broadcast:
+                if spec.asynchrony.publication.may_broadcast and member is None:
                     tasks.create_task(endpoint.start())
                 template = PromptTemplate.of(spec.data)
                 rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
@@ -148,6 +149,7 @@ class SessionOpener:
             published=self.published,
             locate=self.locate if publication.may_map else None,
             kept_in=Path(assignment.directory) / KEPT_IMAGES if publication.write_to_directory else None,
+            member=member,
         )
         turns = turns_of(spec)
         renderer = rendering.result()

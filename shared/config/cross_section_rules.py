@@ -11,6 +11,7 @@ from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.engine import ServerEngineConfig, SglangEngineConfig
+from shared.config.engine_group_rules import check_engine_group
 from shared.config.episodes import SingleTurnConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
@@ -109,6 +110,7 @@ def check_sections(spec: Sections) -> None:
 
 def _weights(spec: Sections) -> None:
     publication = spec.asynchrony.publication
+    check_engine_group(spec.rollout.engine, publication, shares_devices=spec.shares_devices)
     if spec.model.lora is not None and max(spec.parallelism.tensor_parallel, spec.parallelism.expert_parallel) > 1:
         raise ValueError(
             "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "

@@ -103,9 +103,18 @@ def devices_of_engine(spec: Sections) -> int:
 
 def split_sizes(options: Options) -> tuple[int, ...]:
     """Read what a server's options divide the model by; empty where they do not say."""
+    return tuple(size for names in SPLITS for size in _sizes(options, names))
+
+
+def pipeline_stages(options: Options) -> int:
+    """Read how many stages a server's options divide the layers into."""
+    return math.prod(_sizes(options, SPLITS[1]))
+
+
+def _sizes(options: Options, names: Sequence[str]) -> list[int]:
     given = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
-    sizes = [given[name] for names in SPLITS for name in names if name in given]
-    return tuple(size for size in sizes if isinstance(size, int) and size > 0)
+    sizes = [given[name] for name in names if name in given]
+    return [size for size in sizes if isinstance(size, int) and size > 0]
 
 
 def with_ranks_of_devices(given: Any) -> Any:

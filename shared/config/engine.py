@@ -205,10 +205,12 @@ class SglangEngineConfig(ServerEngineConfig):
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **SGLANG_OPTIONS}
 
     kind: Literal["sglang"]
-    update_weights_from: Literal["disk", "tensor"] = "disk"
+    update_weights_from: Literal["disk", "tensor", "distributed"] = "disk"
     """How a server loads new weights. disk: it reads the image's file, which is in memory, while it is paused. tensor:
     another process of the rollout puts them into the memory of the server's first GPU and the server copies them there,
-    in pieces of up to 1 GiB, the first of which is there before the pause."""
+    in pieces of up to 1 GiB, the first of which is there before the pause. distributed: the trainer broadcasts them to
+    it, over nccl or gloo: the server's ranks are members of the group that the gateway negotiates, and no process of
+    the rollout holds an image. Servers are paused until all of them have all of it and the version is committed."""
 
     @field_validator("options")
     @classmethod

@@ -21,6 +21,9 @@ class TransportChoice(StrEnum):
 DEFAULT_SLICE_MEGABYTES = 8
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
 
+ENGINE_BUCKET_MEGABYTES = 256
+"""For each broadcast to engines there is a request to each of them; each takes so much memory beside its weights."""
+
 MAX_SLICE_MEGABYTES = 64
 
 COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GLOO, TransportChoice.NCCL})
@@ -53,7 +56,8 @@ class PublicationConfig(Config):
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
     slice_megabytes: int | None = Field(None, ge=1, le=MAX_SLICE_MEGABYTES)
-    """Size of one broadcast in MiB; several are under way at once. Null: 8."""
+    """Size of one broadcast in MiB; several are under way at once. Null: 8, and 256 to engines that are members of the
+    group themselves (rollout.engine.update_weights_from: distributed)."""
 
     overlap_load: bool | None = None
     """True: the engine reads a version into its spare weights on a thread of its own while it samples: a broadcast

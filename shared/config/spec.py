@@ -10,7 +10,8 @@ from shared.config.base import Config
 from shared.config.checkpoint import CheckpointConfig
 from shared.config.cross_section_rules import check_sections
 from shared.config.data import DataConfig
-from shared.config.device_rules import check_devices, with_ranks_of_devices
+from shared.config.device_rules import check_devices, devices_of_engine, with_ranks_of_devices
+from shared.config.engine import SglangEngineConfig
 from shared.config.episodes import ToolEpisodesConfig
 from shared.config.evaluation import EvaluationConfig
 from shared.config.health import HealthConfig
@@ -19,7 +20,7 @@ from shared.config.job_rules import check_job, with_defaults_of_the_job
 from shared.config.model import ModelConfig
 from shared.config.optimisation import OptimisationConfig
 from shared.config.parallelism import ParallelismConfig
-from shared.config.publication import TransportChoice
+from shared.config.publication import ENGINE_BUCKET_MEGABYTES, TransportChoice
 from shared.config.resources import ResourcesConfig, Sharing
 from shared.config.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
 from shared.config.rollout import RolloutConfig
@@ -151,6 +152,26 @@ class ExperimentSpec(Config):
         """Whether broadcasts of weights go through nccl; else they go through gloo."""
         choice = self.asynchrony.publication.transport
         return choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and self.is_on_gpus)
+
+    @property
+    def sends_to_engines(self) -> bool:
+        """Whether the ranks of engines are themselves members of the weight group."""
+        engine = self.rollout.engine
+        return isinstance(engine, SglangEngineConfig) and engine.update_weights_from == "distributed"
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks that each engine has in a weight group that it is a member of."""
+        asked = self.resources.rollouts.devices
+        return devices_of_engine(self) if asked == "auto" else asked
+
+    @property
+    def slice_bytes(self) -> int:
+        """Most that one broadcast of weights carries, but for a larger tensor that goes to engines."""
+        publication = self.asynchrony.publication
+        if publication.slice_megabytes is None and self.sends_to_engines:
+            return ENGINE_BUCKET_MEGABYTES << 20
+        return publication.slice_bytes
 
     @property
     def max_prompt_tokens(self) -> int:

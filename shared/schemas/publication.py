@@ -18,6 +18,8 @@ class Transport(StrEnum):
     GLOO = "gloo"
     NCCL = "nccl"
     SHARED_MEMORY = "shared_memory"
+    ENGINE = "engine"
+    """The ranks of its engine are members of the group themselves: no process of the rollout sees a byte."""
 
 
 class TensorSpec(Wire):
@@ -84,6 +86,8 @@ class Member(Wire):
     service_id: str
     rank: int | None = Field(ge=1)
     """Its rank in the collective, in which the trainer is 0; None if it maps the image instead."""
+    num_ranks: int = Field(1, ge=1)
+    """Ranks that are its own, from ``rank`` on."""
     transport: Transport = Transport.GLOO
 
 
@@ -122,6 +126,7 @@ class PublicationOrder(Wire):
     epoch: int
     transport: Transport = Transport.GLOO
     rank: int | None
+    num_ranks: int = Field(1, ge=1)
     phase: PublicationPhase
     rendezvous: Rendezvous | None
     manifest: Manifest

@@ -54,18 +54,25 @@ class EndpointClient:
         advertise_host: address of this machine at which receivers reach it, where ``bind_host`` is 0.0.0.0 or ``::``.
             Members connect to each other directly, so no address translation may lie between them.
         device: the GPU of this member, such as cuda:0, which makes the groups those of NCCL; None makes them gloo's.
+        sends_to_engines: whether the members that are sent to are ranks of engines.
 
     Raises:
         ValueError: ``bind_host`` is a wildcard and ``advertise_host`` is missing.
     """
 
     def __init__(
-        self, *, bind_host: str = "127.0.0.1", advertise_host: str | None = None, device: str | None = None
+        self,
+        *,
+        bind_host: str = "127.0.0.1",
+        advertise_host: str | None = None,
+        device: str | None = None,
+        sends_to_engines: bool = False,
     ) -> None:
         if bind_host in _WILDCARDS and advertise_host is None:
             raise ValueError(f"bind_host {bind_host} needs an advertise_host: receivers cannot connect to a wildcard")
         self._bind_host = bind_host
         self._device = device
+        self._sends_to_engines = sends_to_engines
         self._host = advertise_host or bind_host
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Lines | None = None
@@ -113,6 +120,7 @@ class EndpointClient:
             address=self._host if self._bind_host in _WILDCARDS else self._bind_host,
             timeout_seconds=timeout_seconds,
             device=self._device,
+            sends_to_engines=self._sends_to_engines,
         )
         member = await self._open(opening)
         port = await _within(timeout_seconds, member.opened, f"hosting the store of epoch {epoch}")

@@ -42,6 +42,8 @@ class Opening(Message):
     timeout_seconds: float = Field(gt=0)
     device: str | None = None
     """The GPU that an NCCL group goes through; None forms a gloo group."""
+    sends_to_engines: bool = False
+    """Whether the other members are ranks of engines, which form the group in their own way."""
 
 
 class Fork(Message):

@@ -4,6 +4,7 @@ Everything here may block until its deadline and cannot be interrupted: gloo's `
 nothing. Run it in a process that may be killed.
 """
 
+import mmap
 import socket
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGlo
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 from shared.weights.endpoint_protocol import Command, Direction, Opening
+from shared.weights.engine_group import buckets_of, group_name, store_prefixes
+from shared.weights.image import layout_of
 from shared.weights.mappings import KeptMappings
 from shared.weights.nccl import NcclBroadcast, form_nccl_group
 
@@ -49,7 +52,9 @@ class GlooBroadcast:
         address = opening.address or _address_towards(opening)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _until(deadline)
-        options._devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(NUM_CONNECTIONS)]
+        # Engines have one connection each, and members of a group have as many as each other.
+        num_connections = 1 if opening.sends_to_engines else NUM_CONNECTIONS
+        options._devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(num_connections)]
         options._threads = SLICES_IN_FLIGHT
         self._group = ProcessGroupGloo(store, opening.rank, opening.world_size, options)
 
@@ -76,7 +81,15 @@ class WeightGroup:
         deadline = time.monotonic() + opening.timeout_seconds
         self._mappings = KeptMappings()
         self._store = _host_store(opening, on_opened) if opening.rank == 0 else _reach_store(opening)
-        store = PrefixStore(f"epoch-{opening.epoch}", self._store)
+        self._sends_to_engines = opening.sends_to_engines
+        if opening.sends_to_engines:
+            name = group_name(opening.epoch, self._store.port)
+            first, *others = store_prefixes(name, on_gpus=opening.device is not None)
+        else:
+            first, others = f"epoch-{opening.epoch}", []
+        store = PrefixStore(first, self._store)
+        for prefix in others:
+            store = PrefixStore(prefix, store)
         self._collective: Collective
         if opening.device is None:
             self._collective = GlooBroadcast(opening, store, deadline)
@@ -99,7 +112,11 @@ class WeightGroup:
         deadline = time.monotonic() + command.deadline_seconds
         with self._mappings.use((command.image_path, command.image_bytes)) as (mapped,):
             data = torch.frombuffer(mapped, dtype=torch.uint8)
-            slices: Iterable[torch.Tensor] = torch.split(data, command.slice_bytes)
+            slices: Iterable[torch.Tensor] = (
+                buckets_of_image(mapped, data, command.slice_bytes)
+                if self._sends_to_engines
+                else torch.split(data, command.slice_bytes)
+            )
             if (faults := armed()) is not None:
                 is_sender = command.direction is Direction.SEND
                 slices = faults.each_slice(Site.WEIGHTS_SEND if is_sender else Site.WEIGHTS_RECEIVE, slices)
@@ -129,6 +146,18 @@ class WeightGroup:
         for piece, work in under_way:
             work.wait()
             yield piece
+
+
+def buckets_of_image(image: mmap.mmap, data: torch.Tensor, bucket_bytes: int) -> Iterator[torch.Tensor]:
+    """Cut an image into the broadcasts that engines expect: tensors without the header.
+
+    Args:
+        image: a safetensors file.
+        data: [N] uint8, the same.
+        bucket_bytes: most that one carries, but for a larger tensor.
+    """
+    for bucket in buckets_of(layout_of(image).tensors, bucket_bytes):
+        yield data[bucket[0].start : bucket[-1].end]
 
 
 def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:

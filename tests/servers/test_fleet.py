@@ -3,8 +3,9 @@
 import json
 import os
 import signal
+import sqlite3
 import tempfile
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def summary_of(run: Run) -> dict[str, Any]:
     return summary
 
 
+def members_of_committed(run: Run) -> list[list[dict[str, Any]]]:
+    """Read who took part in each committed publication."""
+    with closing(sqlite3.connect(run.runs / "arithmetic" / "fleet" / "gateway.sqlite")) as database:
+        rows = database.execute("SELECT members FROM publications WHERE phase = 'committed'")
+        return [json.loads(members) for (members,) in rows]
+
+
 def end(run: Run) -> None:
     """End a run that a test gave up."""
     if run.process.poll() is None:
@@ -126,6 +134,28 @@ def test_it_learns_in_every_mode(tmp_path: Path, mode: str, kind: str) -> None:
         end(run)
 
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+
+
+@pytest.mark.sglang
+def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_is_killed(tmp_path: Path) -> None:
+    spec = a_spec("sglang", "interrupt", steps=30, rollouts=2)
+    spec["rollout"]["engine"]["update_weights_from"] = "distributed"
+    run = Run(spec, tmp_path, tmp_path / "runs")
+    try:
+        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
+        run.until_it_says(r"step [1-9]\d*/")
+        os.kill(servers_of(run)[0], signal.SIGKILL)
+        summary = finish(run)
+    finally:
+        end(run)
+
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+    members = members_of_committed(run)
+    assert {member["transport"] for each in members for member in each} == {"engine"}
+    ranks = [[member["rank"] for member in each] for each in members]
+    assert [1, 2] in ranks, "both were members before"
+    assert [1] in ranks, "the other one went on alone"
+    assert len(ranks) == summary["policy_version"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

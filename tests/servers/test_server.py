@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,25 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from services.rollout.engines.base import Completion
+from services.rollout.engines.base import Completion, GroupBroken
 from services.rollout.engines.servers import leftovers
 from services.rollout.engines.servers.engine import ServerEngine
 from services.rollout.engines.sglang import arguments as sglang
 from services.rollout.engines.sglang.buckets import BucketProcess
 from services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
+from services.rollout.engines.sglang.group_engine import GroupSglangEngine
+from services.rollout.engines.sglang.handles import read_layout
 from services.rollout.engines.vllm.engine import VllmDialect
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
 from shared.schemas.engine import EngineCapability
+from shared.schemas.publication import Manifest, PublicationOrder, PublicationPhase, Rendezvous, Transport
 from shared.schemas.trajectory import FinishReason
+from shared.weights.endpoint_client import EndpointClient
+from shared.weights.engine_group import buckets_of
 from tests.contract.engine.conftest import python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
 from tests.contract.engine.models import make_model, save_image, save_long_model, scores
@@ -59,6 +65,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 NUM_UPDATES = 200
+BUCKET_BYTES = 30_000
 PROMPT = (5, 6, 7, 8)
 
 
@@ -125,8 +132,92 @@ def farthest(models: Sequence[nn.Module], completions: Sequence[Completion]) -> 
     return worst
 
 
-async def update_in_flight(engine: ServerEngine, images: Sequence[Path], num_updates: int) -> list[Completion]:
-    """Load one version after the other while completions of 120 tokens are sampled; return these."""
+Publish = Callable[[int], Awaitable[None]]
+
+
+def loading(engine: ServerEngine, images: Sequence[Path]) -> Publish:
+    """Publish versions by having the engine load images, those of odd versions and of even ones."""
+    return lambda version: engine.load_weights(images[version % 2], version, OnWeightUpdate.INTERRUPT)
+
+
+class Group:
+    """Publishes versions by broadcasts to the engine's ranks; the sender is the trainer's."""
+
+    def __init__(
+        self, engine: GroupSglangEngine, sender: EndpointClient, images: Sequence[Path], num_ranks: int
+    ) -> None:
+        self._engine, self._sender, self._images, self._num_ranks = engine, sender, images, num_ranks
+        self._rendezvous: Rendezvous | None = None
+        self._epoch = 0
+
+    async def publish(self, version: int) -> None:
+        """Send a version to the open group, or to a new one."""
+        order = await self._joined(version)
+        await asyncio.gather(self._send(order), self._engine.receive(order))
+        await self._engine.serve()
+
+    async def break_off_and_send_again(self) -> None:
+        """Lose the sender before the second broadcast, then have the whole version in the next group."""
+        version = (await self._engine.load()).version + 1
+        await self._break_off(version)
+        await self.publish(version)
+
+    async def break_off_and_load(self) -> None:
+        """Lose the sender before the second broadcast, then load an image."""
+        version = (await self._engine.load()).version + 1
+        await self._break_off(version)
+        assert not await self._engine.give_up()
+        await self._engine.load_weights(self._images[version % 2], version, OnWeightUpdate.INTERRUPT)
+
+    async def _break_off(self, version: int) -> None:
+        order = await self._joined(version)
+        receiving = asyncio.create_task(self._engine.receive(order))
+        # Of what it waits for the second part never comes: the image that is sent ends before.
+        first = next(buckets_of(order.manifest.tensors, BUCKET_BYTES))
+        part = self._images[version % 2].with_name("part.safetensors")
+        tensors = load_file(self._images[version % 2])
+        save_file({each.name: tensors[each.name] for each in first}, part)
+        await self._sender.send(self._epoch, part, part.stat().st_size, BUCKET_BYTES, 60)
+        await self._sender.close_epoch(self._epoch)
+        self._rendezvous = None
+        with pytest.raises(GroupBroken):
+            await receiving
+
+    async def _joined(self, version: int) -> PublicationOrder:
+        if self._rendezvous is None:
+            self._epoch += 1
+            self._rendezvous = await self._sender.open_sender(self._epoch, 1 + self._num_ranks, 60)
+        tensors = read_layout(self._images[version % 2]).tensors
+        manifest = Manifest(
+            version=version, image_bytes=tensors[-1].end, slice_bytes=BUCKET_BYTES, checksum="0" * 16, tensors=tensors
+        )
+        order = PublicationOrder(
+            version=version,
+            epoch=self._epoch,
+            transport=Transport.ENGINE,
+            rank=1,
+            num_ranks=self._num_ranks,
+            phase=PublicationPhase.TRANSFERRING,
+            rendezvous=self._rendezvous,
+            manifest=manifest,
+            deadline_seconds=60,
+        )
+        await self._engine.join(order, OnWeightUpdate.INTERRUPT)
+        await self._sender.joined(self._epoch, 60)
+        return order
+
+    async def _send(self, order: PublicationOrder) -> None:
+        manifest = order.manifest
+        image = self._images[order.version % 2]
+        await self._sender.send(order.epoch, image, manifest.image_bytes, manifest.slice_bytes, 60)
+
+
+def ranks_of(number: int) -> dict[str, Any]:
+    return {} if number == 1 else {"tp_size": number}
+
+
+async def update_in_flight(engine: ServerEngine, publish: Publish, num_updates: int) -> list[Completion]:
+    """Publish one version after the other while completions of 120 tokens are sampled; return these."""
     version = (await engine.load()).version
     running: set[asyncio.Task[Sequence[Completion]]] = set()
     done: list[Completion] = []
@@ -135,7 +226,7 @@ async def update_in_flight(engine: ServerEngine, images: Sequence[Path], num_upd
         while len(running) < 3:
             running.add(asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=120))))
         version += 1
-        await engine.load_weights(images[version % 2], version, OnWeightUpdate.INTERRUPT)
+        await publish(version)
         finished = {task for task in running if task.done()}
         done += [completion for task in finished for completion in task.result()]
         running -= finished
@@ -148,7 +239,7 @@ async def update_in_flight(engine: ServerEngine, images: Sequence[Path], num_upd
 async def test_updates_in_flight_leave_every_token_its_own_version(
     engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
 ) -> None:
-    done = await update_in_flight(engine, images, NUM_UPDATES)
+    done = await update_in_flight(engine, loading(engine, images), NUM_UPDATES)
 
     assert sum(len(completion.versions) - 1 for completion in done) > NUM_UPDATES
     assert farthest(models, done) < 1e-4
@@ -238,7 +329,7 @@ async def test_weights_by_handles_leave_every_token_its_own_version(
         with recording({"sglang": sent}):
             await engine.start()
 
-            done = await update_in_flight(engine, images, 20)
+            done = await update_in_flight(engine, loading(engine, images), 20)
 
             assert sum(len(completion.versions) - 1 for completion in done) > 20
             assert farthest(models, done) < 1e-4
@@ -251,6 +342,32 @@ async def test_weights_by_handles_leave_every_token_its_own_version(
     calls = [record["endpoint"] for record in requests_of(sent)]
     assert calls.count("/update_weights_from_tensor") > 2 * 21
     assert "/update_weights_from_disk" not in calls
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_weights_by_a_group_leave_every_token_its_own_version(
+    model_path: Path, images: list[Path], models: tuple[nn.Module, nn.Module], num_ranks: int
+) -> None:
+    settings = server_settings(model_path, "sglang", version=2, group_host="127.0.0.1", options=ranks_of(num_ranks))
+    engine = GroupSglangEngine(settings, backend="gloo")
+    async with EndpointClient(sends_to_engines=True) as sender:
+        try:
+            await engine.start()
+            group = Group(engine, sender, images, num_ranks)
+
+            done = await update_in_flight(engine, group.publish, 20 if num_ranks == 1 else 3)
+
+            assert sum(len(completion.versions) - 1 for completion in done) > (20 if num_ranks == 1 else 3)
+            assert farthest(models, done) < 1e-4
+            await group.break_off_and_send_again()
+            fresh = await engine.generate(a_request(PROMPT, seeds=(3,), max_new_tokens=50))
+            assert farthest(models, fresh) < 1e-4
+            await group.break_off_and_load()
+            fresh = await engine.generate(a_request(PROMPT, seeds=(4,), max_new_tokens=50))
+            assert farthest(models, fresh) < 1e-4
+        finally:
+            await engine.close()
 
 
 @pytest.mark.parametrize("phase", ["its first processes run", "one has a child"])

@@ -1,8 +1,9 @@
 """Membership of a weight group: who belongs to an epoch, and when an open epoch may be used again.
 
-Members of a collective have ranks, dense from 1 in the order of service ids; rank 0 is the sending trainer. Members
-that map the image have none, and an epoch of such members alone needs no rendezvous. An epoch's number never returns
-within an experiment, whatever restarts.
+Members of a collective have ranks, dense from 1 in the order of service ids; rank 0 is the sending trainer. An engine
+that is a member itself has as many as the devices that it divides its model among. Members that map the image have
+none, and an epoch of such members alone needs no rendezvous. An epoch's number never returns within an experiment,
+whatever restarts.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -43,23 +44,37 @@ class Epoch:
         return self.rendezvous is not None or not self.collective
 
 
-def members_of(transports: Mapping[str, Transport]) -> tuple[Member, ...]:
-    """Assign each service of a collective its rank."""
+def members_of(transports: Mapping[str, Transport], engine_ranks: int = 1) -> tuple[Member, ...]:
+    """Assign each service of a collective its ranks.
+
+    Args:
+        transports: who shall receive, and how.
+        engine_ranks: of each engine, where engines are members.
+    """
     members = []
-    last_rank = 0
+    next_rank = 1
     for service_id, transport in sorted(transports.items()):
-        is_mapped = transport is Transport.SHARED_MEMORY
-        last_rank += 0 if is_mapped else 1
-        members.append(Member(service_id=service_id, rank=None if is_mapped else last_rank, transport=transport))
+        rank = None if transport is Transport.SHARED_MEMORY else next_rank
+        num_ranks = engine_ranks if transport is Transport.ENGINE else 1
+        next_rank += num_ranks if rank is not None else 0
+        members.append(Member(service_id=service_id, rank=rank, num_ranks=num_ranks, transport=transport))
     return tuple(members)
 
 
 def without(members: Iterable[Member], gone: Collection[str]) -> tuple[Member, ...]:
     """Leave some services out; the ranks of the others become dense again."""
-    return members_of({each.service_id: each.transport for each in members if each.service_id not in gone})
+    remain = [each for each in members if each.service_id not in gone]
+    engine_ranks = max((each.num_ranks for each in remain), default=1)
+    return members_of({each.service_id: each.transport for each in remain}, engine_ranks)
 
 
-def epoch_for(previous: Epoch | None, last_number: int, sender: str, transports: Mapping[str, Transport]) -> Epoch:
+def epoch_for(
+    previous: Epoch | None,
+    last_number: int,
+    sender: str,
+    transports: Mapping[str, Transport],
+    engine_ranks: int = 1,
+) -> Epoch:
     """Reuse the open epoch if sender and membership are the same, else number a new one.
 
     Args:
@@ -67,8 +82,9 @@ def epoch_for(previous: Epoch | None, last_number: int, sender: str, transports:
         last_number: the highest number used so far.
         sender: the trainer service that will send.
         transports: who shall receive, and how.
+        engine_ranks: of each engine, where engines are members.
     """
-    members = members_of(transports)
+    members = members_of(transports, engine_ranks)
     if previous is not None and previous.is_ready and (previous.sender, previous.members) == (sender, members):
         return previous
     return Epoch(last_number + 1, sender, members)

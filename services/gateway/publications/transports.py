@@ -23,11 +23,14 @@ def transport_for(spec: ExperimentSpec, trainer: Capabilities, rollout: Capabili
         rollout: of the receiving service.
     """
     choice = spec.asynchrony.publication.transport
+    collective = Transport.NCCL if spec.uses_nccl else Transport.GLOO
+    if spec.sends_to_engines:
+        # Of the group the rollout's own process sees nothing: the trainer alone has to be able to form it.
+        return Transport.ENGINE if collective.value in trainer.transports else None
     if choice in {TransportChoice.AUTO, TransportChoice.SHARED_MEMORY} and _share_memory(trainer, rollout):
         return Transport.SHARED_MEMORY
     if choice in {TransportChoice.SHARED_MEMORY, TransportChoice.PULL}:
         return None
-    collective = Transport.NCCL if spec.uses_nccl else Transport.GLOO
     return collective if collective.value in trainer.transports and collective.value in rollout.transports else None
 
 

@@ -29,6 +29,7 @@ def order_of(service_id: str, negotiation: Negotiation, deadline_seconds: float)
         epoch=negotiation.epoch.number,
         transport=member.transport,
         rank=member.rank,
+        num_ranks=member.num_ranks,
         phase=negotiation.phase,
         rendezvous=negotiation.epoch.rendezvous,
         manifest=negotiation.manifest,

@@ -9,7 +9,7 @@ read an image while it arrives, ``load_weights`` makes it serve.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from shared.config.asynchrony import OnWeightUpdate
 from shared.schemas.engine import EngineCapability
+from shared.schemas.publication import PublicationOrder
 from shared.schemas.trajectory import FinishReason
 
 
@@ -135,6 +136,56 @@ class WeightTransfer(Protocol):
 
     def abort(self, reason: str) -> None:
         """Note that the image will not be whole, or is wrong: what was read of it is thrown away."""
+
+
+class GroupBroken(Exception):
+    """A weight group was not formed, or a member of it is gone: this one may be in the next."""
+
+
+@runtime_checkable
+class GroupMember(Protocol):
+    """An engine whose own ranks are members of a weight group, beside what ``Engine`` has.
+
+    Nothing is sampled from ``join`` until ``serve``, ``give_up`` or ``load_weights``; one call at a time.
+    """
+
+    @property
+    def received(self) -> int | None:
+        """The version of which it has all weights, and which it does not serve yet."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it samples nothing, since it has joined."""
+
+    async def join(self, order: PublicationOrder, on_update: OnWeightUpdate) -> None:
+        """Wait for running samples as the mode has it, stop sampling, and join the order's epoch with all ranks.
+
+        One that is a member of it already only stops sampling.
+
+        Raises:
+            WeightTransferFailed: the order's tensors or ranks are not the engine's.
+            GroupBroken: the group was not formed.
+            WorkerDied: the engine's process ended, or is stuck.
+        """
+
+    async def receive(self, order: PublicationOrder) -> None:
+        """Take all tensors that the sender broadcasts; from the first on nobody knows the weights until the last.
+
+        Raises:
+            GroupBroken: a member is gone; it can join another epoch.
+            WeightTransferFailed: the engine did not take them.
+            WorkerDied: the engine's process ended, or is stuck.
+        """
+
+    async def serve(self) -> None:
+        """Sample under what was received."""
+
+    async def give_up(self) -> bool:
+        """Leave out what was not received whole, or is not to be served.
+
+        Returns:
+            Whether it samples again as before; else its weights are lost, and ``load_weights`` or ``wake`` is next.
+        """
 
 
 class Engine(Protocol):

@@ -1,6 +1,7 @@
 """Makes the engine that a spec asks for, and says which ones a service can use."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engines.base import Engine
@@ -9,6 +10,7 @@ from services.rollout.engines.servers.settings import ServerSettings
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.sglang.buckets import BucketProcess
 from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.group_engine import GroupSglangEngine
 from services.rollout.engines.vllm.engine import VllmEngine
 from shared.config.device_rules import split_sizes
 from shared.config.engine import (
@@ -30,7 +32,10 @@ TENSOR_PARALLEL = {"sglang": "tp_size", "vllm": "tensor_parallel_size"}
 
 
 def make_engine(
-    spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tuple[IPNetwork, ...] = LOOPBACK
+    spec: ExperimentSpec,
+    pythons: Mapping[str, Path],
+    networks: tuple[IPNetwork, ...] = LOOPBACK,
+    host: str | None = None,
 ) -> Engine:
     """Make the engine, not yet started; a hub's model has been fetched before.
 
@@ -38,6 +43,7 @@ def make_engine(
         spec: of the experiment.
         pythons: interpreters that have an engine, by its kind.
         networks: that are not public, and that the URL of a server may lead to.
+        host: address of this service.
 
     Raises:
         InvalidSpec: this service cannot start what the spec asks for.
@@ -53,6 +59,8 @@ def make_engine(
             f"interpreter that has it, or rollout.engine.url"
         )
     settings = server_settings(spec, engine, python, networks)
+    if spec.sends_to_engines:
+        return GroupSglangEngine(replace(settings, group_host=host), backend="nccl" if spec.uses_nccl else "gloo")
     if isinstance(engine, SglangEngineConfig):
         takes_handles = engine.update_weights_from == "tensor"
         return SglangEngine(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.rollout.engines.base import Engine, WeightTransfer
+from services.rollout.engines.base import Engine, GroupMember, WeightTransfer
+from services.rollout.weights.group_orders import GroupOrders
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
 from services.rollout.weights.version import VersionGate
@@ -74,6 +75,7 @@ class WeightReceiver:
         published: where other rollouts get the images that this one keeps; None offers none.
         locate: finds versions that were missed in this host's shared memory; None pulls them all.
         kept_in: directory where versions may be found as well.
+        member: the engine, where it is itself a member of weight groups; then the endpoint is not used.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class WeightReceiver:
         published: PublishedImages | None = None,
         locate: Locator | None = None,
         kept_in: Path | None = None,
+        member: GroupMember | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -97,7 +100,10 @@ class WeightReceiver:
         self._notify = notify
         self._on_engine_death = on_engine_death
         facts = (engine, gate, self._images, pull, on_update, notify, on_engine_death)
-        self._switcher = VersionSwitcher(*facts, locate=locate, kept_in=kept_in)
+        self._switcher = VersionSwitcher(*facts, locate=locate, kept_in=kept_in, member=member)
+        self._group = (
+            GroupOrders(member, self._switcher, on_update, self._report_group, on_engine_death) if member else None
+        )
         self._desired: DesiredState | None = None
         self._order_due = asyncio.Event()
         self._epoch: int | None = None
@@ -146,7 +152,11 @@ class WeightReceiver:
             while True:
                 await self._order_due.wait()
                 self._order_due.clear()
-                if self._desired is not None:
+                if self._desired is None:
+                    continue
+                if self._group is not None:
+                    await self._group.follow(self._desired, tasks)
+                else:
                     await self._follow_order(self._desired.publication, tasks)
 
     async def close(self) -> None:
@@ -154,6 +164,8 @@ class WeightReceiver:
         if self._epoch is not None:
             with contextlib.suppress(FlotillaError):
                 await self._endpoint.close_epoch(self._epoch)
+        if self._group is not None:
+            await self._group.close()
         await self._images.close()
 
     async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
@@ -272,6 +284,11 @@ class WeightReceiver:
             self._epoch = None
         with contextlib.suppress(FlotillaError):
             await self._endpoint.close_epoch(epoch)
+
+    def _report_group(self, order: PublicationOrder, state: ReceiveState, detail: str | None) -> None:
+        # The engine has no image whose checksum could be told: that it took every tensor is its word for it.
+        checksum = order.manifest.checksum if state is ReceiveState.RECEIVED else None
+        self._report(order, state, checksum=checksum, detail=detail)
 
     def _report(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)

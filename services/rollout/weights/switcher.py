@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, GroupMember
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
@@ -63,6 +63,7 @@ class VersionSwitcher:
         on_engine_death: called when the engine's process ended while it was to load a version.
         locate: finds versions that were missed in this host's shared memory; None pulls them all.
         kept_in: directory where versions may be found as well.
+        member: the engine, where it is a member of weight groups.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class VersionSwitcher:
         *,
         locate: Locator | None = None,
         kept_in: Path | None = None,
+        member: GroupMember | None = None,
     ) -> None:
         self._engine = engine
+        self._member = member
         self._gate = gate
         self._images = images
         self._pull = pull
@@ -92,6 +95,7 @@ class VersionSwitcher:
         self._due = asyncio.Event()
         self._engine_use = asyncio.Lock()
         """Held while the engine is given weights, or put to sleep."""
+        self._is_reserved = self._is_to_be_reserved = False
         self._slept_at: int | None = None
         self._has_slept = False
         """Whether the engine has had no weights since it was put to sleep."""
@@ -121,6 +125,32 @@ class VersionSwitcher:
     def wake(self) -> None:
         """Give the engine weights again, those of the committed version."""
         self.is_asleep = False
+        self.look()
+
+    async def reserve(self) -> None:
+        """Wait until no weights are being loaded; until ``release``, serve only what the engine has received itself."""
+        if self._is_reserved:
+            return
+        self._is_to_be_reserved = True
+        try:
+            await self._engine_use.acquire()
+            self._is_reserved = True
+        finally:
+            self._is_to_be_reserved = False
+            self.look()
+
+    async def release(self, *, is_lost: bool) -> None:
+        """Load weights again.
+
+        Args:
+            is_lost: whether the engine has none any more, so that the committed version has to be loaded.
+        """
+        if is_lost:
+            self._slept_at, self._has_slept = self.version, True
+            await self._gate.set(None)
+        if self._is_reserved:
+            self._is_reserved = False
+            self._engine_use.release()
         self.look()
 
     def take(self, desired: DesiredState) -> None:
@@ -162,6 +192,8 @@ class VersionSwitcher:
         if self.is_asleep or self._desired is None or self._desired.policy_version is None:
             return None
         wanted = self._desired.policy_version
+        if self._is_reserved or self._is_to_be_reserved:
+            return wanted if self._member is not None and self._member.received == wanted else None
         serving = self._gate.version
         if serving is not None and wanted <= serving:
             return None
@@ -171,25 +203,37 @@ class VersionSwitcher:
         return wanted
 
     async def _serve(self, version: int) -> None:
-        async with self._engine_use:
-            if self.is_asleep:
-                return
+        if self._is_reserved and self._member is not None:
             await self._gate.announce(version)
-            staged = self._images.staged
-            if version == 0:
-                # The engine started with the initial weights.
-                if self._has_slept:
-                    await self._engine.wake()
-            elif staged is not None and staged.is_of(version, self._committed_checksum(version)):
-                await self._serve_staged(staged)
-            elif not await self._serve_located(version):
-                await self._serve_pulled(version)
-            await self._gate.set(version)
-            self._slept_at, self._has_slept = None, False
+            await self._member.serve()
+            await self._note_served(version)
+            await self.release(is_lost=False)
+        else:
+            async with self._engine_use:
+                if self.is_asleep:
+                    return
+                await self._gate.announce(version)
+                await self._load(version)
+                await self._note_served(version)
         self.switches += version > 0
         self._notify()
         # A newer version may have become due meanwhile.
         self._due.set()
+
+    async def _load(self, version: int) -> None:
+        staged = self._images.staged
+        if version == 0:
+            # The engine started with the initial weights.
+            if self._has_slept:
+                await self._engine.wake()
+        elif staged is not None and staged.is_of(version, self._committed_checksum(version)):
+            await self._serve_staged(staged)
+        elif not await self._serve_located(version):
+            await self._serve_pulled(version)
+
+    async def _note_served(self, version: int) -> None:
+        await self._gate.set(version)
+        self._slept_at, self._has_slept = None, False
 
     def _committed_checksum(self, version: int) -> str | None:
         desired = self._desired

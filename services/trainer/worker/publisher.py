@@ -207,7 +207,7 @@ class Publisher:
             # Its store was hosted by a worker that is gone.
             return await self._failed(version, epoch, "the sender was started again")
         try:
-            rendezvous = await self._endpoint.open_sender(epoch, _num_receivers(publication) + 1, deadline)
+            rendezvous = await self._endpoint.open_sender(epoch, _num_ranks(publication) + 1, deadline)
         except FlotillaError as error:
             return await self._failed(version, epoch, error.detail)
         self._epoch = epoch
@@ -279,3 +279,8 @@ class Publisher:
 def _num_receivers(publication: Publication) -> int:
     """Count the members that the weights are sent to."""
     return sum(member.rank is not None for member in publication.members)
+
+
+def _num_ranks(publication: Publication) -> int:
+    """Count the ranks of those members."""
+    return sum(member.num_ranks for member in publication.members if member.rank is not None)

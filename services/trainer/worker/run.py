@@ -108,7 +108,8 @@ class WorkerProcess:
             log.info("images of ended workers were removed", extra={"count": len(swept)})
         spec = validate_spec(launch.assignment.spec)
         redis = connect(launch.redis_url)
-        endpoint = EndpointClient(bind_host=launch.host, device=spec.parallelism.device if spec.uses_nccl else None)
+        device = spec.parallelism.device if spec.uses_nccl else None
+        endpoint = EndpointClient(bind_host=launch.host, device=device, sends_to_engines=spec.sends_to_engines)
         # It takes seconds to start, and meanwhile the model is loaded.
         may_broadcast = spec.asynchrony.publication.may_broadcast
         starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")

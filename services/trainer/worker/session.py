@@ -171,7 +171,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 
 def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:
     how = spec.asynchrony.publication
-    return ImagePool(weights, directory=around.image_directory, slice_bytes=how.slice_bytes, delta=how.delta)
+    return ImagePool(weights, directory=around.image_directory, slice_bytes=spec.slice_bytes, delta=how.delta)
 
 
 def _device(around: SessionDeps, memory: Memory, compute: Executor) -> DeviceShift:

@@ -24,6 +24,10 @@ class FakeSglang(FakeServer):
         super().__init__(model, REQUESTS, slots=slots, context_length=context_length, token_seconds=token_seconds)
         self.tp_size = 1
         self._has_session = False
+        self.groups: list[str] = []
+        self.group_fails: str | None = None
+        """What is wrong with groups: they are not formed, or what they carry."""
+        self.broadcast: list[str] = []
         self.released: set[str] = set()
         self._has_weights = True
         self._routes = {
@@ -34,6 +38,9 @@ class FakeSglang(FakeServer):
             "POST /update_weights_from_disk": self._update,
             "POST /begin_weight_update": self._begin,
             "POST /update_weights_from_tensor": self._update_by_handles,
+            "POST /init_weights_update_group": self._join,
+            "POST /destroy_weights_update_group": self._leave,
+            "POST /update_weights_from_distributed": self._update_by_broadcast,
             "POST /end_weight_update": self._end,
             "POST /release_memory_occupation": self._release,
             "POST /resume_memory_occupation": self._resume,
@@ -119,6 +126,34 @@ class FakeSglang(FakeServer):
         self.label = body.get("weight_version", self.label)
         return {"success": True, "message": "Success"}
 
+    def _join(self, body: Body) -> Any:
+        assert body["group_name"] not in self.groups, "a name that is used again blocks the scheduler for good"
+        if self.group_fails:
+            return _refusal(f"Failed to initialize custom process group: {self.group_fails}.")
+        self.groups.append(body["group_name"])
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    def _leave(self, body: Body) -> Any:
+        if body["group_name"] not in self.groups:
+            return _refusal("The group to be destroyed does not exist.")
+        self.groups.remove(body["group_name"])
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    def _update_by_broadcast(self, body: Body) -> Any:
+        assert not self._goes_on.is_set(), "an update of a server that samples waits for it"
+        assert len(body["names"]) == len(body["dtypes"]) == len(body["shapes"])
+        if not self._has_session or body["group_name"] not in self.groups:
+            return _refusal("Failed to receive weights: no session, or no such group")
+        if self.group_fails:
+            return _refusal(self.group_fails)
+        if any(self._shapes[name] != tuple(shape) for name, shape in zip(body["names"], body["shapes"], strict=True)):
+            self._on_wrong_shapes()
+        if body["flush_cache"] and self._mode == "in_place" and self._samples:
+            return _refusal("the cache was not flushed")
+        self.broadcast += body["names"]
+        self.label = body.get("weight_version", self.label)
+        return {"success": True, "message": "Success"}
+
     def _end(self, _: Body) -> Any:
         if not self._has_session:
             return httpx.Response(400, json={"success": False, "message": "no weight-update session is open"})
@@ -135,6 +170,10 @@ class FakeSglang(FakeServer):
         prompts = {tuple(sample.prompt) for sample in running}
         used = sum(map(len, prompts)) + sum(len(sample.tokens) for sample in running)
         return {"loads": [{"num_running_reqs": len(running), "num_used_tokens": used}]}
+
+
+def _refusal(message: str) -> httpx.Response:
+    return httpx.Response(400, json={"success": False, "message": message})
 
 
 def _reply(rid: str, sample: Sample, reason: Body) -> Body:

@@ -91,6 +91,40 @@ def test_reading_ahead_needs_a_spare_copy() -> None:
         validate_spec(document | overlap)
 
 
+DISTRIBUTED = {"kind": "sglang", "update_weights_from": "distributed"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections", "words"),
+    [
+        ({}, {"asynchrony": {"publication": {"transport": "pull"}}}, "publication.transport pull does not"),
+        ({}, {"asynchrony": {"publication": {"transport": "shared_memory"}}}, "shared_memory does not"),
+        ({}, {"asynchrony": {"publication": {"delta": {}}}}, "leave asynchrony.publication.delta out"),
+        ({}, {"resources": {"sharing": "time"}}, "set resources.sharing to none"),
+        ({"options": {"pp-size": 2}}, {}, "the 2 stages of pp_size"),
+    ],
+)
+def test_what_a_group_with_engines_cannot_do_is_refused(
+    engine: dict[str, Any], sections: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        validate_spec(with_engine(DISTRIBUTED | engine) | sections)
+
+
+def test_a_broadcast_to_engines_carries_more_than_one_to_processes() -> None:
+    assert validate_spec(with_engine({})).slice_bytes == 8 << 20
+    assert validate_spec(with_engine(DISTRIBUTED)).slice_bytes == 256 << 20
+    chosen = {"asynchrony": {"publication": {"slice_megabytes": 16}}}
+    assert validate_spec(with_engine(DISTRIBUTED) | chosen).slice_bytes == 16 << 20
+
+
+def test_an_engine_has_a_rank_for_each_device_of_its_model() -> None:
+    assert validate_spec(with_engine(DISTRIBUTED)).engine_ranks == 1
+    assert validate_spec(with_engine(DISTRIBUTED | {"options": {"tp-size": 4}})).engine_ranks == 4
+    devices = {"resources": {"rollouts": {"devices": 2}}}
+    assert validate_spec(with_engine(DISTRIBUTED) | devices).engine_ranks == 2
+
+
 @pytest.mark.parametrize("name", ["trust_remote_code", "--trust-remote-code", "custom-weight-loader", "forward_hooks"])
 def test_an_option_that_runs_code_of_a_model_or_of_a_spec_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="may not be given"):

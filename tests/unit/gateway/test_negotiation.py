@@ -261,6 +261,18 @@ def test_ranks_are_dense_from_one() -> None:
     assert [m.rank for m in without(members, {"a"})] == [None, 1, 2]
 
 
+def test_an_engine_has_as_many_ranks_as_the_devices_it_divides_its_model_among() -> None:
+    members = members_of(by(Transport.ENGINE, "c", "a", "b"), engine_ranks=4)
+
+    assert [(m.service_id, m.rank, m.num_ranks) for m in members] == [("a", 1, 4), ("b", 5, 4), ("c", 9, 4)]
+    assert [(m.rank, m.num_ranks) for m in without(members, {"a"})] == [(1, 4), (5, 4)]
+    epoch = epoch_for(None, 2, "trainer", by(Transport.ENGINE, "a"), engine_ranks=4)
+    assert (
+        epoch_for(replace(epoch, rendezvous=meeting(3).rendezvous), 3, "trainer", by(Transport.ENGINE, "a"), 2).number
+        == 4
+    )
+
+
 def test_members_that_map_need_no_rendezvous() -> None:
     state = mixed(broadcast=set(), mapped={"a", "b"})
     assert state.phase is Phase.TRANSFERRING

@@ -48,6 +48,17 @@ def test_the_transport_of_a_rollout(
     assert transport_for(spec, HERE, rollout) is expected
 
 
+@pytest.mark.parametrize(("trainer", "expected"), [(HERE, Transport.ENGINE), (PULLING, None)])
+def test_engines_that_are_members_themselves_are_sent_to_wherever_they_are(
+    trainer: Capabilities, expected: Transport | None
+) -> None:
+    engine = {"kind": "sglang", "update_weights_from": "distributed", "options": {"tp_size": 2}}
+    spec = a_spec(rollout=spec_document()["rollout"] | {"engine": engine})
+
+    assert transport_for(spec, trainer, HERE) is transport_for(spec, trainer, PULLING) is expected
+    assert spec.engine_ranks == 2
+
+
 def test_without_shared_memory_nobody_maps() -> None:
     assert transport_for(a_spec(), BLIND, BLIND) is Transport.GLOO
 

@@ -77,11 +77,13 @@ class FakeSender:
 
     def __init__(self, on_send: Callable[[int], Any] = lambda epoch: None) -> None:
         self.open: list[int] = []
+        self.world_sizes: list[int] = []
         self.sent: list[tuple[int, bytes]] = []
         self._on_send = on_send
 
     async def open_sender(self, epoch: int, world_size: int, timeout_seconds: float) -> Rendezvous:
         self.open.append(epoch)
+        self.world_sizes.append(world_size)
         return Rendezvous(host="h", port=1, epoch=epoch, world_size=world_size)
 
     async def joined(self, epoch: int, deadline_seconds: float) -> None:
@@ -345,3 +347,14 @@ async def test_a_refusal_for_good_is_known_at_once(a_rig: MakeRig) -> None:
     with pytest.raises(InvalidRequest, match="manifest"):
         async with asyncio.timeout(2):
             await watching
+
+
+async def test_the_group_has_a_place_for_every_rank_of_an_engine(a_rig: MakeRig) -> None:
+    gateway, sender = FakeGateway("a", "b"), FakeSender()
+    gateway.members = tuple(each.model_copy(update={"num_ranks": 4}) for each in gateway.members)
+    rig = a_rig(gateway, sender)
+
+    await rig.publish(1)
+    await rig.publisher.settled()
+
+    assert sender.world_sizes == [9]

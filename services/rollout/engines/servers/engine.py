@@ -240,7 +240,7 @@ class ServerEngine:
     async def wake(self) -> None:
         """Have the server read the model's directory again; see ``Engine.wake``."""
         connection, _ = self._running()
-        if not self._is_asleep:
+        if not (self._is_asleep or self._gate.is_held):
             return
         source, version = self._settings.model_path, self._settings.version
         async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
@@ -250,7 +250,7 @@ class ServerEngine:
         """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
         connection, _ = self._running()
         is_asked = self._dialect.asks_when_idle and not (self._gate.is_switching or self._is_asleep)
-        asks = self._active or is_asked
+        asks = not self._gate.is_held and (self._active or is_asked)
         running, unfinished = await self._at_server(connection) if asks else (0, 0)
         num_open = sum(active.num_open for active in self._active.values())
         running = min(running, num_open)

@@ -18,6 +18,7 @@ class UpdateGate:
         self._updating = asyncio.Lock()
         self._pending: OnWeightUpdate | None = None
         self._is_switching = False
+        self._is_held = False
         self._num_inside = 0
         self._num_holding = 0
 
@@ -25,6 +26,11 @@ class UpdateGate:
     def is_switching(self) -> bool:
         """Whether the server is being paused, loads weights or goes on again."""
         return self._is_switching
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it stays so from one call to the next."""
+        return self._is_held
 
     @asynccontextmanager
     async def inside(self, *, holds_weights: bool, gives_up: Callable[[], bool]) -> AsyncIterator[bool]:
@@ -51,20 +57,49 @@ class UpdateGate:
 
     @asynccontextmanager
     async def updating(self, mode: OnWeightUpdate) -> AsyncIterator[None]:
-        """Wait for earlier updates, then send nothing in the block that the mode holds back."""
-        async with self._updating:
-            self._pending = mode
-            try:
-                yield
-            finally:
-                self._pending = None
-                await self.look()
+        """Wait for earlier updates, then send nothing in the block that the mode holds back.
+
+        A gate that is held is taken over, and stays so unless the block switches.
+        """
+        if not self._is_held:
+            await self._updating.acquire()
+        self._is_held, self._pending = False, mode
+        try:
+            yield
+        finally:
+            if self._is_switching:
+                self._is_held = True
+            else:
+                await self._open()
+
+    async def hold(self, mode: OnWeightUpdate) -> None:
+        """Send nothing from when weights may be loaded until ``release``, or until an update that takes over ends."""
+        await self._updating.acquire()
+        self._pending = mode
+        try:
+            async with self._changed:
+                await self._changed.wait_for(self._may_switch)
+                self._is_switching = self._is_held = True
+        except BaseException:
+            await self._open()
+            raise
+
+    async def release(self) -> None:
+        """Let requests in again after ``hold``."""
+        self._is_switching = self._is_held = False
+        await self._open()
+
+    async def _open(self) -> None:
+        self._pending = None
+        self._updating.release()
+        await self.look()
 
     @asynccontextmanager
     async def switching(self) -> AsyncIterator[None]:
         """Within ``updating``: wait until weights may be loaded, and send nothing at all in the block."""
         async with self._changed:
-            await self._changed.wait_for(self._may_switch)
+            # What is inside of a gate that was held waits for this.
+            await self._changed.wait_for(lambda: self._is_switching or self._may_switch())
             self._is_switching = True
         try:
             yield

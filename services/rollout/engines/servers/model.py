@@ -13,7 +13,13 @@ from typing import Any
 
 import psutil
 
-from services.rollout.engines.decoders.checkpoint import check_headers, read_config, read_headers, safetensors_files
+from services.rollout.engines.decoders.checkpoint import (
+    TensorHeader,
+    check_headers,
+    read_config,
+    read_headers,
+    safetensors_files,
+)
 from services.rollout.engines.servers import leftovers
 from shared.errors import ModelError, WeightTransferFailed
 
@@ -43,7 +49,15 @@ class ServedModel:
         Raises:
             WeightTransferFailed: names, shapes or dtypes do not fit, or it cannot be read.
         """
-        check_headers(read_headers([image]), self.shapes, optional=HEAD if self.is_tied else frozenset())
+        self.check_tensors(read_headers([image]))
+
+    def check_tensors(self, tensors: Mapping[str, TensorHeader]) -> None:
+        """Check that these are the model's tensors.
+
+        Raises:
+            WeightTransferFailed: names, shapes or dtypes do not fit.
+        """
+        check_headers(tensors, self.shapes, optional=HEAD if self.is_tied else frozenset())
 
 
 def read_served_model(directory: Path) -> ServedModel:

@@ -28,6 +28,8 @@ class ServerSettings:
         call_seconds: deadline of any other call that waits for no sampling.
         close_seconds: how long ``close`` waits before it kills the server.
         networks: that are not public, and that ``url`` may lead to.
+        group_host: address of this host that the server's own connections to other members of a weight group, or to
+            its other ranks, may be at; None leaves the choice to the server.
         probe_seconds: between two looks at the server's health; three that fail are its death.
     """
 
@@ -47,6 +49,7 @@ class ServerSettings:
     call_seconds: float = 30.0
     close_seconds: float = 10.0
     networks: tuple[IPNetwork, ...] = LOOPBACK
+    group_host: str | None = None
     probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import gettempdir
 
+import psutil
+
 from services.rollout.engines.servers.command import HOST, clean_environment, flags, plain_names
 from services.rollout.engines.servers.settings import ServerSettings
 from shared.config.engine import OptionValue
@@ -71,4 +73,16 @@ def environment(settings: ServerSettings, inherited: Mapping[str, str], place: P
         # A second thread pool that spins makes both several times slower, so idle threads sleep.
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
         kept |= on_cpu | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}
+    interface = None if settings.group_host is None else interface_of(settings.group_host)
+    if interface is not None:
+        # Else gloo listens where the machine's name leads, and nccl on the first interface.
+        kept |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return kept
+
+
+def interface_of(address: str) -> str | None:
+    """Name the network interface that has an address of this machine; None if none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in {each.address.partition("%")[0] for each in addresses}:
+            return name
+    return None

@@ -87,6 +87,7 @@ def check_sections(spec: Sections) -> None:
         ValueError: the first that is broken.
     """
     _weights(spec)
+    _critic(spec)
     _held_out_sets(spec)
     _sharing(spec)
     _offload(spec)
@@ -131,6 +132,14 @@ def _weights(spec: Sections) -> None:
         raise ValueError(
             f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
             "same: leave it out"
+        )
+
+
+def _critic(spec: Sections) -> None:
+    if spec.parallelism.critic is not None and not spec.algorithm.needs_critic:
+        raise ValueError(
+            "parallelism.critic has no effect without a critic, which algorithm.advantage.kind gae alone has: leave it "
+            "out"
         )
 
 

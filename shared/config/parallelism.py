@@ -21,6 +21,7 @@ OF_SEVERAL = (
     "tensor_parallel",
     "expert_parallel",
     "sequence_parallel",
+    "critic",
     "collective_timeout_seconds",
 )
 
@@ -40,6 +41,19 @@ class OffloadConfig(Config):
     def chosen(self) -> list[str]:
         """Names of what is offloaded."""
         return [name for name in type(self).model_fields if getattr(self, name)]
+
+
+class CriticParallelismConfig(Config):
+    """How the trainer's ranks are divided for the critic; each field as that of ``parallelism``."""
+
+    replicas: int = Field(1, ge=1)
+    """Copies of its weights that the ranks keep together (HSDP)."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that compute each of its layers together."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that divide the experts of each of its layers."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that compute the same sequences together (Ulysses)."""
 
 
 class ParallelismConfig(Config):
@@ -73,6 +87,8 @@ class ParallelismConfig(Config):
     sequence_parallel: int = Field(1, ge=1)
     """Ranks that compute the same sequences together, each a part of their positions (Ulysses): for long sequences. It
     divides the ranks and the model's attention heads."""
+    critic: CriticParallelismConfig | None = None
+    """How the same ranks are divided for the critic, whose passes they share otherwise then. Null: as the policy."""
     collective_timeout_seconds: float = Field(600.0, ge=10, le=7200)
     """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
     offload: OffloadConfig = OffloadConfig()
@@ -104,7 +120,14 @@ class ParallelismConfig(Config):
                     raise ValueError(
                         f"parallelism.{name} has no effect while parallelism.ranks is 1: raise ranks, or leave it out"
                     )
-        self._check_divisors()
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"parallelism.ranks {self.ranks} counts the ranks of all nodes: parallelism.nodes {self.nodes} must "
+                "divide it"
+            )
+        _check_axes(self.ranks, self, "parallelism")
+        if self.critic is not None:
+            _check_axes(self.ranks, self.critic, "parallelism.critic")
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(
                 f"parallelism.device {self.device} is one device, and parallelism.ranks is {self.ranks}: write cuda, "
@@ -120,7 +143,8 @@ class ParallelismConfig(Config):
                 f"parallelism.offload.{chosen[0]} has no effect while parallelism.device is cpu: the host's memory has "
                 "it already; leave it out"
             )
-        if self.offload.parameters and self.ranks == self.tensor_parallel:
+        split = [self.tensor_parallel, *([] if self.critic is None else [self.critic.tensor_parallel])]
+        if self.offload.parameters and self.ranks in split:
             raise ValueError(
                 "parallelism.offload.parameters needs weights that ranks share among them (FSDP2), and there is one "
                 "rank for each part: raise parallelism.ranks, or use offload.optimiser"
@@ -132,36 +156,35 @@ class ParallelismConfig(Config):
             )
         return self
 
-    def _check_divisors(self) -> None:
-        if self.ranks % self.nodes:
-            raise ValueError(
-                f"parallelism.ranks {self.ranks} counts the ranks of all nodes: parallelism.nodes {self.nodes} must "
-                "divide it"
-            )
-        if self.ranks % self.tensor_parallel:
-            raise ValueError(
-                f"parallelism.tensor_parallel {self.tensor_parallel} must divide parallelism.ranks {self.ranks}"
-            )
-        shared = self.ranks // self.tensor_parallel
-        if shared % self.replicas or (shared > 1 and shared == self.replicas):
-            each = "" if self.tensor_parallel == 1 else f" / {self.tensor_parallel} (tensor_parallel)"
-            raise ValueError(
-                f"parallelism.replicas {self.replicas} does not divide {self.ranks} ranks{each} into parts of two or "
-                "more: choose a smaller divisor"
-            )
-        if self.sequence_parallel > 1 and (self.ranks % self.sequence_parallel or self.replicas > 1):
-            raise ValueError(
-                f"parallelism.sequence_parallel {self.sequence_parallel} must divide parallelism.ranks {self.ranks}, "
-                "and parallelism.replicas must be 1 beside it"
-            )
-        if self.sequence_parallel > 1 and max(self.tensor_parallel, self.expert_parallel) > 1:
-            raise ValueError(
-                "parallelism.sequence_parallel divides positions among ranks that tensor_parallel and expert_parallel "
-                "take to have all of them: use either it or these"
-            )
-        divides = not self.ranks // self.replicas % self.expert_parallel
-        if self.expert_parallel > 1 and not (divides and self.expert_parallel % self.tensor_parallel == 0):
-            raise ValueError(
-                f"parallelism.expert_parallel {self.expert_parallel} must divide ranks / replicas "
-                f"{self.ranks // self.replicas} and be a multiple of tensor_parallel {self.tensor_parallel}"
-            )
+
+def _check_axes(ranks: int, axes: ParallelismConfig | CriticParallelismConfig, where: str) -> None:
+    """Check that ranks can be divided as a section says.
+
+    Raises:
+        ValueError: they cannot; it names the field under ``where``.
+    """
+    if ranks % axes.tensor_parallel:
+        raise ValueError(f"{where}.tensor_parallel {axes.tensor_parallel} must divide parallelism.ranks {ranks}")
+    shared = ranks // axes.tensor_parallel
+    if shared % axes.replicas or (shared > 1 and shared == axes.replicas):
+        each = "" if axes.tensor_parallel == 1 else f" / {axes.tensor_parallel} (tensor_parallel)"
+        raise ValueError(
+            f"{where}.replicas {axes.replicas} does not divide {ranks} ranks{each} into parts of two or "
+            "more: choose a smaller divisor"
+        )
+    if axes.sequence_parallel > 1 and (ranks % axes.sequence_parallel or axes.replicas > 1):
+        raise ValueError(
+            f"{where}.sequence_parallel {axes.sequence_parallel} must divide parallelism.ranks {ranks}, "
+            f"and {where}.replicas must be 1 beside it"
+        )
+    if axes.sequence_parallel > 1 and max(axes.tensor_parallel, axes.expert_parallel) > 1:
+        raise ValueError(
+            f"{where}.sequence_parallel divides positions among ranks that tensor_parallel and expert_parallel "
+            "take to have all of them: use either it or these"
+        )
+    divides = not ranks // axes.replicas % axes.expert_parallel
+    if axes.expert_parallel > 1 and not (divides and axes.expert_parallel % axes.tensor_parallel == 0):
+        raise ValueError(
+            f"{where}.expert_parallel {axes.expert_parallel} must divide ranks / replicas "
+            f"{ranks // axes.replicas} and be a multiple of tensor_parallel {axes.tensor_parallel}"
+        )

@@ -66,11 +66,28 @@ def placement(source: Source) -> Fields:
         or _has_adapters(source, tensor)
     ):
         return {}
+    source.has("num_gpus_per_node")
     fields: Fields = {"resources.trainer.devices": len(trainer) // len(of_nodes)}
     fields |= {"parallelism.nodes": len(of_nodes)} if len(of_nodes) > 1 else {}
     fields |= {"parallelism.tensor_parallel": tensor} if tensor > 1 else {}
     fields |= {"parallelism.sequence_parallel": context} if context > 1 else {}
+    fields |= _critic(source, len(trainer), tensor, context)
     return fields | _engines(source, trainer, is_one_machine=len(of_nodes) == 1)
+
+
+def _critic(source: Source, ranks: int, tensor: int, context: int) -> Fields:
+    """Make how the ranks are divided for the critic, where the file says so and it is not as for the policy."""
+    names = [f"critic.{CONFIG}.{kind}_parallel_size" for kind in ("tensor_model", "context")]
+    if source.value("adv_estimator") != "gae" or not source.given.keys() & set(names):
+        return {}
+    sizes = [int(source.required(name)) for name in names]
+    if sizes == [tensor, context]:
+        return {}
+    if ranks % math.prod(sizes) or min(sizes) > 1:
+        for name in source.given.keys() & set(names):
+            source.put_aside(source.given[name].spelling, f"the {ranks} devices of the trainer cannot be divided so")
+        return {}
+    return {"parallelism.critic": {"tensor_parallel": sizes[0], "sequence_parallel": sizes[1]}}
 
 
 def _engines(source: Source, trainer: Sequence[int], *, is_one_machine: bool) -> Fields:

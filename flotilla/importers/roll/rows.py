@@ -68,7 +68,10 @@ RUN: tuple[Parameter, ...] = (
     *ignored("held-out tasks of environments are the rows of a file: as many as val_env_manager has groups",
              "val_batch_size"),
     *ignored("a launcher's own, of the processes that it starts", "local_rank"),
-    *unsupported(PLACEMENT, "num_nodes", "num_gpus_per_node", harmless=(1,)),
+    *unsupported(PLACEMENT, "num_nodes", harmless=(1,)),
+    translated("num_gpus_per_node", ("resources.trainer.devices", "parallelism.nodes"), count,
+               "where the trainer's devices are translated: they are on as many machines", example=2, default=8,
+               harmless=(1,), unread=Verdict.UNSUPPORTED, context={f"{TRAIN}.device_mapping": "list(range(0,4))"}),
     *ignored("requests are always scheduled one by one", "generate_opt_level", "is_num_return_sequences_expand"),
     *ignored("Hydra's own: it does not reach the pipeline", "hydra", is_tree=True),
     *ignored("the files that it names are read with this one; ROLL's own are known", "defaults"),
@@ -260,6 +263,12 @@ BACKENDS: tuple[Parameter, ...] = (
     *unsupported(SHARDING, "reference.strategy_args", f"reference.{CONFIG}", "critic.strategy_args", is_tree=True,
                  harmless=(1,)),
     *unsupported(SHARDING, f"reference.{CONFIG}.tensor_model_parallel_size", harmless=(1,)),
+    *(translated(f"critic.{CONFIG}.{kind}_parallel_size", f"parallelism.critic.{field}", count,
+                 f"ranks that compute {what} of the critic together, where the trainer's devices are translated and it "
+                 "divides them", example=2, default=1, harmless=(1,), unread=Verdict.UNSUPPORTED,
+                 context={f"{TRAIN}.device_mapping": "list(range(0,4))", "adv_estimator": "gae"})
+      for kind, field, what in (("tensor_model", "tensor_parallel", "a layer"),
+                                ("context", "sequence_parallel", "sequences"))),
     *ignored("the order of messages in the template is the tokenizer's own", "reference.data_args", is_tree=True),
     *ignored("the validation worker is the reward service", "validation.data_args.template"),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The training processes: one for each GPU of verl's trainer, and what they divide among them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from flotilla.importers.source import Source
@@ -26,24 +27,62 @@ def ranks_of(source: Source) -> Fields:
     is_written = source.has("trainer.device")
     if is_written:
         fields["parallelism.device"] = "cuda"
-    size = source.value(f"{ACTOR}.fsdp_config.fsdp_size")
-    split = int(source.required(f"{ACTOR}.ulysses_sequence_parallel_size"))
-    if split > 1 and ranks % split and is_written:
-        source.refuse(f"{ACTOR}.ulysses_sequence_parallel_size", f"it does not divide the {ranks} GPUs")
-    elif split > 1 and not ranks % split:
-        return fields | {"parallelism.sequence_parallel": split}
-    if divided := _divided(source, ranks):
-        return fields | divided
-    if isinstance(size, int) and 1 < size < ranks:
-        if ranks % size:
-            why = f"it does not divide the {ranks} GPUs"
-            if is_written:
-                source.refuse(f"{ACTOR}.fsdp_config.fsdp_size", why)
-            else:
-                source.put_aside(source.given[f"{ACTOR}.fsdp_config.fsdp_size"].spelling, why)
-        else:
-            fields["parallelism.replicas"] = ranks // size
+    axes = _axes(source, ranks, POLICY, is_written=is_written)
+    fields |= {f"parallelism.{axis}": size for axis, size in axes.items()}
+    if source.value("algorithm.adv_estimator") == "gae" and source.given.keys() & set(CRITIC.names):
+        of_critic = _axes(source, ranks, CRITIC, is_written=is_written)
+        if of_critic != axes:
+            fields["parallelism.critic"] = {"replicas": 1} | of_critic
     return fields
+
+
+@dataclass(frozen=True)
+class Names:
+    """Which parameters say how a model is divided among the ranks."""
+
+    copy: str
+    sequence: str
+    tensor: str
+    expert: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.copy, self.sequence, self.tensor, self.expert
+
+
+def _names_of(holder: str, fsdp: str) -> Names:
+    return Names(
+        copy=f"{fsdp}.fsdp_size",
+        sequence=f"{holder}.ulysses_sequence_parallel_size",
+        tensor=f"{holder}.megatron.tensor_model_parallel_size",
+        expert=f"{holder}.megatron.expert_model_parallel_size",
+    )
+
+
+POLICY = _names_of(ACTOR, f"{ACTOR}.fsdp_config")
+CRITIC = _names_of("critic", "critic.model.fsdp_config")
+
+
+def _axes(source: Source, ranks: int, names: Names, *, is_written: bool) -> dict[str, int]:
+    """Find how ranks are divided for a model; nothing where its weights are sharded among all of them."""
+    size, split = source.value(names.copy), int(source.required(names.sequence))
+    if split > 1 and ranks % split and is_written:
+        source.refuse(names.sequence, f"it does not divide the {ranks} GPUs")
+    elif split > 1 and not ranks % split:
+        return {"sequence_parallel": split}
+    if divided := _divided(source, ranks, names):
+        return divided
+    if not isinstance(size, int) or not 1 < size < ranks:
+        return {}
+    if not ranks % size:
+        return {"replicas": ranks // size}
+    why = f"it does not divide the {ranks} GPUs"
+    if is_written:
+        source.refuse(names.copy, why)
+    else:
+        source.put_aside(source.given[names.copy].spelling, why)
+    return {}
 
 
 def _counted(source: Source) -> tuple[int, int]:
@@ -56,19 +95,18 @@ def _counted(source: Source) -> tuple[int, int]:
     return int(source.required("trainer.n_gpus_per_node")) * count, count
 
 
-def _divided(source: Source, ranks: int) -> Fields:
-    """Make what Megatron divides among the ranks: layers, and experts."""
-    fields: Fields = {}
-    names = {key: f"{ACTOR}.megatron.{key}_model_parallel_size" for key in ("tensor", "expert")}
-    tensor, expert = (int(source.required(name)) for name in names.values())
+def _divided(source: Source, ranks: int, names: Names) -> dict[str, int]:
+    """Find what Megatron divides among the ranks: layers, and experts."""
+    axes: dict[str, int] = {}
+    tensor, expert = int(source.required(names.tensor)), int(source.required(names.expert))
     if tensor > 1 and ranks % tensor:
-        source.put_aside(source.given[names["tensor"]].spelling, f"it does not divide the {ranks} GPUs of the trainer")
+        source.put_aside(source.given[names.tensor].spelling, f"it does not divide the {ranks} GPUs of the trainer")
         tensor = 1
     elif tensor > 1:
-        fields["parallelism.tensor_parallel"] = tensor
+        axes["tensor_parallel"] = tensor
     if expert > 1 and (ranks % expert or expert % tensor):
         why = f"it must divide the {ranks} GPUs of the trainer, and be a multiple of tensor_model_parallel_size"
-        source.put_aside(source.given[names["expert"]].spelling, why)
+        source.put_aside(source.given[names.expert].spelling, why)
     elif expert > 1:
-        fields["parallelism.expert_parallel"] = expert
-    return fields
+        axes["expert_parallel"] = expert
+    return axes

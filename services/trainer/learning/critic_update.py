@@ -7,11 +7,11 @@ from services.trainer.algorithms.metrics import Metrics, combine
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.learning.prepared import Prepared
 from services.trainer.models.critic import Critic
-from services.trainer.parallel.ranks import Ranks
 
 
-def teach(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Metrics:
-    """Make the critic's update of one mini-batch."""
+def teach(critic: Critic, prepared: Prepared, micro_batches: Sequence[MicroBatch]) -> Metrics:
+    """Make the critic's update of one mini-batch, of which its ranks are given their shares."""
+    ranks = critic.ranks
     assert prepared.values is not None and prepared.returns is not None
     if not micro_batches:
         return {}

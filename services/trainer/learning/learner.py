@@ -23,7 +23,7 @@ from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.learning.advantage_inputs import advantage_inputs
 from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from services.trainer.learning.prepared import Prepared, selected, step_weights
+from services.trainer.learning.prepared import Prepared, can_skip_zero_advantages, selected, step_weights
 from services.trainer.learning.teacher import taught
 from services.trainer.learning.trace import TokenTrace, TracedStep
 from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
@@ -39,9 +39,6 @@ from services.trainer.parallel.sequence import SequenceParallel
 from shared.config.algorithm import KlLossConfig, KlRewardConfig
 from shared.config.spec import ExperimentSpec
 from shared.schemas.trajectory import Group
-
-LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
-"""Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,10 @@ class Learner:
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         moments = spec.parallelism.offload.optimiser
-        self.critic = make_critic(spec, loaded, critic, total)
-        if (group := ranks.sequence_group) is not None:
-            split = SequenceParallel(group)
-            for each in self._computing:
-                each.split_sequences(split)
+        self.critic = make_critic(spec, loaded, critic, total, ranks)
+        for each in self._computing:
+            if (group := self._ranks_of(each).sequence_group) is not None:
+                each.split_sequences(SequenceParallel(group))
         # After the critic's copy, which trains whole.
         self.adapters = choose_trained(loaded.model, spec)
         if spec.optimisation.activation_checkpointing:
@@ -126,10 +122,13 @@ class Learner:
     def _computing(self) -> list[Policy | Critic]:
         return [each for each in (self.policy, self.reference, self.teacher, self.critic) if each is not None]
 
+    def _ranks_of(self, model: Policy | Critic) -> Ranks:
+        return model.ranks if isinstance(model, Critic) else self.ranks
+
     def _lay_out(self, wire_dtype: str | None) -> Weights:
         if self.ranks.is_several:
             for each in self._computing:
-                each.shard(self.ranks)
+                each.shard(self._ranks_of(each))
             if self.adapters is not None:
                 self.adapters.begin()
         return image_weights(self.loaded.model, self.adapters, self.ranks, getattr(torch, wire_dtype or "", None))
@@ -151,17 +150,21 @@ class Learner:
             prepared = prepared.take(redraw(self.spec.algorithm.resampling, batch.rewards, seed))
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
+        learned = tallies if self.critic is None or self.critic.ranks is self.ranks else []
         with self._dropping(seed):
             for ordered, mini_batches in self._passes(prepared, self._mini_batches(batch), seed):
                 for members, micro_batches in mini_batches:
                     denominators_at = slice(members.start, members.stop)
                     if self.critic is not None:
-                        tallies.append(teach(self.critic, ordered, micro_batches, self.ranks))
+                        passes = self._critic_passes(self.critic, ordered.batch, members, micro_batches)
+                        learned.append(teach(self.critic, ordered, passes))
                     if self.critic is None or step > self.critic.config.warmup_steps:
                         note = None if trace is None else partial(trace.note, ordered, update=len(results))
                         tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
                     results.append(self._update())
         metrics = self.ranks.combine(combine(tallies))
+        if self.critic is not None and learned is not tallies:
+            metrics |= self.critic.ranks.combine(combine(learned))
         if trace is not None:
             trace.collect(self.ranks)
         self._adapt_kl(metrics, batch.num_sequences)
@@ -208,8 +211,10 @@ class Learner:
         if config.old_log_probs == "recompute_at_version":
             old = self._evaluate_at_versions(batch, micro_batches)
         reference = self._reference_log_probs(batch, micro_batches)
-        evaluate = None if self.critic is None else self.critic.evaluate
-        values = None if evaluate is None else self.ranks.sum(evaluate(batch.rollout_log_probs, micro_batches))
+        values = None
+        if self.critic is not None:
+            passes = self._critic_passes(self.critic, batch, range(batch.num_sequences), micro_batches)
+            values = self.critic.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, passes))
         found = self._advantages(batch, old, reference, squares, values)
         if config.distillation is not None:
             found = taught(found, config.distillation, old, self._teacher_log_probs(batch), batch.sequences)
@@ -243,32 +248,29 @@ class Learner:
 
     def _micro_batches(self, prepared: Prepared, members: range) -> tuple[range, list[MicroBatch]]:
         chosen: Sequence[int] = members
-        if self._can_skip_zero_advantages:
+        if can_skip_zero_advantages(self.spec.algorithm):
             sums = prepared.batch.sequences.sum(prepared.advantages.abs()).tolist()
             chosen = [number for number in members if sums[number] > 0]
         return members, self._cut(prepared.batch, chosen)
 
-    @property
-    def _can_skip_zero_advantages(self) -> bool:
-        config = self.spec.algorithm
-        return (
-            self.critic is None
-            and config.policy_loss.kind in LOSSES_OF_ADVANTAGE_ALONE
-            and not config.entropy_coefficient
-            and config.supervised is None
-            and not isinstance(config.kl, KlLossConfig)
-        )
+    def _critic_passes(
+        self, critic: Critic, batch: TrainingBatch, members: Sequence[int], own: list[MicroBatch]
+    ) -> list[MicroBatch]:
+        """Cut the critic's share: the policy's own, unless ranks are divided otherwise for the critic."""
+        return own if critic.ranks is self.ranks else self._cut(batch, members, ranks=critic.ranks)
 
-    def _cut(self, batch: TrainingBatch, members: Sequence[int], teacher: Policy | None = None) -> list[MicroBatch]:
-        policy = teacher or self.policy
+    def _cut(
+        self, batch: TrainingBatch, members: Sequence[int], teacher: Policy | None = None, ranks: Ranks | None = None
+    ) -> list[MicroBatch]:
+        policy, ranks = teacher or self.policy, ranks or self.ranks
         return make_micro_batches(
             batch,
             members,
             max_tokens=self.spec.optimisation.micro_batch_tokens,
             packing=self._packing if teacher is None else teacher.resolve_packing("auto"),
             device=self.device,
-            rank=self.ranks.data_rank,
-            num_ranks=self.ranks.data_size,
+            rank=ranks.data_rank,
+            num_ranks=ranks.data_size,
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
             attends_apart=all(each.attends_apart for each in (policy, self.policy, self.reference or policy)),

@@ -9,9 +9,12 @@ from torch import Tensor
 from services.trainer.algorithms.objective import selected_tokens
 from services.trainer.algorithms.sample_weights import sequence_weights
 from services.trainer.data.batch import TrainingBatch, scored_trajectories
-from shared.config.algorithm import AlgorithmConfig
+from shared.config.algorithm import AlgorithmConfig, KlLossConfig
 from shared.errors import DataError
 from shared.schemas.trajectory import Group
+
+LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
+"""Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +51,17 @@ class Prepared:
     def weights_of(self, members: Tensor) -> Tensor | None:
         """Take the loss weights of some sequences [S'], if there are any."""
         return None if self.sequence_weights is None else self.sequence_weights[members]
+
+
+def can_skip_zero_advantages(config: AlgorithmConfig) -> bool:
+    """Whether nothing is learned from sequences whose advantage is 0."""
+    return (
+        not config.needs_critic
+        and config.policy_loss.kind in LOSSES_OF_ADVANTAGE_ALONE
+        and not config.entropy_coefficient
+        and config.supervised is None
+        and not isinstance(config.kl, KlLossConfig)
+    )
 
 
 def _of_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:

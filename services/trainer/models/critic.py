@@ -6,7 +6,8 @@ trainer.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
 from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import hidden_states
+from services.trainer.models.log_probs import hidden_states, traits_of_twin
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from services.trainer.models.traits import Traits, agree, probe_input, traits_of
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.layers import recompute_activations
-from services.trainer.parallel.ranks import Ranks
+from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
 from services.trainer.parallel.tensor import divide_layers
 from shared.config.algorithm import ValueLossConfig
@@ -45,6 +47,8 @@ class Critic:
         total_updates: of the whole experiment, for the schedule.
         own: the model that it begins as.
         is_offloaded: whether the optimiser's moments are in the host's memory between updates.
+        ranks: among which it is divided and its passes are shared.
+        is_alone: whether they are divided so for the critic alone: that it computes the same nevertheless is checked.
 
     Raises:
         ModelError: the model does not say how wide its hidden states are.
@@ -59,7 +63,10 @@ class Critic:
         *,
         own: LoadedModel | None = None,
         is_offloaded: bool = False,
+        ranks: Ranks = ONE_RANK,
+        is_alone: bool = False,
     ) -> None:
+        self.ranks, self._is_alone = ranks, is_alone
         source = (policy if own is None else own).model
         assert isinstance(source.base_model, nn.Module)
         body = copy.deepcopy(source.base_model) if own is None else source.base_model
@@ -68,6 +75,11 @@ class Critic:
         path = next(name for name, each in source.named_modules() if each is source.base_model)
         self._path = f"{path}." if path else ""
         self._split: SequenceParallel | None = None
+        self._traits: Traits | None = None
+        if is_alone and ranks.shares_computation and self._stored is not None:
+            self._traits = traits_of_twin(body, self._stored, ranks, self._path)
+        elif is_alone and ranks.shares_computation:
+            self._traits = traits_of(body, ranks.device)
         self._head = nn.Linear(_width(body), 1, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
@@ -88,17 +100,44 @@ class Critic:
 
     def split_sequences(self, split: SequenceParallel) -> None:
         """Compute every row together with other ranks; before the weights are sharded."""
-        split.install(self._body)
+        with self._naming_its_section():
+            split.install(self._body)
         self._split = split
 
     def shard(self, ranks: Ranks) -> None:
-        """Divide weights and gradients among ranks; before anything is trained or loaded."""
-        divide_layers(self._body, ranks)
+        """Divide weights and gradients among ranks; before anything is trained or loaded.
+
+        Raises:
+            ModelError: the model cannot be divided so.
+        """
+        with self._naming_its_section():
+            divide_layers(self._body, ranks)
         shard(self._body, ranks)
         shard(self._head.to(ranks.device), ranks)
         if self._stored is not None:
             self._stored.fill(self._body, ranks.home, ranks.device, self._path)
+        if self._traits is not None:
+            self._check_same(self._traits, ranks.device)
         self.optimizer = self._new_optimizer()
+
+    @contextmanager
+    def _naming_its_section(self) -> Iterator[None]:
+        try:
+            yield
+        except ModelError as error:
+            raise (ModelError(f"parallelism.critic: {error.detail}") if self._is_alone else error) from error
+
+    @torch.no_grad()
+    def _check_same(self, traits: Traits, device: torch.device) -> None:
+        is_same = self._split is None or traits.can_pack
+        if is_same:
+            found = hidden_states(self._body, probe_input(self._body, device), self._split).float()
+            is_same = agree(found, traits.hidden, next(self._body.parameters()).dtype)
+        if not is_same:
+            raise ModelError(
+                f"{type(self._body).__name__} computes something else when it is divided among ranks as "
+                "parallelism.critic says: leave that out, or use its replicas alone"
+            )
 
     def _new_optimizer(self) -> PolicyOptimizer:
         return PolicyOptimizer(
@@ -192,11 +231,18 @@ class Critic:
 
 
 def make_critic(
-    spec: ExperimentSpec, policy: LoadedModel, own: LoadedModel | None, total_updates: int
+    spec: ExperimentSpec, policy: LoadedModel, own: LoadedModel | None, total_updates: int, ranks: Ranks
 ) -> "Critic | None":
-    """Make the critic of an experiment; None where no advantage needs values. Arguments as of ``Critic``."""
+    """Make the critic of an experiment; None where no advantage needs values. Arguments as of ``Critic``.
+
+    Its ranks are the policy's, unless the spec divides them otherwise.
+    """
     if not spec.algorithm.needs_critic:
         return None
+    section = spec.parallelism.critic
+    is_alone = section is not None and ranks.is_several
+    if section is not None and is_alone:
+        ranks = ranks.reshaped(MeshShape.of(section, ranks.size))
     return Critic(
         policy,
         spec.algorithm.resolved_value_loss,
@@ -204,6 +250,8 @@ def make_critic(
         total_updates,
         own=own,
         is_offloaded=spec.parallelism.offload.optimiser,
+        ranks=ranks,
+        is_alone=is_alone,
     )
 
 

@@ -71,7 +71,7 @@ class Policy:
         if stored is None:
             self._traits = self._said(traits_of(model, self.device))
         elif ranks.shares_computation:
-            self._traits = self._said(_traits_of_twin(model, stored, ranks))
+            self._traits = self._said(traits_of_twin(model, stored, ranks))
         self.attends_apart = stored is None and self.can_share_prompts and attends_apart(model, self.device)
 
     @classmethod
@@ -229,11 +229,18 @@ class Policy:
         return "padded"
 
 
-def _traits_of_twin(model: nn.Module, stored: StoredWeights, ranks: Ranks) -> Traits:
-    """Compute with a copy that each rank has a part of and whose layers are whole, which is thrown away."""
+def traits_of_twin(model: nn.Module, stored: StoredWeights, ranks: Ranks, path: str = "") -> Traits:
+    """Compute with a copy that each rank has a part of and whose layers are whole, which is thrown away.
+
+    Args:
+        model: without weights.
+        stored: where they are.
+        ranks: the job.
+        path: of the model in what is stored, with a dot at its end.
+    """
     twin = copy.deepcopy(model)
     shard(twin, ranks.undivided)
-    stored.fill(twin, ranks.home, ranks.device)
+    stored.fill(twin, ranks.home, ranks.device, path)
     found = traits_of(twin, ranks.device)
     del twin
     # Its modules and FSDP's states refer to one another.

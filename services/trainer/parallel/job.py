@@ -68,13 +68,7 @@ def entered(
         config: the ranks' section.
         on_silence: told on another thread which rank is silent.
     """
-    shape = MeshShape(
-        shard=config.ranks // (config.replicas * config.tensor_parallel),
-        replicate=config.replicas,
-        sequence=config.sequence_parallel,
-        tensor=config.tensor_parallel,
-        expert=config.expert_parallel,
-    )
+    shape = MeshShape.of(config, config.ranks)
     device = device_of(config, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)

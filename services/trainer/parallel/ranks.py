@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from services.trainer.algorithms.metrics import Metrics, Tally, combine
+from shared.config.parallelism import CriticParallelismConfig, ParallelismConfig
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
@@ -38,6 +39,7 @@ class Ranks:
         remote: the ranks that do not see the leader's shared memory: they are on other hosts.
         offloads_parameters: whether sharded weights, their gradients and optimiser are in the host's memory, but for
             the layer that computes.
+        timeout: of a collective; None as torch has it.
     """
 
     rank: int = 0
@@ -50,6 +52,7 @@ class Ranks:
     sequence_size: int = 1
     remote: frozenset[int] = frozenset()
     offloads_parameters: bool = False
+    timeout: timedelta | None = None
 
     @property
     def home(self) -> torch.device:
@@ -66,6 +69,11 @@ class Ranks:
         """The same ranks where each computes whole layers by itself; every rank asks for it, or none."""
         mesh = init_device_mesh(self.device.type, (1, self.size, 1), mesh_dim_names=(REPLICATE, SHARD, TENSOR))
         return replace(self, mesh=mesh, expert_mesh=None, sequence_group=None, sequence_size=1)
+
+    def reshaped(self, shape: "MeshShape") -> "Ranks":
+        """Divide the same ranks otherwise, for another model; every rank asks for it."""
+        found = _formed(shape, self.rank, self.device, self.timeout)
+        return replace(found, remote=self.remote, offloads_parameters=self.offloads_parameters)
 
     @property
     def is_remote(self) -> bool:
@@ -179,6 +187,17 @@ class MeshShape:
     tensor: int = 1
     expert: int = 1
 
+    @classmethod
+    def of(cls, config: ParallelismConfig | CriticParallelismConfig, size: int) -> "MeshShape":
+        """Read how a section of the spec divides a job's ranks."""
+        return cls(
+            shard=size // (config.replicas * config.tensor_parallel),
+            replicate=config.replicas,
+            sequence=config.sequence_parallel,
+            tensor=config.tensor_parallel,
+            expert=config.expert_parallel,
+        )
+
     @property
     def size(self) -> int:
         """Ranks of the job."""
@@ -210,6 +229,17 @@ def joined(
     backend = backend_of(device, offloads_parameters=offloads_parameters)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=shape.size, timeout=timeout)
+    ranks = replace(_formed(shape, rank, device, timeout), offloads_parameters=offloads_parameters)
+    if host is not None:
+        hosts = ranks.gather(host.encode())
+        ranks = replace(ranks, remote=frozenset(other for other in range(shape.size) if hosts[other] != hosts[0]))
+    yield ranks
+    # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
+    dist.destroy_process_group()
+
+
+def _formed(shape: MeshShape, rank: int, device: torch.device, timeout: timedelta | None) -> Ranks:
+    """Form the groups of a mesh; every rank does it."""
     dense = (shape.replicate, shape.shard, shape.tensor)
     mesh = init_device_mesh(device.type, dense, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
     data = sequence = experts = None
@@ -222,7 +252,7 @@ def joined(
         sequence = _own_group(shares, rank, timeout)
     if together > 1:
         data = _own_group([numbers[start::together] for start in range(together)], rank, timeout)
-    ranks = Ranks(
+    return Ranks(
         rank,
         shape.size,
         mesh,
@@ -231,14 +261,8 @@ def joined(
         data or dist.group.WORLD,
         sequence,
         shape.sequence,
-        offloads_parameters=offloads_parameters,
+        timeout=timeout,
     )
-    if host is not None:
-        hosts = ranks.gather(host.encode())
-        ranks = replace(ranks, remote=frozenset(other for other in numbers if hosts[other] != hosts[0]))
-    yield ranks
-    # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
-    dist.destroy_process_group()
 
 
 def backend_of(device: torch.device, *, offloads_parameters: bool) -> str:
@@ -248,7 +272,7 @@ def backend_of(device: torch.device, *, offloads_parameters: bool) -> str:
     return "cpu:gloo,cuda:nccl" if offloads_parameters else "nccl"
 
 
-def _own_group(groups: list[list[int]], rank: int, timeout: timedelta) -> ProcessGroup:
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> ProcessGroup:
     """Form some groups, which every rank has to do, and return the one that this rank is in."""
     made = {rank in members: dist.new_group(members, timeout=timeout) for members in groups}
     found: ProcessGroup = made[True]

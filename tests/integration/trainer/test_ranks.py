@@ -27,7 +27,7 @@ from shared.weights.image import WeightImage
 from shared.weights.parts import write_parts
 from shared.weights.sharded_parameters import ShardedParameters
 from tests.integration.trainer.architectures import ARCHITECTURES
-from tests.integration.trainer.ranks import in_parts, run_ranks, stored
+from tests.integration.trainer.ranks import TWO_RANKS, in_parts, run_ranks, stored
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 from tests.unit.trainer.test_finished_learner import a_classifier, demonstrations, pairs, spec_of
 
@@ -63,11 +63,13 @@ FINISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def equality(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def equality(
+    ranks: Ranks, algorithms: dict[str, dict[str, Any]], *, critic: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Train each algorithm on this job and, in the first rank, alone; returns how far apart they end."""
     found = {}
     for name, algorithm in algorithms.items():
-        several, measured = _trained(algorithm, ranks)
+        several, measured = _trained(algorithm, ranks, critic=critic)
         one, expected = _trained(algorithm, None) if ranks.is_leader else (None, measured)
         apart = {
             f"{key} of step {step + 1}": abs(value - measured[step][key]) / max(1.0, abs(value))
@@ -78,9 +80,16 @@ def equality(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> dict[str, A
         found[name] = {
             "measured": measured,
             "metrics": max(apart.items(), key=lambda pair: pair[1]),
-            "parameters": _furthest(one, several),
+            "parameters": max(_furthest(one, several), _furthest_critic(one, several)),
             "is_image_exact": _is_image_exact(several.loaded.model, ranks, a_model()),
         }
+    return found
+
+
+def critics(ranks: Ranks, sections: list[dict[str, int]]) -> dict[str, Any]:
+    """Train with critics that are divided otherwise than the policy, as ``equality`` does."""
+    found = {str(section): equality(ranks, {"critic": RESHARDED}, critic=section)["critic"] for section in sections}
+    assert all({"value/mean", "loss/value"} <= figures["measured"][0].keys() for figures in found.values())
     return found
 
 
@@ -132,9 +141,10 @@ def sequences(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> tuple[dict
     return equality(ranks, algorithms), finished(ranks, ["sft"])
 
 
-def written(ranks: Ranks, directory: str) -> list[float]:
+def written(ranks: Ranks, argument: tuple[str, dict[str, int] | None]) -> list[float]:
     """Train on this job, write a checkpoint into a directory, train on; returns the losses afterwards."""
-    learner, _ = _trained(RESHARDED, ranks, steps=2)
+    directory, critic = argument
+    learner, _ = _trained(RESHARDED, ranks, steps=2, critic=critic)
     files = shared_files(learner)
     if ranks.is_leader:
         reserve(Path(directory), files, Path(directory).parent, learner)
@@ -144,14 +154,15 @@ def written(ranks: Ranks, directory: str) -> list[float]:
     return _continued(learner)
 
 
-def read(ranks: Ranks, directory: str) -> list[float]:
+def read(ranks: Ranks, argument: tuple[str, dict[str, int] | None]) -> list[float]:
     """Go on from that checkpoint on this job; returns the losses."""
+    directory, critic = argument
     path = Path(directory) / MODEL
     if ranks.is_several:
         loaded = in_parts(path)
     else:
         loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path)
-    learner = Learner(_spec(RESHARDED), loaded, ranks=ranks)
+    learner = Learner(_spec(RESHARDED, ranks, critic), loaded, ranks=ranks)
     learner.optimizer.load(load_file(Path(directory) / OPTIMIZER), updates=4)
     assert learner.critic is not None
     learner.critic.load(load_file(Path(directory) / CRITIC), updates=4)
@@ -163,9 +174,10 @@ def _continued(learner: Learner) -> list[float]:
     return [result.metrics["loss/total"] for result in results] + [results[-1].updates[-1].grad_norm]
 
 
-def _spec(algorithm: dict[str, Any]) -> ExperimentSpec:
+def _spec(algorithm: dict[str, Any], ranks: Ranks = ONE_RANK, critic: dict[str, int] | None = None) -> ExperimentSpec:
     return a_spec(
         algorithm=algorithm,
+        parallelism={} if critic is None else {"ranks": ranks.size, "critic": critic},
         optimisation={
             "steps": STEPS,
             "groups_per_mini_batch": 2,
@@ -180,11 +192,17 @@ def _spec(algorithm: dict[str, Any]) -> ExperimentSpec:
 
 
 def _trained(
-    algorithm: dict[str, Any], ranks: Ranks | None, *, make: Callable[[], nn.Module] = a_model, steps: int = EQUAL_STEPS
+    algorithm: dict[str, Any],
+    ranks: Ranks | None,
+    *,
+    make: Callable[[], nn.Module] = a_model,
+    steps: int = EQUAL_STEPS,
+    critic: dict[str, int] | None = None,
 ) -> tuple[Learner, list[dict[str, float]]]:
     reference = make() if algorithm.get("kl") else None
     teacher = a_model(hidden_size=48) if algorithm.get("distillation") else None
-    learner = _made(partial(Learner, _spec(algorithm)), [make(), reference, teacher], ranks or ONE_RANK)
+    spec = _spec(algorithm, ranks or ONE_RANK, critic)
+    learner = _made(partial(Learner, spec), [make(), reference, teacher], ranks or ONE_RANK)
     figures = []
     for step in range(1, steps + 1):
         result = learner.train(uneven_groups(seed=step), step)
@@ -213,6 +231,17 @@ def _furthest(one: Learner | None, several: Learner) -> float:
         return 0.0
     pairs = zip(one.loaded.model.parameters(), whole, strict=True)
     return max(float((first - second).abs().max().detach()) for first, second in pairs)
+
+
+def _furthest_critic(one: Learner | None, several: Learner) -> float:
+    if several.critic is None:
+        return 0.0
+    whole = {name: _whole(value) for name, value in several.critic.state().items() if name.startswith("weight/")}
+    if one is None:
+        return 0.0
+    assert one.critic is not None
+    alone = one.critic.state()
+    return max(float((alone[name] - value).abs().max()) for name, value in whole.items())
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -282,6 +311,37 @@ def test_ranks_that_share_layers_learn_what_one_rank_learns() -> None:
 
     _check_equality([equal for equal, _ in found])
     _check_finished(found[0][1])
+
+
+def test_a_critic_that_is_divided_otherwise_learns_what_it_learns_alone() -> None:
+    found = run_ranks(critics, [{"tensor_parallel": 2}])
+
+    _check_equality(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("policy", "sections"),
+    [
+        (TWO_RANKS, [{"sequence_parallel": 2}]),
+        (MeshShape(1, tensor=2), [{}, {"sequence_parallel": 2}]),
+        (MeshShape(2, sequence=2), [{}, {"tensor_parallel": 2}]),
+        (MeshShape(2, tensor=2), [{}, {"replicas": 2}, {"sequence_parallel": 2}, {"tensor_parallel": 2}]),
+        (MeshShape(4), [{"tensor_parallel": 2}, {"replicas": 2}]),
+        (MeshShape(2, replicate=2), [{}, {"sequence_parallel": 2}]),
+    ],
+    ids=str,
+)
+def test_policy_and_critic_may_each_be_divided_as_they_like(policy: MeshShape, sections: list[dict[str, int]]) -> None:
+    found = run_ranks(critics, sections, policy)
+
+    _check_equality(found)
+
+
+@pytest.mark.long
+def test_a_critic_that_cannot_be_divided_so_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"parallelism\.critic: parallelism.sequence_parallel 4 does not divide"):
+        run_ranks(critics, [{"sequence_parallel": 4}], MeshShape(4))
 
 
 @pytest.mark.long
@@ -375,8 +435,36 @@ DIVIDED = MeshShape(1, tensor=2)
     ids=str,
 )
 def test_a_checkpoint_goes_on_under_ranks_of_another_shape(tmp_path: Path, before: MeshShape, after: MeshShape) -> None:
-    expected, *_ = run_ranks(written, str(tmp_path), before)
+    expected, *_ = run_ranks(written, (str(tmp_path), None), before)
 
-    found = read(ONE_RANK, str(tmp_path)) if after == ONE else run_ranks(read, str(tmp_path), after)[0]
+    found = _read_under(after, (str(tmp_path), None))
 
     assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("before", "critic_before", "after", "critic_after"),
+    [
+        (TWO, {"tensor_parallel": 2}, ONE, None),
+        (DIVIDED, {}, TWO, None),
+        (TWO, None, MeshShape(2, tensor=2), {"sequence_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_with_its_critic_divided_otherwise(
+    tmp_path: Path,
+    before: MeshShape,
+    critic_before: dict[str, int] | None,
+    after: MeshShape,
+    critic_after: dict[str, int] | None,
+) -> None:
+    expected, *_ = run_ranks(written, (str(tmp_path), critic_before), before)
+
+    found = _read_under(after, (str(tmp_path), critic_after))
+
+    assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)
+
+
+def _read_under(after: MeshShape, argument: tuple[str, dict[str, int] | None]) -> list[float]:
+    return read(ONE_RANK, argument) if after == ONE else list(run_ranks(read, argument, after)[0])

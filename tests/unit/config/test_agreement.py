@@ -60,6 +60,11 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
          "parallelism.tensor_parallel", "model.lora puts others in their place"),
         ({"parallelism": {"ranks": 4, "expert_parallel": 3}}, "parallelism", "must divide ranks / replicas 4"),
         ({"parallelism": {"ranks": 6, "expert_parallel": 3, "tensor_parallel": 2}}, "parallelism", "be a multiple of"),
+        ({"parallelism": {"critic": {}}}, "parallelism", "no effect while parallelism.ranks is 1"),
+        ({"parallelism": {"ranks": 2, "critic": {}}}, "parallelism.critic", "no effect without a critic"),
+        ({"parallelism": {"ranks": 4, "critic": {"tensor_parallel": 3}}}, "parallelism",
+         "parallelism.critic.tensor_parallel 3 must divide parallelism.ranks 4"),
+        ({"parallelism": {"ranks": 4, "critic": {"replicas": 4}}}, "parallelism", "parallelism.critic.replicas 4 does"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str, words: str) -> None:

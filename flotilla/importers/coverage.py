@@ -11,6 +11,7 @@ from flotilla.importers.metrics import METRICS
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.verl.finished import VERL_SFT
+from flotilla.importers.verl.written import VERL_EVAL
 from shared.errors import InvalidSpec
 
 UNACCOUNTED = "unaccounted"
@@ -21,6 +22,8 @@ INTERNAL = (
     "--actor_num", "--critic_num", "--ref_num", "--reward_num", "--colocate",
 )  # fmt: skip
 """Names of schedulers, Ray and Megatron: where and on what a run is placed."""
+VERL_OWN = {"sft.": VERL_SFT, "evaluation.": VERL_EVAL}
+"""verl's programs with tables of their own, by what their names begin with in the lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,8 @@ def find(system: str, name: str) -> Parameter | None:
     """Find the row of a name, or of a metric; ``system`` is as the list says, such as ``verl launch script``."""
     metric = next((row for row in METRICS if row.name == name), None)
     known = SYSTEMS.get(system.split(maxsplit=1)[0].lower()) if system.strip() else None
-    if known is not None and known.name == "verl" and name.startswith("sft."):
-        known = VERL_SFT
+    if known is not None and known.name == "verl":
+        known = next((own for prefix, own in VERL_OWN.items() if name.startswith(prefix)), known)
     return metric if metric is not None or known is None else known.find(name)
 
 

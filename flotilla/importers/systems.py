@@ -12,8 +12,9 @@ from flotilla.importers.roll.system import ROLL, read_roll
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
 from flotilla.importers.verl.finished import VERL_SFT
-from flotilla.importers.verl.launch import is_fine_tuning
+from flotilla.importers.verl.launch import is_fine_tuning, is_scoring
 from flotilla.importers.verl.system import VERL, read_verl
+from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
 SCRIPTS = (".sh", ".bash")
@@ -67,11 +68,14 @@ def read(
 
 
 def system_of(system: str, given: Sequence[Given]) -> System:
-    """Find the tables that parameters belong to: a system's trainers on finished answers have tables of their own."""
+    """Find the tables that parameters belong to: a system's programs on finished answers have tables of their own."""
     program = next((str(each.value) for each in given if each.spelling == MODULE), "")
     if system == "openrlhf":
         return FINISHED.get(program, OPENRLHF)
-    is_sft = is_fine_tuning(program) or any(each.spelling == "model.partial_pretrain" for each in given)
+    names = {each.spelling for each in given}
+    if system == "verl" and (is_scoring(program) if program else is_file_of_answers(names)):
+        return VERL_EVAL
+    is_sft = is_fine_tuning(program) or "model.partial_pretrain" in names
     return VERL_SFT if system == "verl" and is_sft else SYSTEMS[system]
 
 

@@ -69,7 +69,6 @@ OWN: Mapping[str, Kind] = MappingProxyType(
 NOT_TRAINERS: Mapping[str, str] = MappingProxyType(
     {
         "main_generation": "answers without training are no experiment: sample them with the section evaluation",
-        "main_eval": "scoring answers made before is no training: flotilla evaluate --answers COLUMN grades them",
     }
 )
 """Programs of verl that train no policy, by a part of their names."""
@@ -208,16 +207,25 @@ def program_given(launch: Launch) -> list[Given]:
     """Return the program as a parameter, where it is not verl's usual one."""
     if launch.module in TRAINERS:
         return said(launch.kind, launch.module, "script")
-    if is_fine_tuning(launch.module):
+    if is_fine_tuning(launch.module) or is_scoring(launch.module):
         return [Given(launch.module, MODULE, "script")]
-    last = launch.module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    last = _last(launch.module)
     why = next((reason for part, reason in NOT_TRAINERS.items() if part in last), UNKNOWN)
     return [Given(launch.module, MODULE, "script", refusal=why)]
 
 
 def is_fine_tuning(module: str) -> bool:
     """Whether a program is verl's trainer of supervised fine-tuning."""
-    return module.removesuffix(".py").replace("/", ".").rpartition(".")[2] in {"sft_trainer", "fsdp_sft_trainer"}
+    return _last(module) in {"sft_trainer", "fsdp_sft_trainer"}
+
+
+def is_scoring(module: str) -> bool:
+    """Whether a program scores answers that were written before."""
+    return _last(module) == "main_eval"
+
+
+def _last(module: str) -> str:
+    return module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 
 def said(kind: Kind, module: str | None, where: str) -> list[Given]:

@@ -341,6 +341,17 @@ def _reward_model(source: Source) -> Fields:
     return {"reward.components": [{"kind": "reward_model", "path": path, "reads": reads, **longest}]}
 
 
+def function_or_default(source: Source) -> Fields:
+    """Make the grader of the file's own function, or verl's by data source."""
+    path = source.value("custom_reward_function.path")
+    if path is None:
+        return {"reward.components": [{"kind": "verl_default"}]}
+    function = source.required("custom_reward_function.name")
+    file = adapter_name(path, function)
+    source.files[file] = verl_adapter(path, function)
+    return {"reward.components": [{"kind": "custom", "path": f"{file}:score"}]}
+
+
 def rewards(source: Source) -> Fields:
     """Make the graders, the overlong penalty and the filter."""
     fields = _filter(source)
@@ -349,13 +360,8 @@ def rewards(source: Source) -> Fields:
         fields |= _reward_model(source)
         if path is not None:
             source.refuse(f"{RM}.enable", "verl hands its address to the custom function: use one of the two")
-    elif path is None:
-        fields["reward.components"] = [{"kind": "verl_default"}]
     else:
-        function = source.required("custom_reward_function.name")
-        file = adapter_name(path, function)
-        source.files[file] = verl_adapter(path, function)
-        fields["reward.components"] = [{"kind": "custom", "path": f"{file}:score"}]
+        fields |= function_or_default(source)
     manager = source.choose(f"{RM}.reward_manager", {"naive": "naive", "dapo": "dapo"})
     if manager == "dapo" and source.value(f"{OVERLONG}.enable"):
         limit = source.value(f"{RM}.reward_kwargs.max_resp_len")

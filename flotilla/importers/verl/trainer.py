@@ -138,7 +138,7 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
              f"{ASYNC}.concurrent_samples_per_replica", f"{ASYNC}.use_dynamic_resource_scheduling"),
 )  # fmt: skip
 
-OFFLINE = "scoring answers made before is no training: flotilla evaluate --answers COLUMN grades them"
+OFFLINE = "of verl's main_eval, which scores answers made before and whose files are imported by themselves"
 SFT = "of verl's trainer of supervised fine-tuning, whose files are imported by themselves (they name partial_pretrain)"
 
 OTHER_ROWS: tuple[Parameter, ...] = (

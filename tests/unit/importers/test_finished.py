@@ -10,29 +10,31 @@ from flotilla.importers.parameter import UNSET, Parameter, Verdict
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.verl.finished import VERL_SFT
+from flotilla.importers.verl.written import VERL_EVAL
 from tests.unit.importers.sources import label, nested, words_of
 
 ROWS = 4096
 VERL_BASE: dict[str, Any] = {"model.partial_pretrain": "owner/model", "data.train_files": "train.parquet"}
 BASE: dict[str, Any] = {"--pretrain": "owner/model", "--dataset": "train.jsonl"}
-SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT}
+EVAL_BASE: dict[str, Any] = {"data.path": "answered.parquet"}
+SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT, "verl eval": VERL_EVAL}
 
 
 def imported(name: str, values: dict[str, Any]) -> Imported:
-    if name == "verl":
+    if name.startswith("verl"):
         import yaml
 
         given = read("verl", yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
     else:
         given = read_openrlhf(["python", "-m", name, *words_of(values)])
-    system = system_of("verl" if name == "verl" else "openrlhf", given)
+    system = system_of("verl" if name.startswith("verl") else "openrlhf", given)
     assert system is SYSTEMS[name]
-    return build(system, given, rows=ROWS)
+    return build(system, given, rows=ROWS, overrides=("model.path=owner/model",) if name == "verl eval" else ())
 
 
 def base_of(name: str) -> dict[str, Any]:
-    if name == "verl":
-        return dict(VERL_BASE)
+    if name.startswith("verl"):
+        return dict(VERL_BASE if name == "verl" else EVAL_BASE)
     return BASE | ({"--output_key": "response"} if name.endswith("sft") else {"--prompt_key": "prompt"})
 
 
@@ -89,6 +91,25 @@ def test_a_script_of_verls_with_conversations() -> None:
     assert (spec.job.kind, spec.data.prompt_column, spec.optimisation.steps) == ("sft", "chat", 30)
     assert spec.finished_job is not None and spec.finished_job.held_out is not None
     assert spec.finished_job.held_out.path == "~/v.parquet"
+
+
+def test_a_script_of_verls_that_scores_written_answers() -> None:
+    text = (
+        "python3 -m verl.trainer.main_eval data.path=$HOME/data/answered.parquet data.prompt_key=prompt "
+        "data.response_key=responses custom_reward_function.path=grade.py custom_reward_function.name=reward_func\n"
+    )
+    given = read("verl", text, (), {"HOME": "/data"}, source="eval.sh")
+
+    found = build(system_of("verl", given), given)
+    set_too = build(system_of("verl", given), given, overrides=("model.path=owner/model",))
+
+    assert [problem.partition(":")[0] for problem in found.report.problems] == ["model.path"]
+    assert set_too.may_run(), set_too.report.render()
+    assert set_too.document["job"] == {"kind": "evaluation", "response_column": "responses"}
+    assert set_too.document["evaluation"] == {"path": "~/data/answered.parquet"}
+    assert set_too.document["data"]["label_column"] == "reward_model.ground_truth"
+    (component,) = set_too.document["reward"]["components"]
+    assert component["path"].partition(":")[0] in set_too.files
 
 
 def test_a_place_inside_of_a_column() -> None:

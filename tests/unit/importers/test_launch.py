@@ -86,7 +86,6 @@ def test_an_unknown_trainer_is_refused_by_name_and_its_parameters_are_read(progr
     ("program", "said"),
     [
         ("python3 -m verl.trainer.main_generation", "section evaluation"),
-        ("python3 -m verl.trainer.main_eval", "flotilla evaluate --answers"),
     ],
 )
 def test_a_program_that_trains_no_policy_is_refused_for_what_it_is(program: str, said: str) -> None:

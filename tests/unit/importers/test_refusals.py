@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.importers.build import build
 from flotilla.importers.openrlhf.launch import read_openrlhf
-from flotilla.importers.systems import SYSTEMS, read
+from flotilla.importers.systems import SYSTEMS, read, system_of
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
@@ -43,13 +43,14 @@ def test_fine_tuning_beside_reinforcement_is_refused_for_what_it_is() -> None:
     assert "imported by themselves" in refused["optim.lr"] and "neither trained on" in refused["data.response_key"]
 
 
-def test_a_file_of_verls_offline_scoring_is_refused_for_what_it_is() -> None:
-    text = "data: {path: answers.parquet, data_source_key: source}"
+def test_parameters_of_verls_offline_scoring_are_refused_among_those_of_training() -> None:
+    text = "data: {path: answers.parquet, data_source_key: source}\nactor_rollout_ref: {model: {path: model}}"
+    given = read("verl", text, (), {}, source="both.yaml")
 
-    report = build(SYSTEMS["verl"], read("verl", text, (), {}, source="evaluation.yaml")).report
+    report = build(system_of("verl", given), given).report
 
     assert {entry.name for entry in report.refused} == {"data.path", "data.data_source_key"}
-    assert all("--answers COLUMN grades them" in entry.detail for entry in report.refused)
+    assert all("main_eval" in entry.detail for entry in report.refused)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -84,10 +84,12 @@ def _name(annotation: Any) -> str:
         return " or ".join(member.value for member in annotation)
     if annotation is type(None):
         return "null"
+    if get_origin(annotation) is Annotated:
+        return _name(arguments[0])
     if arguments and get_origin(annotation) is tuple:
         return "list of " + _name(arguments[0])
     if arguments:
-        return " or ".join(_name(argument) for argument in arguments if not hasattr(argument, "func"))
+        return " or ".join(_name(argument) for argument in arguments)
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
